@@ -54,20 +54,19 @@ class RequestExchange:
         self._queue = deque[_QueuedRequest]()
 
     def submit(self, request: Request, num_requests: Tensor | None = None) -> None:
-        """Keep the request of this rank until `receive` exchanges it with the other ranks.
+        """Queue a request of this rank, which `receive` combines with those of the other ranks.
 
         Args:
             request: Request of this rank. In most steps it is empty.
-            num_requests: Number of ranks whose request is not empty, as computed by the step that
-                was launched last. A scalar on the device. If it is 0, `receive` does not
-                communicate. Before the first step, pass None: `receive` then gathers all requests.
+            num_requests: Number of ranks that have submitted a non-empty request, a scalar on the
+                device. With this number, `receive` gathers the requests only if there are any. It
+                is counted in a training step; without it, `receive` always gathers them.
         """
         if num_requests is None:
             self._queue.append(_QueuedRequest(request))
             return
 
-        # Copy the count to pinned memory asynchronously, so that the CPU can launch the next step
-        # meanwhile. An event records when the copy is complete.
+        # Start to copy the number to the CPU, but do not wait for it until `receive`.
         count = num_requests.to("cpu", non_blocking=True)
         copied = None
         if num_requests.is_cuda:

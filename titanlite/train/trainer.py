@@ -197,12 +197,11 @@ class Trainer:
         hooks = standard_hooks(self.run) if standard else []
         hooks.extend(extra_hooks)
 
-        # `_resources` closes in reverse order: the hooks before the files that they use.
         check_hook_names(hooks)
         for hook in hooks:
             self._resources.callback(hook.close)
-        # The hang report precedes the other hooks, so that it covers them. Its `close` is
-        # registered when it is created.
+        # The hang report precedes the other hooks, so that it covers them. Its `close` has already
+        # been registered.
         if self.hang_report is not None:
             hooks.insert(0, self.hang_report)
         return hooks
@@ -251,7 +250,7 @@ class Trainer:
             self._train()
         except BaseException as error:
             if isinstance(error, UserError):
-                error.step = self.steps_done
+                error.step = self.steps_done  # for the report of the error
             for hook in self.hooks:
                 hook.failed(error)
             raise
@@ -267,6 +266,7 @@ class Trainer:
                 f"Nothing to do: step {first_step} is done. "
                 "Set a larger training.steps to continue."
             )
+            # Continue: the loop trains no step, but the hooks still begin and end as usual.
 
         if self.stop_signals is not None:
             self.stop_signals.install()
@@ -297,20 +297,20 @@ class Trainer:
         exchange.submit(Request(stop=self.stop_signal, data_fails=data_error is not None))
         end = self._find_end(exchange.receive())
 
-        # On a GPU (`delay` 1), submit the request for each step during the step before it, and the
-        # request for the first step here. On a CPU (`delay` 0), submit it during the step itself.
-        if exchange.delay > 0:
+        # On a CPU, the ranks submit their requests for a step during this step. On a GPU, they do
+        # so one step early, so that the CPU can launch a step before it waits for the previous one.
+        # Submit the requests for the first step here.
+        is_early = exchange.delay == 1
+        if is_early:
             exchange.submit(self._collect_request(self.steps_done + 1))
 
         while end is None:
             step = self.steps_done + 1
-            local_request = self._collect_request(step + exchange.delay)
+            local_request = self._collect_request(step + 1 if is_early else step)
             self.step(has_request=local_request != Request())
-            # The step has counted the ranks with a request. If the count is 0, `receive` does not
-            # communicate.
-            exchange.submit(local_request, self._num_requests)
+            exchange.submit(local_request, num_requests=self._num_requests)  # counted by the step
 
-            request = exchange.receive()  # of all ranks, for `step`
+            request = exchange.receive()  # combined requests of all ranks for `step`
             end = self._find_end(request)
             if end is None:
                 self._take_actions(request)
@@ -450,7 +450,7 @@ class Trainer:
     def save(self, is_last: bool = False) -> None:
         """Save a checkpoint of the current step. Do nothing if the run has no checkpoints.
 
-        This does not call `Hook.check`, in which guards can reject a step.
+        Unlike the saves of the training loop, this does not let the guards reject the step first.
 
         Args:
             is_last: Whether the run ends here. If so, also write the outputs that the options
@@ -564,12 +564,13 @@ class Trainer:
             self.close()
 
     def _collect_request(self, step: int) -> Request:
-        """Collect the actions that this rank requests to take after `step`.
+        """Collect the actions, such as a save, that this rank requests to take after `step`.
 
-        Call this once for each step, because it consumes a received SIGUSR2 (save). On a CPU, call
-        it before `step` is trained. On a GPU, call it one step earlier; see `RequestExchange`.
+        Call this before `step` is trained, and once for each step, because it consumes a received
+        SIGUSR2 (save).
         """
         if step > self.job.training.steps:
+            # On a GPU, requests are collected one step early, so also during the last step.
             return Request()
 
         # If a rank cannot read the data of the following step, all ranks must stop after `step`.
@@ -622,8 +623,13 @@ class Trainer:
 
         data_error = self._gather_data_error()
         if isinstance(data_error, OutOfData):
+            if self.steps_done == 0:
+                raise UserError(
+                    f"The data is smaller than one global batch: {data_error}. "
+                    "Lower training.global_batch_size or training.seq_len, or raise max_epochs."
+                )
             # The end of the data is no error: the run has finished early.
-            self._report_end_of_data(data_error)
+            self.log(f"The data ends after step {self.steps_done}: {data_error}")
             return _LoopEnd(request, has_finished=True)
         if data_error is not None:
             return _LoopEnd(request, has_finished=False, data_error=data_error)
@@ -636,20 +642,6 @@ class Trainer:
         """
         data_errors = gathered(self._wait_for_data(self.steps_done + 1), self.mesh.world_group)
         return next((error for error in data_errors if error is not None), None)
-
-    def _report_end_of_data(self, end: OutOfData) -> None:
-        """Log that the run ends early because its data ends.
-
-        Raises:
-            UserError: If the data ends before the first step.
-        """
-        if self.steps_done > 0:
-            self.log(f"The data ends after step {self.steps_done}: {end}")
-            return
-        raise UserError(
-            f"The data is smaller than one global batch: {end}. "
-            "Lower training.global_batch_size or training.seq_len, or raise max_epochs."
-        )
 
     def _reduce_losses(self, loss: Tensor, local_tokens: int) -> Tensor:
         """Compute the mean loss of the global batch, and the highest mean loss of a data rank.
@@ -664,11 +656,11 @@ class Trainer:
         """
         loss_parts, num_tokens = self._sum_losses_by_data_rank(loss, local_tokens)
 
-        # The mean loss of a data rank is the sum of its token losses / its tokens, which can be 0.
-        global_tokens = num_tokens.sum()
-        mean_losses = loss_parts * global_tokens / num_tokens.clamp(min=1.0)
-        mean_loss = loss_parts.sum()
-        return torch.stack([mean_loss, mean_losses.max()])
+        # Each part of the loss is a sum of token losses, divided by the tokens of the global batch.
+        # Divide the sum by the tokens of the data rank instead.
+        token_loss_sums = loss_parts * num_tokens.sum()
+        mean_losses = token_loss_sums / num_tokens.clamp(min=1.0)  # a rank may have no valid token
+        return torch.stack([loss_parts.sum(), mean_losses.max()])
 
     def _sum_losses_by_data_rank(self, loss: Tensor, local_tokens: int) -> Tensor:
         """Return the part of the loss and the number of valid tokens of each data-parallel rank.
@@ -703,13 +695,16 @@ class Trainer:
             end: Why the training loop has ended.
             has_trained: Whether any step was trained since this process started.
         """
+        request = end.request
+        has_data_error = end.data_error is not None
+        has_stop_signal = request.stop != 0
+
         # If the data of the first step could not be read, there is nothing to save.
-        should_save = has_trained or end.data_error is None
+        should_save = has_trained or not has_data_error
 
         # Validate new weights. But after a signal or an error, the run has to end soon, so validate
         # only if it was requested.
-        request = end.request
-        is_interrupted = end.data_error is not None or request.stop
+        is_interrupted = has_data_error or has_stop_signal
         should_validate = request.validate or (has_trained and not is_interrupted)
         return request._replace(save=should_save, validate=should_validate, last=end.has_finished)
 
@@ -724,8 +719,9 @@ class Trainer:
             StoppedUnsaved: If a signal stopped the run and checkpoint.enable is false.
         """
         stopped = ""
-        if end.request.stop:
-            signal_name = signal.Signals(end.request.stop).name
+        signal_number = end.request.stop
+        if signal_number != 0:
+            signal_name = signal.Signals(signal_number).name
             stopped = f"Stopped by {signal_name} after step {self.steps_done}"
 
         # Let everything finish before the first error is raised.
@@ -737,10 +733,12 @@ class Trainer:
 
         # A stop signal also ends the run with an error, unless it came at the last step.
         if stopped and not end.has_finished:
-            self._raise_stopped(stopped, signal.Signals(end.request.stop))
+            self._raise_stopped(stopped, signal.Signals(signal_number))
 
-        reason = f": {end.request.finish}" if end.request.finish else "."
-        message = f"Finished after step {self.steps_done}{reason}"
+        message = f"Finished after step {self.steps_done}."
+        finish_reason = end.request.finish  # empty unless a hook has finished the run early
+        if finish_reason:
+            message = f"Finished after step {self.steps_done}: {finish_reason}"
         self.log(Event(message, "finish", self.steps_done))
 
     def _end_hooks(self, stopped: str) -> list[Exception | None]:
@@ -821,8 +819,9 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
                 when = "in the build" if trainer is None else f"at step {trainer.steps_done}"
                 raise explain_out_of_memory(error, run, argv, device, when) from None
 
-            # Add the command that resumes the run, unless it failed in the build because of a
-            # mistake of the user, which a resume would repeat.
-            if trainer is not None or not isinstance(error, UserError):
+            # Suggest to resume, unless building the trainer failed with a UserError: it would fail
+            # again.
+            would_fail_again = trainer is None and isinstance(error, UserError)
+            if not would_fail_again:
                 error.add_note(resume_hint(run, argv))
             raise
