@@ -558,25 +558,29 @@ class _Olmo3(_Olmo2):
     @field_validator("rope_parameters", mode="before")
     @classmethod
     def _select_full_attention(cls, tables: Any) -> Any:
-        """Return the RoPE settings of the layers without a sliding window.
+        """Return the RoPE settings "full_attention" of a config.json, for layers without a window.
+
+        Layers with a sliding window must have the same settings, but without RoPE scaling.
 
         Args:
-            tables: One table of settings for these layers, and one for layers with a window.
+            tables: Value of the key rope_parameters: two tables of RoPE settings, with the names
+                "full_attention" and "sliding_attention".
 
         Raises:
             ValueError: If the tables differ in rope_theta, or layers with a window scale RoPE.
         """
         if not tables:
             return tables
-        full = tables.get("full_attention") if isinstance(tables, dict) else None
+        mistake = ValueError(
+            "must have the tables full_attention and sliding_attention with the same "
+            "rope_theta, the latter without scaling"
+        )
+        if not isinstance(tables, dict) or tables.keys() != {"full_attention", "sliding_attention"}:
+            raise mistake
+        full = tables["full_attention"]
         theta = full.get("rope_theta") if isinstance(full, dict) else None
-        unscaled = {"rope_type": "default", "rope_theta": theta}
-        supported = {"full_attention": full, "sliding_attention": unscaled}
-        if tables != supported:
-            raise ValueError(
-                "must have the tables full_attention and sliding_attention with the same "
-                "rope_theta, the latter without scaling"
-            )
+        if tables["sliding_attention"] != {"rope_type": "default", "rope_theta": theta}:
+            raise mistake
         return full
 
     @classmethod

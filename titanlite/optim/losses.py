@@ -543,9 +543,10 @@ def _add_rounded_weight_grad(
 def _convert_in_place(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a matrix to a smaller dtype, and store the result in the memory of the matrix.
 
-    The rows are converted in blocks. A block never overwrites unread values. For example,
-    converting 8 values from fp32 to bfloat16 in blocks of 4 reads the bytes 0-15 and writes the
-    bytes 0-7, then reads the bytes 16-31 and writes the bytes 8-15.
+    The result takes the first part of the memory. Blocks of rows are converted one after another,
+    so a block never overwrites unread values. For example, converting 8 values from fp32 to
+    bfloat16 in blocks of 4 reads the bytes 0-15 and writes the bytes 0-7, then reads the bytes
+    16-31 and writes the bytes 8-15.
 
     Args:
         x: Contiguous matrix. Overwritten.
@@ -554,19 +555,14 @@ def _convert_in_place(x: Tensor, dtype: torch.dtype) -> Tensor:
     Returns:
         The converted matrix, which shares the memory of `x`.
     """
-    # The result takes the first part of the memory. Its rows must be contiguous: the bf16 matmul of
-    # CPUs with AMX (oneDNN 3.12) otherwise reads old values between the rows, which can be NaN.
     memory = x.view(dtype).flatten()
     result = memory[: x.numel()].view(x.shape)
 
-    # Convert as many values at a time as there are in `VOCAB_BLOCK` columns.
-    num_rows, num_columns = x.shape
-    block_numel = num_rows * VOCAB_BLOCK[x.device.type]
-    rows_per_block = math.ceil(block_numel / num_columns)
-    for start in range(0, num_rows, rows_per_block):
-        block = slice(start, start + rows_per_block)
-        converted = x[block].to(dtype)
-        result[block].copy_(converted)
+    # Each block has about as many values as `VOCAB_BLOCK` columns of the matrix.
+    num_blocks = math.ceil(x.shape[1] / VOCAB_BLOCK[x.device.type])
+    for block, result_block in zip(x.chunk(num_blocks), result.chunk(num_blocks), strict=True):
+        converted = block.to(dtype)
+        result_block.copy_(converted)
     return result
 
 

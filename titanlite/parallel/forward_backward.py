@@ -300,23 +300,23 @@ class PipelineForwardBackward(ForwardBackward):
             # A later stage cannot derive them from its input, which may be sharded along T.
             attention["positions"] = _default_positions(tokens)
 
-        # The schedule passes the keyword arguments on to `Llama.forward` in each stage. The first
-        # stage, with the embedding, receives tokens. The others receive hidden states from other
-        # ranks.
-        has_first_stage = self._model.tok_embeddings is not None
-        inputs = [tokens] if has_first_stage else []
-        head = LossHead(labels, NormalizedLoss(loss_fn, global_tokens))
-        options = {"head": head, **attention, "return_outputs": False}
+        # Only the first stage has the embedding and receives tokens. All others receive hidden
+        # states from other ranks.
+        inputs = [] if self._model.tok_embeddings is None else [tokens]
 
-        has_last_stage = self._model.norm is not None
-        if not has_last_stage:
-            run_schedule(*inputs, **options)
-            return torch.zeros((), device=tokens.device)
-
-        # The head computes the losses, and the schedule appends them to `losses`. It also requires
-        # a target, which is not used.
+        # The schedule passes `head` and `attention` on to `Llama.forward` of each stage. The last
+        # stage calls the head, which computes the loss, and the schedule fills the list `losses`.
         losses: list[Tensor] = []
-        run_schedule(*inputs, target=labels, losses=losses, **options)
+        run_schedule(
+            *inputs,
+            head=LossHead(labels, NormalizedLoss(loss_fn, global_tokens)),
+            **attention,
+            target=labels,  # not used, but required by the schedule to compute a loss
+            losses=losses,
+            return_outputs=False,
+        )
+        if not losses:  # this rank does not have the last stage
+            return torch.zeros((), device=tokens.device)
         return torch.stack(losses).detach().sum()
 
 

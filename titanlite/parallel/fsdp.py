@@ -200,19 +200,21 @@ def configure_microbatch(
 
     Args:
         model: Model after `apply_fsdp`.
-        reduces_gradients: Reduce the accumulated gradients over the ranks in the backward pass.
-        frees_output_after_forward: Free the unsharded output matrix after the forward pass.
+        reduces_gradients: Reduce the accumulated gradients over the ranks in the backward pass. If
+            False, FSDP accumulates unsharded gradients.
+        frees_output_after_forward: Free the unsharded output matrix after the forward pass, if it
+            is a separate FSDP module.
         frees_output_after_backward: Free the unsharded output matrix after the backward pass.
     """
-    # Without a reduction, FSDP accumulates unsharded gradients.
-    cast(FSDPModule, model).set_requires_gradient_sync(reduces_gradients)
+    root = cast(FSDPModule, model)
+    root.set_requires_gradient_sync(reduces_gradients)
 
+    # FSDP manages the output matrix in `model.output`, or else, such as with tied embeddings, in
+    # the root module.
+    root.set_reshard_after_backward(frees_output_after_backward, recurse=False)
     if isinstance(model.output, FSDPModule):
-        model.output.set_reshard_after_forward(frees_output_after_forward, recurse=False)
         model.output.set_reshard_after_backward(frees_output_after_backward, recurse=False)
-    # The group of the model itself has the output matrix if embeddings are tied or the model is
-    # small. Otherwise it is usually empty, and this line has no effect.
-    cast(FSDPModule, model).set_reshard_after_backward(frees_output_after_backward, recurse=False)
+        model.output.set_reshard_after_forward(frees_output_after_forward, recurse=False)
 
 
 def reshard_all(model: nn.Module) -> None:

@@ -130,11 +130,12 @@ def regroup_norm(
 
 
 def separates_norm(blocks: Groups, output: nn.Module, mesh: DeviceMesh, run: Run) -> bool:
-    """Return whether the final norm becomes a separate FSDP group, to free a large buffer early.
+    """Return whether the final norm becomes a separate FSDP group, to lower the peak memory.
 
-    FSDP2 keeps the input of a reduce-scatter until the next group starts a reduce-scatter. For the
-    output layer of the 8B model, this input takes 2 GiB. If the norm is the next group, the input
-    is freed before the last block needs memory. However, the GPU waits for the reduce-scatter.
+    In the backward pass, FSDP2 frees the gradient of the output projection (2 GiB for the 8B model)
+    only when the next FSDP group reduces its gradients. With the norm as a separate group, this is
+    before the backward pass of the last block, which then has more free memory. In return, the GPU
+    has to wait until the gradient of the output projection is reduced.
 
     Args:
         blocks: Modules of each FSDP group of blocks, in forward order.

@@ -40,20 +40,23 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, gather_float8: bool) -
     Args:
         model: Model or pipeline stage on the meta device.
         mesh: 1-D mesh of the tensor parallel ranks.
-        gather_float8: Gather activations and their gradients in FP8. Inputs that an unconverted
-            layer also reads are still gathered in high precision.
+        gather_float8: Gather the inputs of FP8 layers, and their gradients, in FP8. Inputs that
+            layers in higher precision read are gathered in this precision.
     """
-    create_plans = resolve(model.arch.tensor_parallel)  # `block_plan`, or a plugin's function
+    # The architecture names the function that creates its plans, by default `block_plan`.
+    create_plans = resolve(model.arch.tensor_parallel)
     for block in model.layers.values():
         for plan in create_plans(model.arch):
-            styles = float8_plan(plan, block) if gather_float8 else plan
-            parallelize_module(block, mesh, styles)
+            if gather_float8:
+                plan = float8_plan(plan, block)
+            parallelize_module(block, mesh, plan)
 
     # Each rank looks up the tokens in its part of the vocabulary. The sum of the results is sharded
     # along the sequence.
     if model.tok_embeddings is not None:
         style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
         parallelize_module(model.tok_embeddings, mesh, style)
+        # A compiled block cannot read the result of a collective that is still in progress.
         model.tok_embeddings.register_forward_hook(_wait_for_output)
 
     if model.norm is not None:
