@@ -87,7 +87,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tens
         flex_attention = flex_function("flex_attention")
         return flex_attention(q, k, v, block_mask=mask, enable_gqa=is_grouped)
 
-    # Repeat shared heads if the only grouped kernel would materialize the attention scores.
+    # Before torch 2.14, the only GPU kernel for grouped heads in fp32 would materialize the
+    # attention scores (B, H, T, S). Repeat the shared heads instead.
     is_fp32_on_gpu = q.is_cuda and q.dtype == torch.float32
     if is_grouped and is_fp32_on_gpu and not HAS_GROUPED_FP32_KERNEL:
         group_size = q.shape[1] // k.shape[1]
@@ -134,7 +135,8 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: DocumentBounds) ->
             # An upper bound: reading the longest document from the GPU would synchronize.
             max_q=seq_len,
             max_k=seq_len,
-            window_size=(bounds.window - 1, 0),  # -1 means all earlier tokens
+            # Numbers of earlier and later tokens. If `window` is 0, -1 selects all earlier tokens.
+            window_size=(bounds.window - 1, 0),
             enable_gqa=num_heads != k.shape[1],
         )
     assert isinstance(out, Tensor)
@@ -285,10 +287,13 @@ def _rotate(
 
     # Do not fuse multiplication and addition: the result would differ from a compiled block.
     rotated = torch.empty_like(x)
-    rotated_a, rotated_b = rotated.chunk(2, dim=-1)  # views
-    sign = -1 if inverse else 1
-    torch.sub(a_cos, b_sin, alpha=sign, out=rotated_a)
-    torch.add(b_cos, a_sin, alpha=sign, out=rotated_b)
+    rotated_a, rotated_b = rotated.chunk(2, dim=-1)  # views of both halves, filled below
+    if inverse:
+        torch.add(a_cos, b_sin, out=rotated_a)
+        torch.sub(b_cos, a_sin, out=rotated_b)
+    else:
+        torch.sub(a_cos, b_sin, out=rotated_a)
+        torch.add(b_cos, a_sin, out=rotated_b)
 
     rotated_q, rotated_k = rotated.split((q.shape[-2], k.shape[-2]), dim=-2)
     return rotated_q, rotated_k

@@ -222,9 +222,9 @@ def _parse_hf_config(config: dict[str, Any]) -> HFConfig:
     except ValidationError as error:
         raise UserError(f"config.json: {explain_error(family, error)}") from None
 
-    # `HFConfig` itself describes Llama. Its subclasses, which describe other families, inherit the
-    # default sizes of Llama, which are wrong for them.
-    if family is not HFConfig:
+    # Sizes that are missing in the file get the defaults of Llama, which only Llama may use.
+    is_llama = family is HFConfig
+    if not is_llama:
         _check_has_sizes(parsed)
     return parsed
 
@@ -686,9 +686,10 @@ def architecture_from_meta(
     fields["tied_embeddings"] = tied
     fields["vocab_size"] = vocab_size if params.vocab_size == -1 else params.vocab_size
     if not params.use_scaled_rope:
+        # The file does not contain the context length. Assume that of Llama 3.0.
         return Architecture(**fields, max_seq_len=8192)
 
-    is_small_llama_3_2 = params.dim in (2048, 3072)
+    is_small_llama_3_2 = params.dim in (2048, 3072)  # 1B and 3B
     scaling_factor = 32.0 if is_small_llama_3_2 else 8.0
     return Architecture(**fields, rope_scaling_factor=scaling_factor)
 

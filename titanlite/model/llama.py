@@ -482,8 +482,9 @@ class Llama(nn.Module):
         ropes = [full_rope if is_full else window_rope for is_full in self._is_full_attention]
 
         if arch.no_rope_interval:
-            # Zero angles make RoPE the identity, so NoPE layers compile to the same graph.
-            no_rope = torch.ones_like(full_rope[0]), torch.zeros_like(full_rope[1])
+            # Angles of zero make RoPE the identity, so NoPE layers compile to the same graph.
+            cos, sin = full_rope
+            no_rope = torch.ones_like(cos), torch.zeros_like(sin)
             for i, name in enumerate(self.layers):
                 layer_number = int(name) + 1  # in the whole model, counted from 1
                 if layer_number % arch.no_rope_interval == 0:
@@ -549,8 +550,9 @@ class Llama(nn.Module):
 
         - Embeddings have unit variance, so that the outputs of the first blocks do not dominate
           them.
-        - Tied embeddings are smaller, because the logits would otherwise be huge.
         - Matrices that add to the residual stream shrink with depth, which bounds its variance.
+        - All other matrices have the standard deviation `INIT_STD`. This includes tied embeddings,
+          because the logits would otherwise be huge.
 
         Args:
             name: Name of the parameter, for example "layers.3.attention.wo.weight".

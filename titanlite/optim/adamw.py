@@ -159,7 +159,7 @@ class AdamW(torch.optim.Optimizer):
         lr = torch.as_tensor(group["lr"], dtype=torch.float32)
         decay = 1 - lr * group["weight_decay"]
         step_seed = _hash32(step.to(torch.int64))
-        if self.rule != "AdamW":
+        if self.rule != "AdamW":  # Lion and SGD do not correct the bias of their moment
             no_correction = torch.ones_like(lr)
             return StepScalars(decay, lr, no_correction, step_seed, skip)
 
@@ -337,9 +337,8 @@ def _random_bits(parameter: Tensor, step_seed: Tensor, seed: ShardSeed, start: i
         start: Index of the first element of the slice in the shard.
     """
     index_in_shard = torch.arange(len(parameter), device=parameter.device) + start
-    index_in_parameter = _index_in_parameter(index_in_shard, seed)
-
-    element_seed = _hash32(index_in_parameter & UINT32_MASK)
+    index = _index_in_parameter(index_in_shard, seed)
+    element_seed = _hash32(index & UINT32_MASK)  # the hash takes 32-bit integers
     parameter_seed = _hash32(step_seed ^ seed.name_seed)
     return _hash32(element_seed ^ parameter_seed)
 

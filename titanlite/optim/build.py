@@ -127,8 +127,8 @@ def _choose_lr_factor_and_decay(
     """Return the learning rate factor and the weight decay of a parameter, before muP changes them.
 
     Matrices have weight decay; norms and biases do not. The embedding has weight decay only if
-    `config.decay_embeddings` is true. A table of `config.groups` that selects the parameter by name
-    can override both values.
+    `config.decay_embeddings` is true. The tables of `config.groups` that select the parameter by
+    name override these values, one after another.
     """
     is_embedding = "tok_embeddings" in name
     has_decay = ndim >= 2 and (config.decay_embeddings or not is_embedding)

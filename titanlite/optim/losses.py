@@ -108,7 +108,8 @@ class CrossEntropy(Loss):
         if mesh is None:
             return linear_cross_entropy_sum(hidden, weight, labels, scale, **options)
 
-        # Each rank holds a range of rows of the output matrix, one row per class.
+        # Each rank holds a range of rows of the output matrix, one row per class. For the logits of
+        # these classes, it needs the hidden states of all tokens.
         assert isinstance(weight, DTensor)
         vocab_size = weight.shape[0]
         classes_per_rank = math.ceil(vocab_size / mesh.size())  # the last rank may have fewer
@@ -283,7 +284,9 @@ def prepare_targets(labels: Tensor, scale: Tensor, first_class: int, num_classes
     # The loss is `factor * (logsumexp(logits) - logit of the label)`, so the gradient of this logit
     # has the additional term `-factor`.
     label_grad = torch.where(is_local, -factor, 0.0)
-    return Targets(column[:, None], is_local, factor, label_grad[:, None])
+    return Targets(
+        column=column[:, None], is_local=is_local, factor=factor, label_grad=label_grad[:, None]
+    )
 
 
 def softmax_loss(
@@ -455,17 +458,18 @@ def fp32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     if hidden.dtype == torch.float32:
         return hidden @ weight.T
 
-    # Compute the logits of some classes at a time, so that only these exist in bfloat16.
     logits = torch.empty(len(hidden), len(weight), device=hidden.device)
-    block_size = VOCAB_BLOCK[hidden.device.type]
+    if hidden.is_cuda:
+        # With out_dtype, the kernel returns its fp32 sums unrounded.
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32, out=logits)
+
+    # A CPU has no such kernel. Compute the logits of some classes at a time, so that only these
+    # exist in bfloat16.
+    block_size = VOCAB_BLOCK["cpu"]
     logits_blocks = logits.split(block_size, dim=1)
     weight_blocks = weight.split(block_size)
     for logits_block, weight_block in zip(logits_blocks, weight_blocks, strict=True):
-        if hidden.is_cuda:
-            # With out_dtype, the kernel returns its fp32 sums unrounded.
-            torch.mm(hidden, weight_block.T, out_dtype=torch.float32, out=logits_block)
-        else:
-            logits_block.copy_(hidden @ weight_block.T)
+        logits_block.copy_(hidden @ weight_block.T)
     return logits
 
 
@@ -483,7 +487,7 @@ def _backpropagate(
     """
     if logits_grad.dtype != hidden.dtype:
         is_large = len(weight) > VOCAB_BLOCK[hidden.device.type]
-        if is_large:  # avoid a second matrix
+        if is_large:  # a copy would take too much memory
             logits_grad = _convert_in_place(logits_grad, hidden.dtype)
         else:
             logits_grad = logits_grad.to(hidden.dtype)

@@ -157,6 +157,7 @@ class Muon(torch.optim.Optimizer):
             assert matrix.grad is not None
             gradient = local_shard(matrix.grad).view(-1)
             momentum = local_shard(self.state[matrix]["momentum_buffer"]).view(-1)
+            # Update `momentum` in place, and compute the Nesterov direction.
             direction = self._accumulate_momentum(gradient, momentum, skip, self._beta)
             if is_sender:
                 shards.append(direction)

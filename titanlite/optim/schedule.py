@@ -33,8 +33,8 @@ def learning_rate_at(job: schema.JobConfig, step: int) -> float:
 def wsd_learning_rate(step: int, peak: float, config: schema.LRScheduler, steps: int) -> float:
     """Compute the warmup-stable-decay learning rate of one step.
 
-    The learning rate rises linearly to `peak`, stays there, and then decays. One step after the
-    last step, it would reach `peak * config.min_lr_factor`.
+    The learning rate rises linearly to `peak`, stays there, and then decays. As in torchtitan, the
+    decay is not complete in the last step: the next step would have `peak * config.min_lr_factor`.
 
     Args:
         step: Optimizer step, counted from 1.

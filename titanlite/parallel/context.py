@@ -119,7 +119,7 @@ def flex_context_mask(
 
     def is_visible(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Return whether this rank's query number `query` attends to key number `key`."""
-        position = query_positions[query]
+        position = query_positions[query]  # in the whole sequence, like `key`
         visible = position >= key
         if document_ids is not None:
             visible = visible & (document_ids[batch, position] == document_ids[batch, key])

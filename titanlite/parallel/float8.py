@@ -302,10 +302,12 @@ def _to_float8_style(style: Any, module: nn.Module) -> ParallelStyle:
         float8_class = float8.Float8RowwiseParallel
     else:
         return style
-    # Both styles store the layout of their single input, and of their single output, in a tuple.
+    # Both styles have one input and one output, whose layouts they store in tuples of length 1.
+    (input_layout,) = style.input_layouts
+    (output_layout,) = style.output_layouts
     return float8_class(
-        input_layouts=style.input_layouts[0],
-        output_layouts=style.output_layouts[0],
+        input_layouts=input_layout,
+        output_layouts=output_layout,
         use_local_output=style.use_local_output,
     )
 
@@ -319,9 +321,9 @@ def _has_only_float8_linears(module: nn.Module) -> bool:
 def _patch_torchao_to_gather_bytes() -> None:
     """Let torchao all-gather FP8 tensors as uint8, because gloo does not support FP8 dtypes.
 
-    In a table of torchao, `allgather_fp8(operator, args, kwargs)` handles each all-gather operator.
-    Replace these entries by a wrapper. It calls `allgather_fp8` with an operator that gathers
-    bytes.
+    If torch calls an all-gather operator for an FP8 tensor, torchao calls `allgather_fp8` instead,
+    with the operator as its first argument. Wrap `allgather_fp8`, so that it receives an operator
+    that gathers bytes.
     """
     from torchao.float8 import float8_ops
 
@@ -330,7 +332,7 @@ def _patch_torchao_to_gather_bytes() -> None:
     def allgather_fp8_as_bytes(operator: Callable[..., torch.Tensor], *args: Any) -> Any:
         return allgather_fp8(partial(_gather_bytes, operator), *args)
 
-    table = float8_ops.FLOAT8_OPS_TABLE
+    table = float8_ops.FLOAT8_OPS_TABLE  # operator -> function to call for FP8 tensors
     for operator, function in list(table.items()):
         if function is allgather_fp8:
             table[operator] = allgather_fp8_as_bytes

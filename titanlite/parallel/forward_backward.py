@@ -165,8 +165,8 @@ class ForwardBackward:
         total_loss = torch.zeros((), device=self._device)
         for i, microbatch in enumerate(microbatches):
             # The output matrix is the largest parameter, so it is gathered once and stays unsharded
-            # until the last microbatch. Some losses do not need it in the backward pass, so it can
-            # be freed before.
+            # until the last microbatch. There, it is freed before the backward pass if the loss
+            # does not read it in this pass.
             is_last = i == len(microbatches) - 1
             configure_microbatch(
                 self._model,
@@ -204,15 +204,15 @@ class ForwardBackward:
     def evaluate(
         self, microbatches: Sequence[Microbatch], loss_fn: ScaledLoss | None = None
     ) -> Tensor:
-        """Return this rank's part of the summed cross entropy in float64, without gradients.
+        """Return this rank's part of a summed loss in float64, without gradients.
 
-        Validation uses cross entropy even if `training.loss` is another loss, so that the results
-        of different runs are comparable.
+        By default, this is the cross entropy even if `training.loss` is another loss, so that the
+        results of different runs are comparable.
 
         Args:
             microbatches: This rank's sequences, in any number of microbatches.
-            loss_fn: Loss to compute instead of the cross entropy. On ranks with the output layer,
-                it is called once per microbatch, in order.
+            loss_fn: Another loss to compute. On ranks with the output layer, it is called once per
+                microbatch, in order.
         """
         if loss_fn is None:
             loss_fn = self._cross_entropy
@@ -221,7 +221,7 @@ class ForwardBackward:
             return self._sum_losses(microbatches, loss_fn)
         finally:
             self._model.train()
-            reshard_all(self._model)  # after a forward pass without backward, FSDP does not
+            reshard_all(self._model)  # FSDP frees some parameters only in the backward pass
 
     def _sum_losses(self, microbatches: Sequence[Microbatch], loss_fn: ScaledLoss) -> Tensor:
         """Return the sum of the losses of all microbatches, a float64 scalar."""
@@ -376,24 +376,25 @@ def local_inputs(
         model: Section [model] of the job, which determines the kind of attention mask.
     """
     batch = _join(microbatches)
-    build_mask: Callable[..., Any]
-    if model.uses_document_bounds:
-        build_mask = partial(_build_bounds, microbatches)
-    else:
-        uses_flex = model.attention_backend == "flex"
-        build_mask = partial(_build_mask, batch, mesh, uses_flex=uses_flex)
+
+    def build_mask(window: int) -> Any:
+        """Build the mask of whole sequences, or return None if causal attention needs no mask."""
+        if model.uses_document_bounds:
+            return _build_bounds(microbatches, window)
+        return _build_mask(batch, mesh, window, uses_flex=model.attention_backend == "flex")
 
     # With context parallelism, this rank's queries attend to the keys of whole sequences. So build
-    # the masks for whole sequences, and then select this rank's part of everything else.
-    attention = {"mask": build_mask(window=arch.sliding_window)}
+    # the masks for whole sequences, but select this rank's part of everything else.
+    attention = {"mask": build_mask(arch.sliding_window)}
     if arch.full_attention_interval > 0:  # some layers have no window
         attention["full_mask"] = build_mask(window=0)
 
+    local_batch = batch
     if mesh.context is not None:
-        batch = _select_local_chunks(batch, mesh.context)
-    attention["positions"] = batch.positions
+        local_batch = _select_local_chunks(batch, mesh.context)
+    attention["positions"] = local_batch.positions
     needed = {name: value for name, value in attention.items() if value is not None}
-    return LocalInputs(batch.input_ids, batch.labels, needed)
+    return LocalInputs(local_batch.input_ids, local_batch.labels, needed)
 
 
 def _join(microbatches: Sequence[Microbatch]) -> Microbatch:
@@ -464,7 +465,8 @@ def _build_mask(
     """
     tokens = batch.input_ids
     document_ids = batch.document_ids
-    if document_ids is None and 0 < window < tokens.shape[1]:
+    is_window_shorter = 0 < window < tokens.shape[1]  # otherwise, it contains all tokens
+    if document_ids is None and is_window_shorter:
         document_ids = torch.zeros_like(tokens)  # each sequence is one document
 
     if mesh.context is not None and uses_flex:

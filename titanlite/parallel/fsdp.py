@@ -140,7 +140,7 @@ def _group_modules(model: Llama, run: Run) -> tuple[Groups, Groups, Groups]:
     """Divide the modules of a model into FSDP groups, which are gathered and freed together.
 
     Small blocks share a group, because each group costs about a millisecond per step on a CPU.
-    Modules outside of all groups, such as tied embeddings, belong to the group of the model itself.
+    Modules that are in no group, such as tied embeddings, become part of the root FSDP module.
 
     Returns:
         Groups of the embedding, of the blocks and of the output, each in forward order. All are

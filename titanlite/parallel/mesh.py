@@ -102,7 +102,7 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
         data_group=data_group,
         loss_group=loss_group,
         stage_group=stage_group,
-        groups=tuple(dict.fromkeys(groups)),  # without duplicates
+        groups=tuple(dict.fromkeys(groups)),  # without duplicates of the world
     )
 
 
@@ -153,7 +153,8 @@ def _create_group(rank_grid: torch.Tensor, *dims: int) -> dist.ProcessGroup:
         rank_grid: Rank numbers, one dimension per parallel dimension.
         dims: Indices of the dimensions of `rank_grid` along which ranks of a group differ.
     """
-    # Move `dims` to the end, so that each row of the reshaped grid has the ranks of one group.
+    # Move `dims` to the end, so that each row of the reshaped grid has the ranks of one group. For
+    # example, [[0, 1], [2, 3]] becomes [[0, 2], [1, 3]] for dimension 0.
     fixed_dims = [dim for dim in range(rank_grid.ndim) if dim not in dims]
     group_size = math.prod(rank_grid.shape[dim] for dim in dims)
     ranks_by_group = rank_grid.permute(*fixed_dims, *dims).reshape(-1, group_size)

@@ -99,6 +99,7 @@ def parallelize(
         convert_to_float8(model, job.float8, log, is_compiled, has_float8, compute_dtype)
 
     if mesh.tensor is not None:
+        # Activations can be gathered in FP8 only with one scale per tensor.
         gather_float8 = job.float8.enable and job.float8.recipe_name == "tensorwise"
         apply_tensor_parallel(model, mesh.tensor, gather_float8)
         if job.parallelism.enable_async_tensor_parallel:
@@ -159,7 +160,8 @@ def inductor_options(mesh: Mesh, run: Run) -> dict[str, Any] | None:
         "combo_kernels": job.activation_checkpoint.mode != "full",
         # Avoid NaN with rowwise scales: https://github.com/pytorch/pytorch/issues/150859
         "emulate_precision_casts": job.float8.recipe_name != "tensorwise",
-        # Emulated casts count as operations. With the default of 30, the compiler would write three
-        # values of SwiGLU to memory in fp32.
+        # Number of fused operations after which the compiler writes an intermediate result to
+        # memory. Emulated casts count as operations, so with the default of 30, it would write
+        # three values of SwiGLU, in fp32.
         "realize_opcount_threshold": 100,
     }

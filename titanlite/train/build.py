@@ -42,8 +42,8 @@ def standard_hooks(run: Run) -> list[Hook]:
     hooks: list[Hook] = [GarbageCollection(job.training.gc_freq)]
     if profiling.enable_profiling or profiling.enable_memory_snapshot:
         hooks.append(Profiler(profiling, run.dump_folder))
-    # In `before_update`, Ema and Norms are called before a guard can set the tensor `skip`. They
-    # keep the tensor, and read it only after the update.
+    # Ema and Norms may precede the guards, although a guard can decide later to skip the step: they
+    # read this decision only after the update.
     if job.ema.decay:
         hooks.append(Ema(job.ema.decay))
     if job.metrics.details:
