@@ -559,6 +559,8 @@ def _convert_in_place(x: Tensor, dtype: torch.dtype) -> Tensor:
     Returns:
         The converted matrix, which shares the memory of `x`.
     """
+    # The result is contiguous, because the bf16 matmul of CPUs with AMX (oneDNN 3.12) reads between
+    # the rows of other matrices, where old values can be NaN.
     memory = x.view(dtype).flatten()
     result = memory[: x.numel()].view(x.shape)
 
