@@ -198,6 +198,7 @@ class Trainer:
         hooks.extend(extra_hooks)
 
         check_hook_names(hooks)
+        # Hooks are closed before the files that they use, because the order of closing is reversed.
         for hook in hooks:
             self._resources.callback(hook.close)
         # The hang report precedes the other hooks, so that it covers them. Its `close` has already
