@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> None:
         return
 
     # Write and print the certificate.
-    certificate = make_certificate(small_job, result)
+    certificate = make_certificate(job, small_job, result)
     path = write_certificate(certificate, out)
     if options.as_json:
         print(certificate.model_dump_json())

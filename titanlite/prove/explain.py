@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -118,8 +118,9 @@ def explain_factor(value: Tensor, expected: Tensor, run: Run) -> str:
 
     # Fit `value = ratio * expected` by least squares, and check that the fit explains the error.
     ratio = value.dot(expected).item() / squared_norm
-    unexplained = (value - ratio * expected).norm()
-    if unexplained > FIT_TOLERANCE * (value - expected).norm():
+    error = (value - expected).norm()
+    unexplained_error = (value - ratio * expected).norm()
+    if unexplained_error > FIT_TOLERANCE * error:
         return ""
     return explain_ratio(ratio, run)
 
@@ -206,13 +207,13 @@ def explain_gradient(
     if not names:
         return f"{where}: they have no gradient"
 
-    def compute_again(changed_sequences: Tensors, **options: Any) -> Tensor:
+    def compute_gradient(changed_sequences: Tensors, **options: Any) -> Tensor:
         _, computed = reference.compute_gradients(weights, changed_sequences, **options)
         return _concatenate(computed, names)
 
     wrong = _concatenate(gradients, names)
     right = _concatenate(expected, names)
-    cause = _find_cause(run, wrong, right, sequences, compute_again)
+    cause = _find_cause(run, wrong, right, sequences, compute_gradient)
     return f"{where}: {cause}"
 
 
@@ -226,19 +227,20 @@ def _find_cause(
     wrong: Tensor,
     right: Tensor,
     sequences: Tensors,
-    compute: Callable[..., Tensor],
+    compute_gradient: Callable[..., Tensor],
 ) -> str:
     """Find the mistake that explains why a gradient is wrong, and describe it.
 
-    If no mistake explains the gradient, list the features of the job that may cause the error.
+    To find it, make each typical mistake on purpose, and compare the resulting gradient with the
+    wrong one. If none explains it, list the features of the job that may cause the error.
 
     Args:
         run: The tested run on several ranks.
         wrong: Gradient of the run, shape (elements,).
         right: Expected gradient, shape (elements,).
-        sequences: Fields of the global batch, each of shape (sequences, T).
-        compute: Computes the gradient, shape (elements,), in float64 for some sequences and options
-            of `ReferenceTrainer.compute_gradients`.
+        sequences: Fields of the global batch, such as "input_ids", each of shape (sequences, T).
+        compute_gradient: Computes the gradient of a batch, shape (elements,), without parallelism.
+            Takes the batch and keyword arguments such as `use_window`.
     """
     if not wrong.isfinite().all():
         return "they are not finite"
@@ -246,82 +248,82 @@ def _find_cause(
     if wrong_scale:
         return wrong_scale
 
-    # Check whether a known mistake leads to the same wrong gradient.
+    # Check whether a typical mistake leads to the same wrong gradient.
     tolerance = FIT_TOLERANCE * (wrong - right).norm()
-    for mistake, wrong_sequences, options in _imitate_mistakes(run, sequences):
-        gradient = compute(wrong_sequences, **options)
+    for mistake in _imitate_mistakes(run, sequences):
+        gradient = compute_gradient(mistake.sequences, **mistake.options)
         if (gradient - wrong).norm() < tolerance:
-            return mistake
+            return mistake.description
 
     # Check whether some sequences are missing or counted too often.
-    sequence_weights, gradient = _fit_sequences(wrong, sequences, compute)
+    sequence_weights, gradient = _fit_sequences(wrong, sequences, compute_gradient)
     if (gradient - wrong).norm() < tolerance:
         return _describe_contributions(run, sequence_weights)
     return _list_suspects(run)
 
 
 def _fit_sequences(
-    wrong: Tensor, sequences: Tensors, compute: Callable[..., Tensor]
+    wrong: Tensor, sequences: Tensors, compute_gradient: Callable[..., Tensor]
 ) -> tuple[list[float], Tensor]:
     """Fit a wrong gradient by a weighted sum of the gradients of the single sequences.
 
     Args:
         wrong: Gradient of the tested run, shape (elements,).
         sequences: Fields of the global batch, each of shape (sequences, T).
-        compute: Computes the expected gradient of the sequences in the slice `indices`.
+        compute_gradient: Computes the expected gradient of the sequences in the slice `indices`.
 
     Returns:
         The weight of each sequence, which is 1 in a correct gradient and 0 if the sequence does not
         contribute, and the weighted sum.
     """
     num_sequences = len(sequences["labels"])
-    gradients = [compute(sequences, indices=slice(i, i + 1)) for i in range(num_sequences)]
+    gradients = [compute_gradient(sequences, indices=slice(i, i + 1)) for i in range(num_sequences)]
     matrix = torch.stack(gradients, dim=1)  # (elements, sequences)
     weights = torch.linalg.lstsq(matrix, wrong[:, None]).solution[:, 0]
     return weights.tolist(), matrix @ weights
 
 
-def _imitate_mistakes(
-    run: Run, sequences: Tensors
-) -> Iterator[tuple[str, Tensors, dict[str, Any]]]:
-    """Yield arguments of `ReferenceTrainer.compute_gradients` that imitate typical mistakes.
+class Mistake(NamedTuple):
+    """A typical mistake in training code, and how to make it on purpose.
 
-    If the computed gradient equals a wrong gradient of the tested run, the run makes the mistake.
-
-    Yields:
-        Description of the mistake, the argument `sequences`, and keyword arguments.
+    Attributes:
+        description: The mistake, for example "the sliding window is ignored".
+        sequences: The global batch to train on, which the mistake may have changed.
+        options: Keyword arguments of `ReferenceTrainer.compute_gradients`.
     """
-    for description, corrupted in _corrupt_sequences(run, sequences):
-        yield description, corrupted, {}
-    if run.arch.sliding_window:
-        yield "the sliding window is ignored", sequences, {"use_window": False}
-    if run.job.training.z_loss:
-        yield "the z-loss is left out", sequences, {"use_z_loss": False}
+
+    description: str
+    sequences: Tensors
+    options: Mapping[str, bool] = {}
 
 
-def _corrupt_sequences(run: Run, sequences: Tensors) -> Iterator[tuple[str, Tensors]]:
-    """Yield copies of a global batch with one typical mistake each, such as wrong positions.
+def _imitate_mistakes(run: Run, sequences: Tensors) -> Iterator[Mistake]:
+    """Yield the typical mistakes, such as wrong positions, that are possible in a job.
 
-    A gradient that is computed from a copy shows the effect of the mistake.
-
-    Yields:
-        Description of the mistake, and the copy.
+    Args:
+        run: The tested run on several ranks.
+        sequences: Fields of the correct global batch, each of shape (sequences, T).
     """
     ids = sequences["input_ids"]
     seq_len = ids.shape[1]
     positions = torch.arange(seq_len).expand_as(ids)
     if "document_ids" in sequences:
         without_ids = {key: value for key, value in sequences.items() if key != "document_ids"}
-        yield "tokens attend to other documents", without_ids
-        yield "positions do not restart at documents", sequences | {"positions": positions}
+        yield Mistake("tokens attend to other documents", without_ids)
+        changed = sequences | {"positions": positions}
+        yield Mistake("positions do not restart at documents", changed)
     elif run.degrees.context > 1:
-        local_positions = positions % (seq_len // run.degrees.context)
-        corrupted = sequences | {"positions": local_positions}
-        yield "positions restart in each context-parallel rank", corrupted
+        changed = sequences | {"positions": positions % (seq_len // run.degrees.context)}
+        yield Mistake("positions restart in each context-parallel rank", changed)
+
     if run.microbatches > 1:
         microbatch_size = run.job.training.local_batch_size * run.degrees.data
-        corrupted = sequences | {"labels": sequences["labels"].roll(microbatch_size, 0)}
-        yield "the labels belong to another microbatch", corrupted
+        changed = sequences | {"labels": sequences["labels"].roll(microbatch_size, 0)}
+        yield Mistake("the labels belong to another microbatch", changed)
+    if run.arch.sliding_window:
+        yield Mistake("the sliding window is ignored", sequences, {"use_window": False})
+    if run.job.training.z_loss:
+        yield Mistake("the z-loss is left out", sequences, {"use_z_loss": False})
 
 
 def _list_suspects(run: Run) -> str:
@@ -357,14 +359,17 @@ def _describe_contributions(run: Run, weights: Sequence[float]) -> str:
         listed = ", ".join(f"{weight:.3g}" for weight in weights)
         return f"the sequences of the batch contribute with the factors {listed} instead of 1"
 
-    # With n data-parallel ranks, rank r reads the sequences r, r + n, r + 2n, ...
-    data_degree = run.degrees.data
-    local_batch_size = run.job.training.local_batch_size
-    microbatches = sorted({i // data_degree // local_batch_size for i in missing})
-    ranks = sorted({i % data_degree for i in missing})
+    ranks: set[int] = set()
+    microbatches: set[int] = set()
+    for i in missing:
+        # With n data-parallel ranks, rank r reads the sequences r, r + n, r + 2n, ...
+        position_on_rank, rank = divmod(i, run.degrees.data)
+        ranks.add(rank)
+        microbatches.add(position_on_rank // run.job.training.local_batch_size)
     return (
         f"sequences {_join(missing)} of the batch do not contribute "
-        f"(microbatches {_join(microbatches)} of data-parallel ranks {_join(ranks)})"
+        f"(microbatches {_join(sorted(microbatches))} of data-parallel ranks "
+        f"{_join(sorted(ranks))})"
     )
 
 

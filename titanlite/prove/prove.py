@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,7 +57,7 @@ from titanlite.prove.record import (
     StepRecord,
     Tensors,
     has_random_numbers,
-    train_in_layout,
+    train_and_resume,
     turn_dropout_off,
 )
 from titanlite.prove.reference import FORMULAS, ReferenceTrainer, expected_update
@@ -94,7 +94,7 @@ class Proof(NamedTuple):
 
 
 @dataclass
-class LayoutStep:
+class TestedStep:
     """Records of all ranks for one training step, and the unsharded tensors of this step.
 
     Attributes:
@@ -102,14 +102,14 @@ class LayoutStep:
         gradients: Unsharded gradients before clipping, by parameter name.
         state: Unsharded weights, optimizer state and hook tensors after the step, by checkpoint
             name.
-        initial: State before the initial matrices were multiplied by a power of two. Empty except
-            in the record before the first step.
+        unscaled_state: The initial state, before `Recorder.amplify_weights` scaled the matrices.
+            Empty except in the record before the first step.
     """
 
     ranks: list[StepRecord]
     gradients: Tensors = field(default_factory=dict)
     state: Tensors = field(default_factory=dict)
-    initial: Tensors = field(default_factory=dict)
+    unscaled_state: Tensors = field(default_factory=dict)
 
     @property
     def weights(self) -> Tensors:
@@ -129,7 +129,7 @@ def select(tensors: Tensors, prefix: str) -> Tensors:
     }
 
 
-def load_steps(folder: Path, name: str, num_ranks: int) -> dict[int, LayoutStep]:
+def load_steps(folder: Path, name: str, num_ranks: int) -> dict[int, TestedStep]:
     """Load the record files of all ranks, and combine the records of each step.
 
     Args:
@@ -148,24 +148,24 @@ def load_steps(folder: Path, name: str, num_ranks: int) -> dict[int, LayoutStep]
     }
 
 
-def _combine_records(records: list[StepRecord]) -> LayoutStep:
+def _combine_records(records: list[StepRecord]) -> TestedStep:
     """Combine the records of all ranks for one step.
 
     Only the first rank of each pipeline stage has recorded unsharded tensors. Together, these ranks
     have recorded all tensors of the model.
     """
-    step = LayoutStep(records)
+    step = TestedStep(records)
     for record in records:
         step.gradients.update(record.gradients.unsharded)
         step.state.update(record.state.unsharded)
-        step.initial.update(record.initial.unsharded)
+        step.unscaled_state.update(record.unscaled_state.unsharded)
     return step
 
 
-class SteeredRecorder(Recorder):
-    """Records a run on one rank that repeats each step of the tested run on several ranks.
+class StepRepeater(Recorder):
+    """Hook that repeats each step of the tested run on one rank, and records the repeated steps.
 
-    Before each step, this hook copies the weights of the tested run into the model. After the
+    Before each step, the hook copies the weights of the tested run into the model. After the
     backward pass, it records the gradients, and then replaces them with the gradients of the tested
     run. Both runs should therefore compute the same optimizer update.
 
@@ -173,7 +173,7 @@ class SteeredRecorder(Recorder):
         tested_steps: Records of the tested run, by step number.
     """
 
-    def __init__(self, tested_steps: dict[int, LayoutStep]) -> None:
+    def __init__(self, tested_steps: dict[int, TestedStep]) -> None:
         super().__init__()
         self._tested_steps = tested_steps
 
@@ -233,19 +233,28 @@ def prove(run: Run, out: Path) -> Proof | None:
         # Train the run on all ranks, and record each step in files.
         with process_group(run.job) as device:
             is_first_rank = dist.get_rank() == 0
+            device_name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
             folder = _create_shared_folder(out, stack)
             tested_run = _resolve_auto_options(run, device)
             tested_run = with_keys(tested_run, {"job.dump_folder": str(folder / "layout")})
             save_after = max(1, run.job.training.steps // 2)
-            train_in_layout(tested_run, device, save_after, folder)
+            train_and_resume(tested_run, device, save_after, folder)
         if not is_first_rank:
             return None
 
-        # Compare the files with the reference. From now on, this process is the only rank.
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        os.environ.pop(STORE, None)  # the rendezvous file that the launcher created for all ranks
-        checks = list(compare(tested_run, folder, save_after))
-    return _build_proof(tested_run, checks, device)
+        # Compare the files with the same training on one rank.
+        _leave_launched_ranks()
+        checks = list(compare_with_one_rank(tested_run, folder, save_after))
+    return _build_proof(tested_run, checks, device_name)
+
+
+def _leave_launched_ranks() -> None:
+    """Change the environment variables so that the next process group has one rank, this process.
+
+    The launcher, such as torchrun, has set them for the process group of all ranks.
+    """
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.environ.pop(STORE, None)  # path of the file through which the launched ranks meet
 
 
 def _resolve_auto_options(run: Run, device: torch.device) -> Run:
@@ -286,9 +295,8 @@ def _exit_on_signals() -> None:
         signal.signal(number, lambda number, _frame: sys.exit(128 + number))
 
 
-def _build_proof(run: Run, checks: list[Check], device: torch.device) -> Proof:
+def _build_proof(run: Run, checks: list[Check], device_name: str) -> Proof:
     """Create the result of `titanlite prove` from its comparisons, and describe its limits."""
-    device_name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
     optimizer_reference = "the same optimizer on one rank"
     if run.job.optimizer.name in FORMULAS:
         optimizer_reference = "plain formulas in float64"
@@ -313,77 +321,84 @@ def _list_untested(run: Run, checks: list[Check]) -> list[str]:
     return untested
 
 
-def compare(run: Run, folder: Path, save_after: int) -> Iterator[Check]:
+def compare_with_one_rank(run: Run, folder: Path, save_after: int) -> Iterator[Check]:
     """Compare a run on several ranks with the same training on one rank, and yield each check.
 
     Args:
         run: The tested run on several ranks.
-        folder: Folder with the record files of all ranks. Its subfolder "layout" is the output
-            folder of the run.
+        folder: Folder with the record files of all ranks, and for the output folders of new runs.
         save_after: Number of the step after which the run saved its checkpoint.
     """
     tested_steps = load_steps(folder, "first", run.world_size)
     resumed_steps = load_steps(folder, "resumed", run.world_size)
     one_rank_run = make_one_rank_run(run, folder / "single")
     with process_group(one_rank_run.job) as device:
-        one_rank_steps = yield from _compare_steps(run, tested_steps, one_rank_run, device)
+        reference = ReferenceTrainer(one_rank_run, device)
+        one_rank_steps = repeat_on_one_rank(one_rank_run, device, tested_steps)
+        yield from _compare_steps(run, tested_steps, one_rank_steps, reference)
+        reference.close()
 
         # Check the checkpoint, by resuming from it and by exporting it.
         yield from compare_resumed(run, save_after, tested_steps, resumed_steps)
         saved = tested_steps[save_after]
-        resumed_run = make_one_rank_run(run, folder / "layout")
+        resumed_run = make_one_rank_run(run, run.dump_folder)  # with the saved checkpoint
         next_step = one_rank_steps[save_after + 1]
         yield from compare_resumed_on_one_rank(resumed_run, device, saved, next_step)
-        yield from compare_export(saved.weights, folder, save_after)
+        yield from compare_export(saved.weights, run.dump_folder, folder / "exported", save_after)
 
         yield from compare_recomputation(run, device, folder)
 
 
+def repeat_on_one_rank(
+    run: Run, device: torch.device, tested_steps: dict[int, TestedStep]
+) -> dict[int, StepRecord]:
+    """Repeat each step of the tested run on one rank, in the same precision.
+
+    Args:
+        run: The job on one rank.
+        device: Device of this rank.
+        tested_steps: Records of the tested run, by step number.
+
+    Returns:
+        Records of the repeated steps, by step number.
+    """
+    repeater = StepRepeater(tested_steps)
+    with Trainer(run, device, [repeater]) as trainer:
+        turn_dropout_off(trainer)
+        repeater.train_and_record_until(run.job.training.steps)
+    return repeater.steps
+
+
 def _compare_steps(
     run: Run,
-    tested_steps: dict[int, LayoutStep],
-    one_rank_run: Run,
-    device: torch.device,
-) -> Generator[Check, None, dict[int, StepRecord]]:
-    """Repeat the tested run on one rank, and compare both runs and a float64 reference.
+    tested_steps: dict[int, TestedStep],
+    one_rank_steps: dict[int, StepRecord],
+    reference: ReferenceTrainer,
+) -> Iterator[Check]:
+    """Compare the initial weights and each step of a run with the expected values.
 
     Args:
         run: The tested run on several ranks.
-        tested_steps: Records of the tested run, by step number. 0 is the state before training.
-        one_rank_run: The same job on one rank.
-        device: Device of this rank.
-
-    Yields:
-        The comparisons of the initial weights and of each step.
-
-    Returns:
-        Records of the repeated steps on one rank, by step number.
+        tested_steps: Records of the run, by step number. 0 is the state before the first step.
+        one_rank_steps: Records of the same steps on one rank, in the precision of the run.
+        reference: Model that computes the expected values in float64.
     """
-    recorder = SteeredRecorder(tested_steps)  # each step starts from the tested weights
-    reference = ReferenceTrainer(one_rank_run, device)  # in float64
-    with Trainer(one_rank_run, device, [recorder]) as trainer:
-        turn_dropout_off(trainer)
+    before = tested_steps[0]
+    initial_weights = select(before.unscaled_state, MODEL)
+    yield from compare_bitwise("initial weights", 0, initial_weights, reference.initial)
+    yield from compare_replicas(run, 0, "replicas of weights", before, kind="state")
 
-        # Compare the state before training.
-        before = tested_steps[0]
-        initial_weights = select(before.initial, MODEL)  # before `amplify_weights` scaled them
-        yield from compare_bitwise("initial weights", 0, initial_weights, reference.initial)
-        yield from compare_replicas(run, 0, "replicas of weights", before, kind="state")
-
-        for step in range(1, run.job.training.steps + 1):
-            recorder.train_and_record()
-            after = tested_steps[step]
-            yield from compare_step(run, step, before, after, recorder.steps[step], reference)
-            before = after
-    reference.close()
-    return recorder.steps
+    for step in range(1, run.job.training.steps + 1):
+        after = tested_steps[step]
+        yield from compare_step(run, step, before, after, one_rank_steps[step], reference)
+        before = after
 
 
 def compare_step(
     run: Run,
     step: int,
-    before: LayoutStep,
-    after: LayoutStep,
+    before: TestedStep,
+    after: TestedStep,
     one_rank: StepRecord,
     reference: ReferenceTrainer,
 ) -> Iterator[Check]:
@@ -434,7 +449,7 @@ def compare_step(
     yield from compare_scales(step, after)
 
 
-def _compare_norms(run: Run, step: int, after: LayoutStep, expected: float) -> Iterator[Check]:
+def _compare_norms(run: Run, step: int, after: TestedStep, expected: float) -> Iterator[Check]:
     """Compare the gradient norm that each rank has logged with the expected norm."""
     tolerance = FLOOR_ROUNDINGS * EPS32
     for rank, record in enumerate(after.ranks):
@@ -444,20 +459,23 @@ def _compare_norms(run: Run, step: int, after: LayoutStep, expected: float) -> I
 
 
 def compare_sequences(
-    run: Run, step: int, after: LayoutStep, sequences: Tensors
+    run: Run, step: int, tested_step: TestedStep, sequences: Tensors
 ) -> Iterator[Check]:
     """Check that each rank read exactly its part of the global batch, bitwise.
 
     Args:
         run: The tested run on several ranks.
         step: Number of the step.
-        after: Records of the step, with the sequences that each rank read.
+        tested_step: Records of the step, with the sequences that each rank read.
         sequences: Fields of the global batch, such as "input_ids", each of shape (sequences, T).
     """
     # With n data-parallel ranks, rank r reads the sequences r, r + n, r + 2n, ...
-    n = run.degrees.data
-    parts = [{name: values[r::n] for name, values in sequences.items()} for r in range(n)]
-    for rank, record in enumerate(after.ranks):
+    num_parts = run.degrees.data
+    parts: list[Tensors] = []
+    for first in range(num_parts):
+        parts.append({name: values[first::num_parts] for name, values in sequences.items()})
+
+    for rank, record in enumerate(tested_step.ranks):
         data_rank = coordinates(run, rank)["data"]
         expected = parts[data_rank]
         errors = [
@@ -487,7 +505,7 @@ def _describe_wrong_part(sequences: Tensors, parts: list[Tensors], data_rank: in
 
 
 def compare_replicas(
-    run: Run, step: int, name: str, after: LayoutStep, kind: str
+    run: Run, step: int, name: str, tested_step: TestedStep, kind: str
 ) -> Iterator[Check]:
     """Check that all ranks that hold the same shard have bitwise equal values of it.
 
@@ -497,12 +515,12 @@ def compare_replicas(
         run: The tested run on several ranks.
         step: Number of the step.
         name: Name of the yielded checks, such as "replicas of gradients".
-        after: Records of all ranks.
+        tested_step: Records of all ranks.
         kind: Recorded tensors to compare: "gradients" or "state".
     """
     num_replicas = 0
     hints: dict[str, str] = {}  # tensor name -> the first two ranks that differ
-    for tensor, first_rank, rank, is_equal in _list_replicas(after, kind):
+    for tensor, first_rank, rank, is_equal in _list_replicas(tested_step, kind):
         num_replicas += 1
         if not is_equal:
             hints.setdefault(tensor, _describe_ranks(run, first_rank, rank))
@@ -513,7 +531,7 @@ def compare_replicas(
         yield Check(name, step, f"{num_replicas} shards", error=0.0, tolerance=0.0)
 
 
-def _list_replicas(after: LayoutStep, kind: str) -> Iterator[tuple[str, int, int, bool]]:
+def _list_replicas(tested_step: TestedStep, kind: str) -> Iterator[tuple[str, int, int, bool]]:
     """Compare each replicated shard with the same shard on the first rank that holds it.
 
     Yields:
@@ -521,7 +539,7 @@ def _list_replicas(after: LayoutStep, kind: str) -> Iterator[tuple[str, int, int
         whether both are bitwise equal.
     """
     first_ranks: dict[tuple[str, tuple[int, ...]], int] = {}  # by tensor name and shard offsets
-    digests_of_ranks = [getattr(record, kind).digests for record in after.ranks]
+    digests_of_ranks = [getattr(record, kind).digests for record in tested_step.ranks]
     for rank, digests in enumerate(digests_of_ranks):
         for shard, digest in digests.items():
             tensor, _offsets = shard
@@ -549,8 +567,8 @@ def _describe_ranks(run: Run, first: int, second: int) -> str:
 def compare_update(
     run: Run,
     step: int,
-    before: LayoutStep,
-    after: LayoutStep,
+    before: TestedStep,
+    after: TestedStep,
     one_rank: Snapshot,
     norm: float,
 ) -> Iterator[Check]:
@@ -631,7 +649,7 @@ def _compare_moment(
     return Check("optimizer state", step, name, relative_error(value, expected), tolerance, hint)
 
 
-def compare_scales(step: int, after: LayoutStep) -> Iterator[Check]:
+def compare_scales(step: int, after: TestedStep) -> Iterator[Check]:
     """Check the FP8 scales with which FSDP all-gathers the weights.
 
     The expected scale of a weight is the largest FP8 value divided by the largest absolute element.
@@ -650,7 +668,7 @@ def compare_scales(step: int, after: LayoutStep) -> Iterator[Check]:
 
 
 def compare_resumed(
-    run: Run, save_after: int, first: dict[int, LayoutStep], resumed: dict[int, LayoutStep]
+    run: Run, save_after: int, first: dict[int, TestedStep], resumed: dict[int, TestedStep]
 ) -> Iterator[Check]:
     """Check that a resumed run repeats the steps of the uninterrupted run, bitwise.
 
@@ -677,7 +695,7 @@ def compare_resumed(
 
 
 def compare_resumed_on_one_rank(
-    run: Run, device: torch.device, saved: LayoutStep, next_step: StepRecord
+    run: Run, device: torch.device, saved: TestedStep, next_step: StepRecord
 ) -> Iterator[Check]:
     """Resume from the checkpoint on one rank, train one step, and compare the results.
 
@@ -708,22 +726,24 @@ def compare_resumed_on_one_rank(
     yield from compare_bitwise("resume on one rank: gradient", step, gradients, expected)
 
 
-def compare_export(weights: Tensors, folder: Path, step: int) -> Iterator[Check]:
+def compare_export(
+    weights: Tensors, dump_folder: Path, export_folder: Path, step: int
+) -> Iterator[Check]:
     """Export the newest checkpoint to Hugging Face transformers, and check the exported weights.
 
     They must be bitwise equal to `weights`. Skip models that transformers does not support.
 
     Args:
         weights: Weights of the tested run after the step, by parameter name.
-        folder: Folder for the export. Its subfolder "layout" is the output folder of the run.
+        dump_folder: Output folder of the tested run, with its checkpoints.
+        export_folder: New folder for the export.
         step: Number of the saved step.
     """
-    newest_path = load_newest(folder / "layout", load=lambda path: path)
-    saved = checkpoint_weights(newest_path)
+    saved = load_newest(dump_folder, load=checkpoint_weights)
     if not has_hf_family(saved.arch):
         return
-    export_hf(saved, folder / "exported", "float32")
-    exported = hf_weights(folder / "exported")
+    export_hf(saved, export_folder, "float32")
+    exported = hf_weights(export_folder)
     values = {name: exported.read(name) for name in exported.dtypes}
     expected = {name: weight.float() for name, weight in weights.items()}
     yield from compare_bitwise(EXPORTED_WEIGHTS, step, values, expected)
@@ -746,8 +766,8 @@ def compare_recomputation(run: Run, device: torch.device, folder: Path) -> Itera
     if not has_random_numbers(run):
         return
 
-    without_recomputation = make_one_rank_run(run, folder / "recompute-False")
-    with_recomputation = make_one_rank_run(run, folder / "recompute-True", recompute=True)
+    without_recomputation = make_one_rank_run(run, folder / "saved")
+    with_recomputation = make_one_rank_run(run, folder / "recomputed", recompute=True)
     expected = _train_first_step(without_recomputation, device)
     gradients = _train_first_step(with_recomputation, device)
     for name, gradient in gradients.items():

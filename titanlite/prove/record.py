@@ -59,8 +59,8 @@ class StepRecord:
     """Values that one rank has recorded in one step.
 
     Attributes:
-        initial: State before `Recorder.amplify_weights` multiplies the initial weights. Empty
-            except in the record before the first step.
+        unscaled_state: The initial state, before `Recorder.amplify_weights` scales the matrices.
+            Empty except in the record before the first step.
         sequences: Tokens, labels and, if there are any, document ids and positions of the sequences
             that the rank has read, each of shape (sequences, T).
         gradients: Gradients before clipping, by parameter name.
@@ -71,7 +71,7 @@ class StepRecord:
         grad_norm: Logged gradient norm.
     """
 
-    initial: Snapshot = field(default_factory=Snapshot)
+    unscaled_state: Snapshot = field(default_factory=Snapshot)
     sequences: Tensors = field(default_factory=dict)
     gradients: Snapshot = field(default_factory=Snapshot)
     state: Snapshot = field(default_factory=Snapshot)
@@ -116,7 +116,7 @@ class Recorder(Hook):
         """Multiply the matrices of all blocks by a power of two, and record the new initial state.
 
         With the usual small initial weights, attention is nearly uniform, so a wrong mask or
-        position would hardly change the loss. The previous state is kept as `StepRecord.initial`.
+        position would hardly change the loss. `StepRecord.unscaled_state` keeps the previous state.
         """
         model = self.trainer.model
         # INIT_STD becomes about 1 / sqrt(dim), with which a matmul keeps the size of its inputs.
@@ -125,7 +125,7 @@ class Recorder(Hook):
             if parameter.ndim == 2 and name.startswith("layers."):
                 to_plain(parameter).mul_(2.0 ** round(exponent))
         self.trainer.train_step.precompute_scales()
-        self.record.initial = self.record.state
+        self.record.unscaled_state = self.record.state
         self.record.state = self.snapshot_state()
 
     def before_step(self, step: int) -> None:
@@ -195,7 +195,7 @@ def stack_sequences(microbatches: list[Microbatch]) -> Tensors:
     return stacked
 
 
-def train_in_layout(run: Run, device: torch.device, save_after: int, folder: Path) -> None:
+def train_and_resume(run: Run, device: torch.device, save_after: int, folder: Path) -> None:
     """Train a run, then resume it from its checkpoint, and write the records of both runs.
 
     Each rank writes "first-RANK.pt" and "resumed-RANK.pt". All ranks must call this together,

@@ -14,6 +14,7 @@ from titanlite.config.certificate import Certificate, Row, hash_job, read_versio
 from titanlite.config.files import write_output
 
 if TYPE_CHECKING:
+    from titanlite.config.schema import JobConfig
     from titanlite.prove.checks import Check
     from titanlite.prove.prove import Proof
     from titanlite.prove.shrink import SmallJob
@@ -66,15 +67,15 @@ def describe_first_difference(checks: Sequence[Check]) -> str:
     return f"First difference at step {first.step}: {first.name} of {first.subject} ({size}){hint}."
 
 
-def make_certificate(small: SmallJob, proof: Proof) -> Certificate:
+def make_certificate(job: JobConfig, small_job: SmallJob, proof: Proof) -> Certificate:
     """Create the certificate of a job, which states whether its layout computes correct results.
 
     Args:
-        small: The original job, and how the trained small job differs from it.
-        proof: Results of all comparisons.
+        job: The job.
+        small_job: The small version of the job that was trained, and how it differs.
+        proof: Comparisons of the trained small job with the expected results.
     """
     checks = proof.checks
-    original_job = small.job
     trained_job = proof.run.job
     precision = trained_job.training.mixed_precision_param
     if trained_job.float8.enable:
@@ -82,8 +83,8 @@ def make_certificate(small: SmallJob, proof: Proof) -> Certificate:
     return Certificate(
         proven=all(check.has_passed for check in checks),
         first_difference=describe_first_difference(checks),
-        job_hash=hash_job(original_job),
-        job=original_job.job.config_file or "",
+        job_hash=hash_job(job),
+        job=job.job.config_file or "",  # "" for a job without a file
         time=time.time(),
         layout=asdict(proof.run.degrees),
         precision=precision,
@@ -91,8 +92,8 @@ def make_certificate(small: SmallJob, proof: Proof) -> Certificate:
         optimizer_reference=proof.optimizer_reference,
         versions=read_versions(),
         commit=proof.commit,
-        changes=small.changes,
-        not_kept=[*small.not_kept, *proof.not_kept],
+        changes=small_job.changes,
+        not_kept=[*small_job.not_kept, *proof.not_kept],
         rows=summarize_checks(checks),
     )
 

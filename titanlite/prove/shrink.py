@@ -53,16 +53,14 @@ LISTED_SECTIONS = ("model.", "training.", "parallelism.", "lr_scheduler.", "opti
 
 
 class SmallJob(NamedTuple):
-    """A job, and the small version of it that `titanlite prove` trains.
+    """The small version of a job that `titanlite prove` trains.
 
     Attributes:
-        job: The original job.
         run: The small job and its number of ranks.
         changes: Options with a new value, such as "training.seq_len: 4096 -> 64".
         not_kept: Properties of the original job that the small job lacks, one sentence each.
     """
 
-    job: JobConfig
     run: Run
     changes: list[str]
     not_kept: list[str]
@@ -127,11 +125,11 @@ def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> Sma
     # Replace the settings that the small job cannot have.
     small, dropped_options = _drop_missing_names(small)
     small, replaced_data = _shrink_data(small, out)
-    small, removed_hooks = _shrink_outputs(small, out)
+    small, removed_hooks = _remove_hooks(small)
 
-    run = check_run(small, num_ranks)
+    run = check_run(_disable_outputs(small, out), num_ranks)
     not_kept = [*lost_properties, *dropped_options, *replaced_data, *removed_hooks]
-    return SmallJob(job, run, list_changes(original, run), not_kept)
+    return SmallJob(run, list_changes(original, run), not_kept)
 
 
 def list_changes(original: Run, small: Run) -> list[str]:
@@ -448,30 +446,37 @@ def _make_toy_text() -> str:
     return "".join(f"{json.dumps({'text': text})}\n" for text in texts)
 
 
-def _shrink_outputs(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
-    """Disable validation, samples and metrics loggers, and remove hooks that may change weights.
+def _remove_hooks(job: JobConfig) -> tuple[JobConfig, list[str]]:
+    """Remove the hooks of a job that may change weights or gradients.
 
-    Args:
-        small: Job with small sizes.
-        out: New output folder of the job.
+    Hooks that only observe the training, and declare this with `observes_only = True`, are kept.
 
     Returns:
         The changed job, and one sentence for each removed hook.
     """
-    # The expected results are computed without hooks, so keep only hooks that change nothing.
-    kept = [name for name in small.job.hooks if getattr(HOOKS[name], "observes_only", False)]
-    notes = [
-        f"job.hooks: {name} may change weights or gradients (observes_only is false)."
-        for name in small.job.hooks
-        if name not in kept
-    ]
+    kept = []
+    notes = []
+    for name in job.job.hooks:
+        if getattr(HOOKS[name], "observes_only", False):
+            kept.append(name)
+        else:
+            notes.append(
+                f"job.hooks: {name} may change weights or gradients (observes_only is false)."
+            )
+    return _update(job, "job", hooks=tuple(kept)), notes
 
-    # Write as little as possible. `train_in_layout` saves the only checkpoint.
-    small = _update(
-        small, "job", hooks=tuple(kept), dump_folder=str(out), require_certificate=False
-    )
-    small = _update(
-        small, "metrics", log_freq=1, enable_tensorboard=False, enable_wandb=False, loggers=()
+
+def _disable_outputs(job: JobConfig, out: Path) -> JobConfig:
+    """Disable validation, samples, profiles, metrics loggers and regular checkpoints.
+
+    Args:
+        job: Job with small sizes.
+        out: New output folder of the job.
+    """
+    # `titanlite prove` trains the job to create a certificate, so the job must not require one.
+    job = _update(job, "job", dump_folder=str(out), require_certificate=False)
+    job = _update(
+        job, "metrics", log_freq=1, enable_tensorboard=False, enable_wandb=False, loggers=()
     )
     sections = {
         "validation": Validation(),
@@ -479,7 +484,7 @@ def _shrink_outputs(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
         "profiling": Profiling(),
         "checkpoint": Checkpoint(interval=10**6),  # more than the number of steps
     }
-    return small.model_copy(update=sections), notes
+    return job.model_copy(update=sections)
 
 
 def _flat_options(run: Run) -> dict[str, Any]:
