@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -103,14 +102,14 @@ def _estimate_or_search(options: PlanOptions, run: Run, tokens: int | None, stdo
         options: Options of the command.
         run: The run to estimate.
         tokens: Number of tokens of the whole training run, or None if --tokens is not set.
-        stdout: Stream on which the estimate is printed before the search for changes.
+        stdout: Stream on which the estimate of a job is printed as soon as it is known.
     """
     device = _choose_device(options, run.world_size)
 
     # Import the planner, which is slow, before the worker processes fork.
     from titanlite.plan import advice
 
-    if device.cpu:  # CPU offload saves no memory there
+    if device.cpu:  # then CPU offload would not save memory
         run = advice.with_keys(run, {"training.enable_cpu_offload": False})
 
     # Trace in parallel if there are many jobs, or many pipeline stages, to trace.
@@ -120,7 +119,8 @@ def _estimate_or_search(options: PlanOptions, run: Run, tokens: int | None, stdo
         map_function = map if pool is None else pool.map
         if is_search:
             return _search(options, run, device, tokens, map_function)
-        return _estimate(options, run, device, tokens, map_function, stdout)
+        plan = _estimate(options, run, device, tokens, map_function, stdout)
+    return plan.model_dump_json() if options.as_json else _format_advice(run, plan)
 
 
 def _parse_tokens(text: str) -> int:
@@ -155,11 +155,10 @@ def _estimate(
     tokens: int | None,
     map_function: Apply,
     stdout: TextIO,
-) -> str:
-    """Print an estimate of a job, and search for changes that improve the job.
+) -> Forecast:
+    """Estimate the memory and time of a job, and search for changes that improve the job.
 
-    The estimate is printed to `stdout` before the search, which takes longer. With --json, nothing
-    is printed.
+    The search takes longer than the estimate. Unless --json is set, print the estimate before it.
 
     Args:
         options: Options of the command.
@@ -170,28 +169,25 @@ def _estimate(
         stdout: Stream for the estimate.
 
     Returns:
-        The changes that make the job fit into memory, or the largest batch size if it fits. With
-        --json, one JSON object with the estimate and these results.
+        The estimate, together with the changes that make the job fit into memory, or the largest
+        batch size if it fits.
     """
     from titanlite.plan import advice
 
-    make_plan = partial(
-        advice.make_plan,
+    def print_estimate(forecast: Forecast) -> None:
+        if not options.as_json:
+            text = _format_forecast(run, _add_training_time(forecast, tokens))
+            print(text, file=stdout, flush=True)
+
+    plan = advice.make_plan(
         run,
         device,
         quick=options.quick,
         remedies=options.remedies,
+        show=print_estimate,
         map_function=map_function,
     )
-    if options.as_json:
-        return _add_training_time(make_plan(), tokens).model_dump_json()
-
-    def print_estimate(forecast: Forecast) -> None:
-        estimate = _format_forecast(run, _add_training_time(forecast, tokens))
-        print(estimate, file=stdout, flush=True)
-
-    forecast = make_plan(show=print_estimate)
-    return _format_advice(run, forecast)
+    return _add_training_time(plan, tokens)
 
 
 def _format_advice(run: Run, forecast: Forecast) -> str:

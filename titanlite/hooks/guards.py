@@ -140,9 +140,9 @@ class NonFiniteGuard(Hook):
         # All ranks skip the same steps, but a non-finite loss or gradient may be on one rank only.
         # So gather what each rank has seen.
         if skipped_steps:
-            steps_by_rank = gathered(skipped_steps, self._trainer.mesh.world_group)
-            for step_on_ranks in zip(*steps_by_rank, strict=True):
-                self._unreported.append(self._describe(step_on_ranks))
+            reports_by_rank = gathered(skipped_steps, self._trainer.mesh.world_group)
+            for reports_of_step in zip(*reports_by_rank, strict=True):
+                self._unreported.append(self._describe(reports_of_step))
 
     def _count(self, is_skipped: bool) -> None:
         """Count the skipped steps: all of them, the current streak, and the longest streak.
@@ -168,63 +168,65 @@ class NonFiniteGuard(Hook):
         data_rank = self._trainer.mesh.data_rank
         return SkippedStep(step, data_rank, result.loss.item(), parameter)
 
-    def _describe(self, views: Sequence[SkippedStep]) -> str:
+    def _describe(self, reports: Sequence[SkippedStep]) -> str:
         """Return the log line of a skipped step, with the cause and the first affected rank.
 
         Args:
-            views: The loss and the first non-finite gradient of each rank, in rank order.
+            reports: The loss and the first non-finite gradient of each rank, in rank order.
         """
-        causes = self._find_causes(views)
+        causes = self._find_causes(reports)
         if not causes:
             causes = ["the loss or the gradient norm is a spike, or a hook skipped the step"]
-        step = views[0].step
+        step = reports[0].step
         hint = f"Run `titanlite data show --step {step}` to see its sequences."
         return f"Skipped step {step} without changing the weights: {'; '.join(causes)}. {hint}"
 
-    def _find_causes(self, views: Sequence[SkippedStep]) -> list[str]:
+    def _find_causes(self, reports: Sequence[SkippedStep]) -> list[str]:
         """Describe why a step was skipped: a non-finite loss, a non-finite gradient, or both.
 
         Return one text per cause. The list is empty if the loss and all gradients are finite.
 
         Args:
-            views: The loss and the first non-finite gradient of each rank, in rank order.
+            reports: The loss and the first non-finite gradient of each rank, in rank order.
         """
         causes = []
-        bad_losses = [rank for rank, view in enumerate(views) if not math.isfinite(view.loss)]
+        bad_losses = [rank for rank, report in enumerate(reports) if not math.isfinite(report.loss)]
         if bad_losses:
-            ranks = self._describe_ranks(bad_losses, views)
-            loss = views[bad_losses[0]].loss
+            ranks = self._describe_ranks(bad_losses, reports)
+            loss = reports[bad_losses[0]].loss
             causes.append(f"the loss on {ranks} is {loss}")
 
-        bad_gradients = [rank for rank, view in enumerate(views) if view.parameter is not None]
+        bad_gradients = [
+            rank for rank, report in enumerate(reports) if report.parameter is not None
+        ]
         if bad_gradients:
-            ranks = self._describe_ranks(bad_gradients, views)
-            parameter = views[bad_gradients[0]].parameter
+            ranks = self._describe_ranks(bad_gradients, reports)
+            parameter = reports[bad_gradients[0]].parameter
             causes.append(f"the gradient of {parameter} on {ranks} is not finite")
         return causes
 
-    def _describe_ranks(self, ranks: list[int], views: Sequence[SkippedStep]) -> str:
+    def _describe_ranks(self, ranks: list[int], reports: Sequence[SkippedStep]) -> str:
         """Describe the first of the affected ranks in detail, and count the others.
 
         For example: "rank 3 (node-0, sequences 3, 11) and 2 more ranks".
 
         Args:
             ranks: Affected ranks in ascending order.
-            views: The loss and the first non-finite gradient of each rank, in rank order.
+            reports: The loss and the first non-finite gradient of each rank, in rank order.
         """
         first_rank = ranks[0]
         host = self._trainer.hosts[first_rank]
-        text = f"rank {first_rank} ({host}, sequences {self._list_sequences(views[first_rank])})"
+        text = f"rank {first_rank} ({host}, sequences {self._list_sequences(reports[first_rank])})"
         num_others = len(ranks) - 1
         if num_others > 0:
             text += f" and {format_count(num_others, 'more rank')}"
         return text
 
-    def _list_sequences(self, view: SkippedStep) -> str:
+    def _list_sequences(self, report: SkippedStep) -> str:
         """List the sequences of the global batch that a rank has trained on, such as "3, 7, 11"."""
         # Data-parallel ranks take turns. For example, rank 3 of 4 trains on sequences 3, 7, 11, ...
-        batch_size = self._trainer.run.batch_size(view.step - 1)
-        sequences = range(view.data_rank, batch_size, self._trainer.mesh.data_degree)
+        batch_size = self._trainer.run.batch_size(report.step - 1)
+        sequences = range(report.data_rank, batch_size, self._trainer.mesh.data_degree)
         listed = [str(sequence) for sequence in sequences[:MAX_REPORTED_SEQUENCES]]
         if len(sequences) > MAX_REPORTED_SEQUENCES:
             listed.append("...")
@@ -294,19 +296,19 @@ class SpikeGuard(Hook):
         self._num_roll_backs = 0
         self._needs_roll_back = False
 
-        # To avoid a host sync in each step, the values of recent steps stay on the GPU until the
-        # next logged step or save. With "roll_back", a validation also reads them.
-        # With "skip": the number of each step and the result of `_compare`.
-        self._comparisons: list[tuple[int, Tensor]] = []
-        # Otherwise: the number of each step, and its loss, gradient norm and skip flag.
-        self._uncompared: list[tuple[int, Tensor]] = []
+        # Number and tensor of each recent step that the CPU has not read from the GPU yet. Reading
+        # waits for the GPU, so it is delayed until the next logged step, save or validation.
+        self._unread: list[tuple[int, Tensor]] = []
+
+        # With "skip", the GPU compares each step with the history. Otherwise, the CPU does so.
+        device = torch.device("cpu")
+        if self._should_skip:
+            first_parameter = next(trainer.model.parameters())
+            device = local_shard(first_parameter).device
 
         # Loss and gradient norm of step s are in column s % spike_history. NaN: no value yet.
-        size = self._config.spike_history
-        self._history = torch.full((2, size), torch.nan, dtype=torch.float64)
-        if self._should_skip:  # then the GPU looks for spikes
-            first_parameter = next(trainer.model.parameters())
-            self._history = self._history.to(local_shard(first_parameter).device)
+        shape = (2, self._config.spike_history)
+        self._history = torch.full(shape, torch.nan, dtype=torch.float64, device=device)
 
     def resize_tensors(self, sizes: Mapping[str, torch.Size]) -> None:
         """Resize the history to its length in the checkpoint, so that it can be loaded.
@@ -346,14 +348,14 @@ class SpikeGuard(Hook):
         """
         values = torch.stack([sums.loss, sums.grad_norm.double()])
         if not self._should_skip:
-            self._uncompared.append((step, torch.stack([*values, skip.double()])))
+            self._unread.append((step, torch.stack([*values, skip.double()])))
             return
 
         comparison = self._compare(values, skip)
         is_spike = comparison[0]
         skip.copy_(torch.maximum(skip, is_spike.max()))
         self._add_to_history(step, values, skip)
-        self._comparisons.append((step, comparison))
+        self._unread.append((step, comparison))
 
     def _compare(self, values: Tensor, skip: Tensor) -> Tensor:
         """Compare the loss and the gradient norm of a step with the history.
@@ -434,17 +436,16 @@ class SpikeGuard(Hook):
 
         This waits for the GPU, so call it only at logged steps, saves and validations.
         """
-        compared_steps = _copy_to_cpu(self._comparisons)
-        self._comparisons = []
-        for step, comparison in compared_steps:
-            self._report_spike(step, comparison)
-
-        uncompared_steps = _copy_to_cpu(self._uncompared)
-        self._uncompared = []
-        for step, (loss, grad_norm, skip) in uncompared_steps:
-            values = torch.stack([loss, grad_norm])
-            comparison = self._compare(values, skip)
-            self._add_to_history(step, values, skip)
+        recent_steps = _copy_to_cpu(self._unread)
+        self._unread = []
+        for step, tensor in recent_steps:
+            if self._should_skip:
+                comparison = tensor  # `before_update` has already compared the values on the GPU
+            else:
+                loss, grad_norm, skip = tensor
+                values = torch.stack([loss, grad_norm])
+                comparison = self._compare(values, skip)
+                self._add_to_history(step, values, skip)
             self._report_spike(step, comparison)
 
     def _report_spike(self, step: int, comparison: Tensor) -> None:
@@ -486,8 +487,7 @@ class SpikeGuard(Hook):
             self._trainer.log(f"Step {step}: no checkpoint to roll back to. Training continues.")
             return
 
-        # guards.spike_history may have changed since the save.
-        self._fit_history(restored_step)
+        self._fit_history(restored_step)  # its length is still the one in the checkpoint
         self._num_roll_backs += 1
         text = (
             f"Step {step}: rolled back to the weights of step {restored_step} "

@@ -9,9 +9,9 @@ forward pass over the whole text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -88,14 +88,16 @@ class Samples(Hook):
             decodings.append((decoding, torch.Generator().manual_seed(config.seed)))
 
         while True:
-            unfinished = [pair for pair in decodings if pair[0].is_unfinished]
+            unfinished = [
+                (decoding, generator) for decoding, generator in decodings if decoding.is_unfinished
+            ]
             if not unfinished:
                 return [decoding.result() for decoding, _ in decodings]
 
             logits = self._next_logits([decoding.ids for decoding, _ in unfinished])
             logits = logits[:, : self._tokenizer.vocab_size]
             if not logits.isfinite().all():
-                return []  # a guard stops the run
+                return []  # the weights are broken, which the guards report
             for (decoding, generator), token_logits in zip(unfinished, logits, strict=True):
                 token = sample_token(token_logits, config.temperature, config.top_k, generator)
                 decoding.push(token)
@@ -144,10 +146,11 @@ def use_logits(
     microbatches: Sequence[Microbatch],
     use: Callable[[int, Tensor, Tensor, Tensor], None],
 ) -> None:
-    """Run the model forward, and pass the logits of all tokens with a label to the function `use`.
+    """Run the model forward, and call a function with the logits of all tokens that have a label.
 
-    `use` is called for up to `LOGITS_CHUNK` (256) tokens of a microbatch at once, on the ranks that
-    hold these tokens, including all tensor-parallel ranks.
+    All logits together would need much memory, so the function is called for at most
+    `LOGITS_CHUNK` (256) tokens at once. It is called on the ranks that hold these tokens, including
+    all tensor-parallel ranks.
 
     Args:
         trainer: Trainer whose model computes the logits.
@@ -155,44 +158,43 @@ def use_logits(
         use: Called with the index of a microbatch, and for n of its tokens: their rows in the
             microbatch (n,), labels (n,), and logits (n, V) in fp32.
     """
-    # An evaluation calls its loss function with the hidden states and the output matrix of each
-    # microbatch, in order. So compute the logits there, and return a loss of 0. A pipeline schedule
-    # may append padding after the last microbatch.
-    unused_indices = iter(range(len(microbatches)))
+    call_count = itertools.count()
 
-    def pass_logits(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-        index = next(unused_indices, None)
-        if index is not None:
-            _use_microbatch_logits(trainer, hidden, weight, labels, partial(use, index))
+    # FSDP gathers the output matrix only while the model computes the loss of a microbatch. So use
+    # a loss function that computes the logits, and returns a loss of 0, which is ignored.
+    def loss_fn(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+        index = next(call_count)
+        is_padding = index >= len(microbatches)  # appended by a pipeline schedule
+        if not is_padding:
+            for rows, chunk_labels, logits in _split_logits(trainer, hidden, weight, labels):
+                use(index, rows, chunk_labels, logits)
         return torch.zeros_like(scale)
 
-    trainer.forward_backward.evaluate(microbatches, loss_fn=pass_logits)
+    trainer.forward_backward.evaluate(microbatches, loss_fn=loss_fn)
 
 
-def _use_microbatch_logits(
-    trainer: Trainer,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    use: Callable[[Tensor, Tensor, Tensor], None],
-) -> None:
-    """Compute the logits of all labeled tokens of a microbatch, and pass them to `use`.
+def _split_logits(
+    trainer: Trainer, hidden: Tensor, weight: Tensor, labels: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Compute the logits of all tokens of a microbatch that have a label, a few tokens at a time.
 
     Args:
         trainer: Trainer whose model has computed the hidden states.
         hidden: Hidden states, shape (B, T, C). With tensor parallelism, a DTensor.
         weight: Output matrix, shape (V, C).
         labels: Labels, shape (B, T).
-        use: Called with the rows (n,), the labels (n,) and the logits (n, V) of n tokens.
+
+    Yields:
+        Rows (n,), labels (n,) and logits (n, V) of up to `LOGITS_CHUNK` tokens.
     """
     if trainer.mesh.tensor is not None:
         hidden = cast(DTensor, hidden).redistribute(placements=[Replicate()]).to_local()
-    # Compute the logits of a few tokens at once, because all of them would need much memory.
-    positions = torch.stack((labels != IGNORE_INDEX).nonzero(as_tuple=True))
-    for rows, columns in positions.split(LOGITS_CHUNK, dim=1):
+    all_rows, all_columns = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
+    chunks = zip(all_rows.split(LOGITS_CHUNK), all_columns.split(LOGITS_CHUNK), strict=True)
+    for rows, columns in chunks:
         logits = _whole_logits(hidden[rows, columns], weight)
         logits = soft_cap(logits, trainer.run.arch.logit_softcap)
-        use(rows, labels[rows, columns], logits)
+        yield rows, labels[rows, columns], logits
 
 
 def _whole_logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -207,12 +209,12 @@ def _whole_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
     # Each rank computes a part of the vocabulary, and an all-gather combines the parts.
     local_logits = fp32_logits(hidden, weight.to_local())  # (n, V / ranks)
-    num_classes = weight.shape[0]
+    vocab_size = weight.shape[0]
     logits = DTensor.from_local(
         local_logits,
         weight.device_mesh,
         [Shard(1)],
-        shape=torch.Size((len(hidden), num_classes)),
-        stride=(num_classes, 1),
+        shape=torch.Size((len(hidden), vocab_size)),
+        stride=(vocab_size, 1),
     )
     return logits.full_tensor()
