@@ -173,7 +173,8 @@ class Ranks:
             hangs = _read_hangs(self._folder)
             if hangs:
                 self._print_and_log("\n".join(hang.text for hang in hangs), "hang")
-            return self._report_end(_find_cause(failed, killed), killed)
+            cause = _find_cause(failed, killed)
+            return self._report_end(cause, killed)
         finally:
             self._kill()
 
@@ -345,8 +346,8 @@ class Ranks:
     def _report_end(self, cause: RankEnd, killed: Sequence[int]) -> int:
         """Print and log why the run ended early, and return the exit code of the launcher.
 
-        If the reason is not known, start with a line that describes the failure. Then print the
-        rank's error message or, without one, a hint on how to resume the run.
+        The text is the error message of a rank or, without one, a hint on how to resume the run. If
+        the reason is not known, it starts with a line that describes the failure.
 
         Args:
             cause: End of the rank that made all other ranks end.
@@ -355,8 +356,8 @@ class Ranks:
         exit_code = _exit_code(cause.code)
         lines = []
         if not _is_known(cause):
-            ended_by_signal = cause.rank in killed or cause.code in UNSAVED_STOPS
-            if self._stop_signal and ended_by_signal:
+            ended_without_save = cause.rank in killed or cause.code in UNSAVED_STOPS
+            if self._stop_signal and ended_without_save:
                 exit_code = 128 + self._stop_signal
                 failure = f"Stopped by {signal.Signals(self._stop_signal).name} without a save."
             else:
@@ -366,17 +367,16 @@ class Ranks:
                 failure += f" Killed, because they did not end: ranks {killed_ranks}."
             lines.append(failure)
 
-        has_message = cause.message != ""  # the message also explains how to resume
-        lines.append(cause.message if has_message else self.resume_hint())
+        lines.append(cause.message or self.resume_hint())  # a message also explains how to resume
         text = "\n".join(lines).rstrip("\n")
-
-        if not has_message and is_live_terminal():
-            note("")  # ends the line in which the live view left the cursor
-        if has_message and cause.rank == 0:
+        if cause.message and cause.rank == 0:
             _print(text)  # rank 0 has already logged its message
-        else:
-            kind = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
-            self._print_and_log(text, kind)
+            return exit_code
+
+        if not cause.message and is_live_terminal():
+            note("")  # ends the line in which the live view left the cursor
+        kind = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
+        self._print_and_log(text, kind)
         return exit_code
 
     def _print_and_log(self, text: str, kind: str) -> None:

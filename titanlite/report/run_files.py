@@ -345,7 +345,7 @@ def _add_events(status: RunStatus, events: Sequence[Entry]) -> None:
     # The run writes a line at each log step and at each event.
     log_time = status.numbers.get("time", 0.0)
     event_time = float(events[-1]["time"]) if events else 0.0
-    status.last_update = max(log_time, event_time) or None
+    status.last_update = max(log_time, event_time) or None  # None if there is no line
 
 
 def _read_last_events(folder: Path, problems: list[str]) -> list[Entry]:
@@ -450,7 +450,7 @@ def _describe_end(starts_and_ends: Sequence[Entry]) -> tuple[State, str]:
         return "finished", reason.partition(": ")[2]
     if end["event"] in ("stop", "guard"):  # a signal, or for example too many skipped steps
         return "stopped", reason
-    if end["event"] == "refusal":
+    if end["event"] == "refusal":  # an error that the user can fix
         return _describe_user_error(reason, [event["event"] for event in earlier])
     return "crashed", reason
 
@@ -458,16 +458,14 @@ def _describe_end(starts_and_ends: Sequence[Entry]) -> tuple[State, str]:
 def _describe_user_error(reason: str, earlier_kinds: Sequence[str]) -> tuple[State, str]:
     """Return the state of a run whose last start ended with an error that the user can fix.
 
-    Each start logs "data" when it opens the data, and then "start" when it begins to train:
-
-    - After "data", "start", the run failed during training: the state is "failed".
-    - After "data", the job was rejected before training: the state is "refused".
-    - After "data", "start", "finish", "data", another start of a finished run was rejected. The run
-      stays "finished".
+    The state is "failed" if the error ended the training, and "refused" if the start was rejected
+    before it trained. A run that has finished stays "finished" if a later start is rejected.
 
     Args:
         reason: The error.
-        earlier_kinds: Kinds of the starts and ends before the error, oldest first.
+        earlier_kinds: Kinds of the events before the error, oldest first. Each start of the run
+            logs "data", then "start" once it trains, and at its end, for example, "finish". An
+            error that the user can fix is logged as "refusal".
 
     Returns:
         The state, and the reason for it.
@@ -475,9 +473,9 @@ def _describe_user_error(reason: str, earlier_kinds: Sequence[str]) -> tuple[Sta
     if earlier_kinds and earlier_kinds[-1] == "start":
         return "failed", reason
 
-    # The last start did not train. If the run has trained before, find out how that ended.
-    training_kinds = [kind for kind in earlier_kinds if kind not in ("data", "refusal")]
-    if training_kinds and training_kinds[-1] == "finish":
+    # The start was rejected. Ignore the events of this start and of other rejected starts.
+    kinds = [kind for kind in earlier_kinds if kind not in ("data", "refusal")]
+    if kinds and kinds[-1] == "finish":
         return "finished", f"a later start was refused: {reason}"
     return "refused", reason
 
