@@ -135,7 +135,7 @@ def _plot_curve(name: str, values: Sequence[float], label_format: str, *, height
         height: Height of the bars in lines.
     """
     maximum = max(values)
-    title = f"{'':{_MARGIN}}{name}"
+    title = " " * _MARGIN + name
     if min(values) == maximum:
         return [f"{title}: {label_format.format(maximum)} in each step"]
 

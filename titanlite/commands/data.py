@@ -101,8 +101,9 @@ def show_step(run: Run, step: int, index: int | None = None) -> str:
 
     tokenizer = load_tokenizer(run.tokenizer_path, run.job)
     data = open_training_data(run, tokenizer)
+    # Skip the batches of earlier steps. The reader continues with the next one.
     for _ in range(step - 1):
-        data.mixture.next_batch()  # skip the batches of earlier steps
+        data.mixture.next_batch()
     try:
         sequences = SequenceReader(data).next_batch()
     except OutOfData as error:
@@ -125,6 +126,7 @@ def _format_sequence(sequence: PackedSequence, source: Source, tokenizer: Tokeni
     for part, document, offset, length in sequence.segments.tolist():
         location = source.where(part, document)
         lines.append(f"--- {location}, tokens {offset} to {offset + length - 1}")
+        # Marked tokens do not count in the loss.
         ids, is_ignored = remove_marks(sequence.tokens[start : start + length])
         if is_ignored.any():
             lines.append(f"--- {is_ignored.sum()} of these tokens do not count in the loss")

@@ -394,10 +394,10 @@ def _format_variant(words: Sequence[str], forecast: Forecast) -> dict[str, str]:
         forecast: Forecast of the changed job.
     """
     row = {"tokens/s": f"{forecast.tokens_per_second:,.0f}"}
-    time = forecast.training
-    if time is not None:
-        interval = f"{time.days_low:,.2f} to {time.days_high:,.2f}"
-        row["days (90% interval)"] = f"{time.days:,.2f} ({interval})"
+    training_time = forecast.training
+    if training_time is not None:
+        interval = f"{training_time.days_low:,.2f} to {training_time.days_high:,.2f}"
+        row["days (90% interval)"] = f"{training_time.days:,.2f} ({interval})"
     row["MFU (causal)"] = f"{forecast.mfu:.1%}"
     row["MFU (full)"] = f"{forecast.mfu_full_attention:.1%}"
     row["peak GiB"] = f"{forecast.peak / GIB:.1f}"

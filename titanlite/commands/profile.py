@@ -40,8 +40,9 @@ def main(argv: Sequence[str]) -> None:
     options, words = parse_options_and_job(Profile, argv, "profile")
     # With NGPU=N, run this command in N processes instead, and exit.
     start_ranks("profile", argv)
-    writes_to_run = options.out is None  # so the output folder of the job must be writable
-    run = load_run(words, read_world_size(), trains=writes_to_run)
+    # Without --out, the output folder of the job must be writable.
+    writes_to_dump_folder = options.out is None
+    run = load_run(words, read_world_size(), trains=writes_to_dump_folder)
 
     # Importing torch is slow, so invalid options are reported first.
     from titanlite.train.profile_steps import profile_steps

@@ -121,7 +121,11 @@ class Checkpointer:
             self._mirror = Mirror(context, self._resumer.check_job)
             self._resources.callback(self._mirror.close)
             self._mirror.restore()
-        self._create_saver(context)
+        self._saver = self._create_saver(context)
+        self._resources.callback(self._saver.close)
+        # This hook must run first, because other hooks may change tensors in `before_update` that a
+        # save is still copying.
+        trainer.hooks.insert(0, WaitForCopies(self._saver))
         self._load_newest()
         if self._mirror is not None:
             self._mirror.begin(trainer.steps_done)  # from now on, copy new checkpoints
@@ -139,12 +143,8 @@ class Checkpointer:
         # The link is outdated after checkpoint.load_step, or if the previous start was killed.
         self._saver.update_best_link()
 
-    def _create_saver(self, context: CheckpointContext) -> None:
-        """Create the `Saver` of the run.
-
-        Also add a hook to the trainer that delays weight updates until async saves have copied the
-        weights.
-        """
+    def _create_saver(self, context: CheckpointContext) -> Saver:
+        """Create the `Saver` of the run, which calls the hooks of the trainer after each save."""
         trainer = self._trainer
         max_seq_len = trainer.run.arch.max_seq_len
         write_files = partial(write_tokenizer, trainer.tokenizer, max_seq_len=max_seq_len)
@@ -153,11 +153,7 @@ class Checkpointer:
             for hook in trainer.hooks:
                 hook.saved(step)
 
-        self._saver = Saver(context, write_files, on_saved=notify_hooks, mirror=self._mirror)
-        self._resources.callback(self._saver.close)
-        # `before_update` of the other hooks may change tensors that a save is still copying, so
-        # this hook must run first.
-        trainer.hooks.insert(0, WaitForCopies(self._saver))
+        return Saver(context, write_files, on_saved=notify_hooks, mirror=self._mirror)
 
     def save_if_best(self, step: int, loss: float) -> None:
         """Request a save of `step` if its validation loss is lower than that of all checkpoints.

@@ -103,7 +103,7 @@ class Norms(Hook):
         if self._has_gradients:
             metrics["grad_norms"] = self._group_norms(gradient_squares)
             metrics["distributions"] = {"grad_norms": self._block_norms(gradient_squares)}
-        if self._has_updates and not self._skip:
+        if self._has_updates and not self._skip:  # the flag of this step, from `before_update`
             update_norms = self._group_norms(update_squares)
             weight_norms = self._group_norms(weight_squares)
             ratios = {}

@@ -112,9 +112,10 @@ class Profiler(Hook):
             step: Number of steps completed so far.
         """
         settings = self._settings
+        # Cycles end at multiples of profile_freq. After step 130, 70 steps of a cycle are left.
+        remaining_steps = -step % settings.profile_freq
         schedule = torch.profiler.schedule(
-            # Cycles end at multiples of profile_freq: after step 130, 70 steps of a cycle are left.
-            skip_first=-step % settings.profile_freq,
+            skip_first=remaining_steps,
             wait=settings.profile_freq - settings.profiler_warmup - settings.profiler_active,
             warmup=settings.profiler_warmup,
             active=settings.profiler_active,

@@ -62,7 +62,7 @@ def lock_folders(run: Run, log: Callable[[str], None], resources: ExitStack) -> 
     """
     timeout = run.job.comm.init_timeout_seconds
     lock_timeout = min(LOCK_TIMEOUT, timeout / 2)
-    folders = [run.dump_folder / "run"]
+    folders = [run.dump_folder / "run"]  # its lock file is .run.lock in the output folder
     if run.job.checkpoint.enable:
         folders.append(run.checkpoint_folder)  # may be outside of the output folder
 
@@ -153,11 +153,11 @@ class Records:
         if is_same_run:
             changes = find_differences(previous, environment)
             details["changed"] = changes
-            # Each line starts with a key. Changes of the job and the data were logged when the
-            # checkpoint was loaded.
-            unlogged = [line for line in changes if not line.startswith(("job.", "data."))]
-            if unlogged:
-                text = "\n".join([f"{text}; changed since the previous start:", *unlogged])
+            # Leave out the changes of the job and the data, which were logged when the checkpoint
+            # was loaded. Each line starts with a key, such as "job.training.steps".
+            new_changes = [line for line in changes if not line.startswith(("job.", "data."))]
+            if new_changes:
+                text = "\n".join([f"{text}; changed since the previous start:", *new_changes])
         return Event(text, "start", step, details)
 
     def stats(self) -> dict[str, Any]:

@@ -165,7 +165,7 @@ class Stragglers(Hook):
         A rank is logged when it has been by far the slowest in some part of three consecutive
         logged steps.
         """
-        times_by_part = self._times_of_ranks.cpu().unbind(1)
+        times_by_part = self._times_of_ranks.cpu().T  # (parts, ranks)
         for part, times in zip(PARTS, times_by_part, strict=True):
             slowest = int(times.argmax())
             seconds = times[slowest].item()

@@ -178,8 +178,9 @@ def _start_threads(folder: Path, store: tuple[str, int], is_host: bool) -> None:
         store: Address and port of the store, through which the nodes connect.
         is_host: Whether this node hosts the store.
     """
-    # Block the signals, so that one of the threads can wait for them. Python would run a signal
-    # handler in the main thread, but not while torch waits there for other nodes.
+    # Block the signals in all threads, so that `_pass_on_signals` can wait for them. A signal
+    # handler would run late: Python calls it in the main thread, after torch has returned from
+    # waiting for other nodes.
     signals = {*stop_signals(), signal.SIGUSR2}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 

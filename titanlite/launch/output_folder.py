@@ -150,7 +150,8 @@ def _remove_created(run: Run, files: Set[Path], new_folders: Sequence[Path]) -> 
     if run.checkpoint_folder in content and _is_empty_folder(run.checkpoint_folder):
         content.remove(run.checkpoint_folder)
         folders.insert(0, run.checkpoint_folder)
-    if not content <= files:
+    other_files = content - files
+    if other_files:
         return
 
     _stop_logging()

@@ -196,7 +196,7 @@ def compare_gradients(
             checks.append(Check("gradient", step, name, math.inf, 0.0, hint))
             continue
 
-        minimum_norm = minimum_norms[name]  # divides the error of a gradient that is nearly zero
+        minimum_norm = minimum_norms[name]  # used instead of the norm of a tiny gradient
         error = relative_error(gradients[name], expected, minimum_norm)
         error_of_one_rank = relative_error(one_rank[name], expected, minimum_norm)
         tolerance = gradient_tolerance(run, error_of_one_rank)

@@ -135,19 +135,19 @@ def describe_names(failed: Sequence[str], names: Sequence[str], run: Run) -> str
         names: Names of all parameters.
         run: The run, which assigns parameters to pipeline stages.
     """
-    if set(failed) == set(names):
+    correct = set(names).difference(failed)
+    if not correct:
         return "all parameters differ"
 
     # Check whether the same parameters differ in all blocks.
     kinds = {remove_block_number(name) for name in failed}
-    names_of_kinds = {name for name in names if remove_block_number(name) in kinds}
-    if set(failed) == names_of_kinds:
+    if kinds.isdisjoint(remove_block_number(name) for name in correct):
         return f"only parameters of the kind {', '.join(sorted(kinds))} differ"
 
     # Check whether all parameters of some pipeline stages differ.
     stages = {_find_stage(name, run) for name in failed}
-    names_of_stages = {name for name in names if _find_stage(name, run) in stages}
-    if run.degrees.pipeline > 1 and set(failed) == names_of_stages:
+    are_whole_stages = stages.isdisjoint(_find_stage(name, run) for name in correct)
+    if run.degrees.pipeline > 1 and are_whole_stages:
         noun = "stage" if len(stages) == 1 else "stages"
         return f"only the parameters of pipeline {noun} {_join(stages)} differ"
 

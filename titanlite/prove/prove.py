@@ -235,7 +235,9 @@ def prove(run: Run, out: Path) -> Proof | None:
             is_first_rank = dist.get_rank() == 0
             device_name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
             folder = _create_shared_folder(out, stack)
-            tested_run = _resolve_auto_options(run, device)
+            # Replace the options "auto", so that the run on one rank computes in the same way.
+            tested_run = settle_compute_dtype(run, device)
+            tested_run = tested_run.resolve_attention_backend(on_gpu=device.type == "cuda")
             tested_run = with_keys(tested_run, {"job.dump_folder": str(folder / "layout")})
             save_after = max(1, run.job.training.steps // 2)
             train_and_resume(tested_run, device, save_after, folder)
@@ -255,12 +257,6 @@ def _leave_launched_ranks() -> None:
     """
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.environ.pop(STORE, None)  # path of the file through which the launched ranks meet
-
-
-def _resolve_auto_options(run: Run, device: torch.device) -> Run:
-    """Return a copy of a run with the dtype and attention backend that "auto" selects."""
-    run = settle_compute_dtype(run, device)
-    return run.resolve_attention_backend(on_gpu=device.type == "cuda")
 
 
 @contextmanager
@@ -471,7 +467,7 @@ def compare_sequences(
     """
     # With n data-parallel ranks, rank r reads the sequences r, r + n, r + 2n, ...
     num_parts = run.degrees.data
-    parts: list[Tensors] = []
+    parts = []
     for first in range(num_parts):
         parts.append({name: values[first::num_parts] for name, values in sequences.items()})
 

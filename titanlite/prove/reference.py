@@ -132,6 +132,7 @@ class ReferenceTrainer:
         z_loss = self._run.job.training.z_loss if use_z_loss else 0.0
         with computing_in_float64():
             head = _make_loss_head(self._run, selected["labels"], num_valid_tokens, z_loss)
+            # With a head, the model returns the result of the head instead of logits.
             loss = self.model(selected["input_ids"], selected.get("positions"), head=head, **masks)
             loss.backward()
         gradients = {

@@ -290,7 +290,7 @@ def downsample(columns: Columns, max_points: int) -> dict[str, Any]:
     for name, values in columns.items():
         is_always_zero = not values[np.isfinite(values)].any()
         if name not in NOT_DRAWN and not is_always_zero:
-            curves[name] = _downsample_curve(values, edges[:-1])
+            curves[name] = _downsample_curve(values, edges)
     return {"x": axes, "y": curves}
 
 
@@ -308,19 +308,19 @@ def _downsample_axis(values: NDArray[np.float64], edges: NDArray[np.int64]) -> l
 
 
 def _downsample_curve(
-    values: NDArray[np.float64], starts: NDArray[np.int64]
+    values: NDArray[np.float64], edges: NDArray[np.int64]
 ) -> dict[str, list[float]]:
     """Return the mean, minimum and maximum of the finite values that each point covers.
 
     Args:
         values: Values of a metric at the log steps. NaN is a missing value.
-        starts: Index of the first value that each point covers.
+        edges: Point i covers the values from index edges[i] up to, but not including, edges[i + 1].
 
     Returns:
         Lists "mean", "min" and "max" with one number per point, which is NaN if the point covers no
         finite value. If each point covers one value, only "mean".
     """
-    # `reduceat` combines the values from each start to the next one.
+    starts = edges[:-1]  # `reduceat` combines the values from each start to the next one
     is_finite = np.isfinite(values)
     sums = np.add.reduceat(np.where(is_finite, values, 0), starts)
     num_finite = np.add.reduceat(is_finite.astype(float), starts)
@@ -328,7 +328,8 @@ def _downsample_curve(
         means = sums / num_finite
 
     curve = {"mean": _round(means)}
-    if len(values) > len(starts):
+    covers_several_values = len(values) > len(starts)
+    if covers_several_values:
         # `fmin` and `fmax` ignore NaN.
         curve["min"] = _round(np.fmin.reduceat(values, starts))
         curve["max"] = _round(np.fmax.reduceat(values, starts))
