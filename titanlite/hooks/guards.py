@@ -297,7 +297,8 @@ class SpikeGuard(Hook):
         self._needs_roll_back = False
 
         # Number and tensor of each recent step that the CPU has not read from the GPU yet. Reading
-        # waits for the GPU, so it is delayed until the next logged step, save or validation.
+        # waits for the GPU, so it is delayed until the next logged step, save or, with "roll_back",
+        # validation.
         self._unread: list[tuple[int, Tensor]] = []
 
         # With "skip", the GPU compares each step with the history. Otherwise, the CPU does so.
