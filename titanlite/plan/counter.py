@@ -38,8 +38,8 @@ KINDS: tuple[str, ...] = (
 )
 OFFLOADED = "offloaded"  # CPU memory that CPU offload uses
 ALL_KINDS: tuple[str, ...] = (*KINDS, OFFLOADED)
-DEFAULT_KINDS: tuple[str, ...] = ("activations", "loss", "other")
-"""Kinds that a storage gets when it is allocated, and that `Counter.mark` may replace."""
+GUESSED_KINDS: tuple[str, ...] = ("activations", "loss", "other")
+"""Kinds that `_guess_kind` gives to a new storage."""
 
 GENERATED = "compiled"  # `Work.op` of kernels that the compiler generates
 MATMULS_WITH_SUMMAND = {"addmm", "addmm_", "baddbmm"}  # addmm(summand, a, b) = summand + a @ b
@@ -209,9 +209,8 @@ class Counter(TorchDispatchMode):
         self.location = START
         self.log: list[LogEntry] = []
         self.forward_starts: list[int] = []
-        self._current_action: list[LogEntry] = []  # entries of the current pipeline action
-        # Name of a pipeline action -> entries of the latest action with this name.
-        self._recorded_actions: dict[Any, list[LogEntry]] = {}
+        self._recording: list[LogEntry] | None = None  # gets a copy of each new log entry
+        self._recordings: dict[Any, list[LogEntry]] = {}  # name -> latest recording of this name
 
     def begin(self) -> None:
         """Clear the log, so that it describes a new training step.
@@ -222,69 +221,61 @@ class Counter(TorchDispatchMode):
         self.location = START
         self.log.clear()
         self.forward_starts.clear()
-        self._current_action = []
-        self._recorded_actions.clear()
+        self._recording = None
+        self._recordings.clear()
         for number, _ in self._living.values():
             self._append(Allocation(number, self._sizes[number]))
 
     def _append(self, entry: Work | Allocation) -> None:
-        """Append an entry to the log of the step and to the current pipeline action."""
+        """Append an entry to the log of the step and to the current recording, if there is one."""
         log_entry = (self.location, entry)
         self.log.append(log_entry)
-        self._current_action.append(log_entry)
+        if self._recording is not None:
+            self._recording.append(log_entry)
 
-    def mark(
-        self, tensors: Iterable[Any], kind: str, replaceable: Iterable[str] = ALL_KINDS
-    ) -> None:
+    def mark(self, tensors: Iterable[Any], kind: str, keep_marked: bool = False) -> None:
         """Set the kind of memory that tensors occupy, for example "gradients".
 
         Args:
             tensors: Tensors. Values that are not tensors are ignored.
             kind: New kind, one of `ALL_KINDS`.
-            replaceable: Kinds that can be replaced. Memory of another kind keeps its kind.
+            keep_marked: Do not change memory that was marked before, such as weights.
         """
         for tensor in tensors:
             for plain in plain_tensors(tensor):
                 number = self._storage_number(plain)
-                if self.kinds[number] in replaceable:
+                is_marked = self.kinds[number] not in GUESSED_KINDS
+                if not (is_marked and keep_marked):
                     self.kinds[number] = kind
 
-    def start_action(self, name: Any, location: Location) -> None:
-        """End the current pipeline action, and start to record the log entries of action `name`.
+    def start_recording(self, name: Any) -> None:
+        """Record all further log entries under `name`, so that `replay` can append them again.
 
-        A pipeline action is the forward or backward pass of one microbatch through one stage, or
-        its communication.
-
-        Args:
-            name: Name of the action. All microbatches use the same name for the same action.
-            location: Location of the action.
+        This ends the previous recording, and replaces an earlier one of the same name.
         """
-        self.location = location
-        self._current_action = []
-        self._recorded_actions[name] = self._current_action
+        self._recording = []
+        self._recordings[name] = self._recording
 
-    def repeat_action(self, name: Any) -> None:
-        """Append the entries of the latest action called `name` to the log again, if there are any.
+    def stop_recording(self) -> None:
+        """End the current recording."""
+        self._recording = None
 
-        This counts the action for another microbatch, which does not run.
-        """
-        self.log += self._recorded_actions.get(name, ())
+    def replay(self, name: Any) -> None:
+        """Append the log entries that were recorded under `name` to the log, if there are any."""
+        self.log += self._recordings.get(name, ())
 
     @contextmanager
-    def inner_action(self, name: Any) -> Iterator[None]:
-        """Record the log entries within this context as a pipeline action of their own.
+    def recording(self, name: Any) -> Iterator[None]:
+        """Record the log entries within this context under `name`, and not in an outer recording.
 
-        Afterwards, the action that ran before this context continues.
-
-        Args:
-            name: Name of the action. All microbatches use the same name for the same action.
+        After this context, the outer recording continues.
         """
-        outer_action = self._current_action
-        self.start_action(name, self.location)
+        outer_recording = self._recording
+        self.start_recording(name)
         try:
             yield
         finally:
-            self._current_action = outer_action
+            self._recording = outer_recording
 
     def add_generated_kernel(self, num_bytes: int) -> None:
         """Count one compiler-generated kernel that reads and writes `num_bytes` bytes in total."""
@@ -353,17 +344,19 @@ class Counter(TorchDispatchMode):
             return NotImplemented  # a subclass such as DTensor first calls operators on its parts
 
         if func is GET_DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # a shortcut for more than half of all calls
+            return args[0].fake_device  # more than half of all calls; running them takes longer
         if func is GET_SCALAR and isinstance(args[0], FakeTensor) and args[0].constant is None:
-            # `item` would fail, because a fake tensor has no value. If the value is the flag that
-            # skips the optimizer step, 0 means not to skip it.
+            # `tensor.item()` would fail, because a fake tensor has no value. The result 0 is right
+            # for the flag that skips the optimizer update: the update must run, to be counted.
             return 0
 
         kwargs = kwargs or {}
-        if func.is_view:  # also `to`, `contiguous` and `reshape`, which may copy
-            with self:  # torch disables a mode while its `__torch_dispatch__` runs
+        # Operators such as `reshape` return a view or a copy. Count the operators that they call.
+        if func.is_view:
+            with self:  # enables this mode again, which torch disables during a call of this method
                 result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:  # it was composed of simpler operators
+            has_simpler_operators = result is not NotImplemented
+            if has_simpler_operators:
                 return result
 
         return self._run_and_count(func, args, kwargs)
@@ -377,10 +370,9 @@ class Counter(TorchDispatchMode):
             return result
 
         self._count_allocations(func, args, result)
-        # Correct the default kind of new memory, but never a kind that was marked, such as weights.
         if signature.name in FSDP_KINDS:
             tensors = _find_tensors([*args, *kwargs.values()])
-            self.mark(tensors, FSDP_KINDS[signature.name], replaceable=DEFAULT_KINDS)
+            self.mark(tensors, FSDP_KINDS[signature.name], keep_marked=True)
 
         collective = _collective_name(signature.name)
         if collective is not None:
@@ -644,9 +636,10 @@ def _count_flops(
     op = signature.name.removeprefix("aten::")
     if op in MATMULS:
         a, b, *_ = _find_inputs(signature, args)
-        *outer, inner = a.shape
-        shape = (math.prod(outer), inner, b.shape[-1])
-        return shape, 2 * math.prod(shape)
+        *rows, k = a.shape  # `bmm` has several dimensions of rows
+        m = math.prod(rows)
+        n = b.shape[-1]
+        return (m, k, n), 2 * m * k * n
 
     if "_scaled_dot_product" in op:
         tensors = _find_tensors(args)
@@ -656,24 +649,21 @@ def _count_flops(
             query, key, *_ = tensors
         batch, heads, num_queries, head_dim = query.shape
         shape = (batch, heads, num_queries, key.shape[2], head_dim)
-        return shape, _attention_flops(op, shape, _flex_window(op, kwargs))
+        # A trace runs flash attention in place of flex attention, and passes the sliding window in
+        # the argument `scale`; see `simulate._flex_attention`.
+        window = kwargs.get("scale") if op in FLEX_OPS else None
+        return shape, _attention_flops(op, shape, int(window) if window else None)
 
     if op in VARLEN_OPS:
         return _count_varlen_flops(signature, args)
     return (), 0
 
 
-def _flex_window(op: str, kwargs: Mapping[str, Any]) -> int:
-    """Return the sliding window of flex attention in tokens, or 0 for full attention.
-
-    A trace replaces flex attention by flash attention. The memory and the work of flash attention
-    do not depend on its argument `scale`, so `_flex_attention` passes the window there.
-    """
-    return int(kwargs.get("scale") or 0) if op in FLEX_OPS else 0
-
-
 def _count_varlen_flops(signature: _Signature, args: Sequence[Any]) -> tuple[tuple[int, ...], int]:
-    """Count the FLOPs of variable-length attention as if each sequence were one document.
+    """Count the FLOPs of variable-length attention.
+
+    The lengths of documents are unknown, because fake tensors have no values. So each sequence
+    counts as one document.
 
     Args:
         signature: Signature of the operator in `VARLEN_OPS`, forward or backward.
@@ -687,25 +677,27 @@ def _count_varlen_flops(signature: _Signature, args: Sequence[Any]) -> tuple[tup
     num_tokens, heads, head_dim = arguments["query"].shape  # (B * T, H, D)
     seq_len = arguments["max_q"]
     num_earlier, _ = arguments["window_size"]  # visible tokens before the query, or -1 for all
-    window = num_earlier + 1  # with the query; 0 means no window
+    window = None if num_earlier == -1 else num_earlier + 1  # a query also sees itself
     shape = (num_tokens // seq_len, heads, seq_len, seq_len, head_dim)
     return shape, _attention_flops(signature.name, shape, window)
 
 
-def _attention_flops(op: str, shape: tuple[int, ...], window: int) -> int:
+def _attention_flops(op: str, shape: tuple[int, ...], window: int | None) -> int:
     """Return the FLOPs of causal attention, without scores that the mask hides.
 
     Args:
         op: Operator without "aten::", forward or backward.
         shape: (batch, heads, queries, keys, head_dim).
-        window: Sliding window of flex or variable-length attention in tokens, or 0.
+        window: Sliding window of flex or variable-length attention in tokens, or None.
     """
     batch, heads, num_queries, num_keys, head_dim = shape
     if op in (*FLEX_OPS, *VARLEN_OPS):
-        # The queries are spread over the whole sequence, as in context parallelism. Each query in
-        # the first window lacks half a window on average.
-        window = min(window or num_keys, num_keys)
-        mean_visible_keys = window - Fraction(window * window, 2 * num_keys)
+        # The queries are spread over the whole sequence, as in context parallelism. Those in the
+        # first window see half of the window on average, and all others see the whole window.
+        window = num_keys if window is None else min(window, num_keys)
+        share_in_first_window = Fraction(window, num_keys)
+        share_after_it = 1 - share_in_first_window
+        mean_visible_keys = share_in_first_window * window / 2 + share_after_it * window
     else:
         # The queries are the last tokens. The first query sees only the keys before the queries,
         # and the last one sees all keys.

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -29,7 +30,6 @@ from titanlite.parallel.parallelize import ShardedModel
 from titanlite.plan.allocator import NEVER_FREED, CachingAllocator
 from titanlite.plan.counter import (
     ALL_KINDS,
-    DEFAULT_KINDS,
     KINDS,
     MATMULS,
     OFFLOADED,
@@ -63,6 +63,13 @@ PIPELINE_SENDS = ("get_fwd_send_ops", "get_bwd_send_ops")  # return communicatio
 # Methods of a pipeline stage that torch calls between an action and its communication. In torch
 # 2.15 they allocate the tensors to receive.
 PIPELINE_RECEIVES = ("get_fwd_recv_ops", "get_bwd_recv_ops")
+# Methods of a pipeline stage in which ranks exchange messages before the first step, to vote on
+# whether they know the shapes of the tensors to receive. No other rank exists here, so replace the
+# methods. torch reads the result as a tensor: `vote.item()` is 1 if all ranks agree.
+SHAPE_VOTE: dict[str, Callable[..., Any]] = {
+    "_warmup_forward_vote": lambda *_, **__: None,
+    "_warmup_backward_result": lambda *_, **__: SimpleNamespace(item=lambda: 1),
+}
 
 
 class StepCounts(NamedTuple):
@@ -226,8 +233,8 @@ def _describe_groups(mesh: Mesh) -> dict[str, Group]:
         "world": mesh.world_group,
         "data": mesh.data_group,
     }
-    for name in ("pipeline", "context", "tensor"):
-        submesh = getattr(mesh, name)
+    submeshes = {"pipeline": mesh.pipeline, "context": mesh.context, "tensor": mesh.tensor}
+    for name, submesh in submeshes.items():
         if submesh is not None:
             groups[name] = submesh.get_group()
     if mesh.fsdp.ndim == 2:  # HSDP
@@ -237,7 +244,7 @@ def _describe_groups(mesh: Mesh) -> dict[str, Group]:
     descriptions = {}
     for name, group in groups.items():
         ranks = dist.get_process_group_ranks(group)
-        span = max(ranks) - min(ranks) + 1
+        span = max(ranks) - min(ranks) + 1  # to decide whether the group fits into one node
         descriptions[group.group_name] = Group(name, len(ranks), span)
     return descriptions
 
@@ -262,16 +269,16 @@ def _find_peaks(counter: Counter) -> dict[Location, np.ndarray]:
         Location -> bytes of each of `KINDS` when GPU memory is at its peak there.
     """
     allocated = dict.fromkeys(ALL_KINDS, 0)
-    gpu_peaks = defaultdict[Location, int](int)
+    peak_bytes = defaultdict[Location, int](int)
     peaks: dict[Location, np.ndarray] = {}
     for location, entry in counter.log:
         if isinstance(entry, Allocation):
             allocated[counter.kinds[entry.storage]] += entry.change
-            sizes = [allocated[kind] for kind in KINDS]
-            on_gpu = sum(sizes)
-            if entry.change > 0 and on_gpu > gpu_peaks[location]:  # a peak follows an allocation
-                gpu_peaks[location] = on_gpu
-                peaks[location] = np.array(sizes)
+            gpu_sizes = [allocated[kind] for kind in KINDS]  # without memory on the CPU
+            gpu_bytes = sum(gpu_sizes)
+            if entry.change > 0 and gpu_bytes > peak_bytes[location]:
+                peak_bytes[location] = gpu_bytes
+                peaks[location] = np.array(gpu_sizes)
     return peaks
 
 
@@ -376,29 +383,37 @@ def _follow_stage(counter: Counter, stage: int, module: Llama) -> None:
 
     Whenever the embedding, a block or the final norm starts its forward or backward pass, a hook
     sets the location of the counter. Other hooks mark unsharded parameters and gradients.
+
+    Args:
+        counter: Counter of the step.
+        stage: Index of the pipeline stage.
+        module: Part of the model in this stage.
     """
 
-    def start_forward(*_: Any) -> None:
-        counter.forward_starts.append(len(counter.log))
-        counter.location = Location("forward", "forward", stage)  # outside of the parts below
+    def start_microbatch(*_: Any) -> None:
+        first_entry = len(counter.log)  # index of the next log entry
+        counter.forward_starts.append(first_entry)
+        counter.location = Location("forward", "forward", stage)
 
-    module.register_forward_pre_hook(start_forward, prepend=True)
+    module.register_forward_pre_hook(start_microbatch, prepend=True)
 
-    parts = [("embedding", module.tok_embeddings), ("norm", module.norm)]
-    parts += [("block", block) for block in module.layers.values()]
+    blocks = [("block", block) for block in module.layers.values()]
+    parts = [("embedding", module.tok_embeddings), *blocks, ("norm", module.norm)]
     for name, part in parts:
         if part is not None:  # else it belongs to another stage
-            _mark_parameters(counter, part)
             _follow_part(counter, part, Location("forward", name, stage))
-    if module.output is not None:  # the loss calls it, so its work counts as part of the loss
-        _mark_parameters(counter, module.output)
+            _follow_unsharded_parameters(counter, part)
+    # The loss function calls the output layer, so the location of its work is the loss.
+    if module.output is not None:
+        _follow_unsharded_parameters(counter, module.output)
 
 
-def _mark_parameters(counter: Counter, part: nn.Module) -> None:
+def _follow_unsharded_parameters(counter: Counter, part: nn.Module) -> None:
     """Register hooks that mark the memory of the unsharded parameters and gradients of a module.
 
-    FSDP creates unsharded parameters when the module runs for the first time, so the hooks of their
-    gradients are registered at the start of a forward pass.
+    For example, the kind of memory of its gradients becomes "gradients". FSDP creates unsharded
+    parameters when the module runs for the first time, so the hooks of their gradients are
+    registered at the start of a forward pass.
 
     Args:
         counter: Counter of the step.
@@ -407,11 +422,11 @@ def _mark_parameters(counter: Counter, part: nn.Module) -> None:
     hooked_ids = set[int]()  # `id` of each parameter whose gradient has a hook
 
     def mark_gradient(parameter: Tensor) -> None:
-        counter.mark([parameter.grad], "gradients", DEFAULT_KINDS)
+        counter.mark([parameter.grad], "gradients", keep_marked=True)
 
     def start_forward(module: nn.Module, _inputs: Any) -> None:
         parameters = list(module.parameters())
-        counter.mark(parameters, "unsharded parameters", DEFAULT_KINDS)
+        counter.mark(parameters, "unsharded parameters", keep_marked=True)
         for parameter in parameters:
             if parameter.requires_grad and id(parameter) not in hooked_ids:
                 parameter.register_post_accumulate_grad_hook(mark_gradient)
@@ -470,15 +485,13 @@ def _follow_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> No
     def compute_loss_at_location(
         hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor
     ) -> Tensor:
-        # `scale` was allocated before the loss, so its memory has another default kind.
-        counter.mark((scale,), "loss", replaceable=DEFAULT_KINDS)
-
+        counter.mark([scale], "loss")  # its memory was allocated before the loss
         counter.location = location
         loss = compute_loss(hidden, weight, labels, scale)
         _follow_backward(counter, loss, location)
 
         # Operators after the loss belong to no part of the model.
-        counter.location = location._replace(name="forward")
+        counter.location = Location("forward", "forward", last_stage)
         return loss
 
     forward_backward.loss_fn = compute_loss_at_location
@@ -488,9 +501,10 @@ def _follow_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> No
 def _follow_pipeline(
     counter: Counter, stages: Sequence[PipelineStage], skipped: range
 ) -> Iterator[None]:
-    """Wrap methods of pipeline stages within this context, to count each call as one action.
+    """Wrap the methods of pipeline stages that run a microbatch, so that some can be skipped.
 
-    A skipped microbatch computes nothing. Its actions have the counts of an earlier microbatch.
+    A skipped microbatch computes nothing. Instead, the log entries of an earlier microbatch are
+    appended to the log again.
 
     Args:
         counter: Counter of the step.
@@ -502,28 +516,8 @@ def _follow_pipeline(
         for stage in stages:
             actions = _wrap_methods(stage, PIPELINE_ACTIONS, follower.run_action)
             receives = _wrap_methods(stage, PIPELINE_RECEIVES, follower.run_receive)
-            stack.enter_context(override(stage, **actions, **receives))
-            stack.enter_context(_replace_shape_vote(stage))
+            stack.enter_context(override(stage, **actions, **receives, **SHAPE_VOTE))
         yield
-
-
-class _Vote:
-    """Result of a vote in which all ranks agree. torch reads it as a tensor: `vote.item() == 1`."""
-
-    def item(self) -> int:
-        return 1
-
-
-def _replace_shape_vote(stage: PipelineStage) -> AbstractContextManager[None]:
-    """Replace the vote in which ranks agree that they know the shapes of the tensors to receive.
-
-    torch votes before the first step, with messages between ranks. No other rank exists here.
-    """
-    return override(
-        stage,
-        _warmup_forward_vote=lambda *_, **__: None,
-        _warmup_backward_result=lambda *_, **__: _Vote(),
-    )
 
 
 def _wrap_methods(
@@ -545,12 +539,12 @@ def _wrap_methods(
 
 @dataclass
 class _PipelineFollower:
-    """Calls the methods of pipeline stages, and counts each call as a separate action.
+    """Records the log entries of each method of a pipeline stage, or replays them.
 
     Attributes:
         counter: Counter of the step.
-        skipped: Indices of microbatches for which no method is called. They repeat the counts of
-            an earlier microbatch.
+        skipped: Indices of microbatches for which no method is called. The log entries of an
+            earlier microbatch are replayed for them.
         last_loss: Loss of the last microbatch that ran, and of the skipped ones after it.
     """
 
@@ -567,9 +561,10 @@ class _PipelineFollower:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Call a method of a pipeline stage, and count it as one action.
+        """Call a method of a pipeline stage, and record the log entries of this call.
 
-        For a skipped microbatch, do not call it, and return a result that the schedule accepts.
+        For a skipped microbatch, replay the entries of an earlier call instead, and return a result
+        that the pipeline schedule accepts.
 
         Args:
             stage: The pipeline stage.
@@ -580,30 +575,30 @@ class _PipelineFollower:
             kwargs: Keyword arguments of the method.
         """
         action = (name, stage.stage_index)
-        location = Location(PIPELINE_ACTIONS[name], "stage", stage.stage_index)
         returns_loss = name == "forward_one_chunk" and stage.is_last
-        if microbatch not in self.skipped:
-            self.counter.start_action(action, location)
-            result = method(microbatch, *args, **kwargs)
+        self.counter.location = Location(PIPELINE_ACTIONS[name], "stage", stage.stage_index)
+        if microbatch in self.skipped:
+            self.counter.stop_recording()
+            self.counter.replay(action)
             if returns_loss:
-                self.last_loss = result.detach()
-            return result
+                return self.last_loss
+            if name in PIPELINE_SENDS:
+                return []  # nothing to send
+            return None
 
-        self.counter.start_action("skipped", location)  # nothing repeats this name
-        self.counter.repeat_action(action)
+        self.counter.start_recording(action)
+        result = method(microbatch, *args, **kwargs)
         if returns_loss:
-            return self.last_loss
-        if name in PIPELINE_SENDS:
-            return []  # nothing to send
-        return None  # the schedule ignores the result
+            self.last_loss = result.detach()
+        return result
 
     def run_receive(
         self, stage: PipelineStage, name: str, method: Callable[..., Any], microbatch: int
     ) -> list[Any]:
-        """Call a method that returns the receive operations of a stage, and count its memory.
+        """Call a method that returns the receive operations of a stage, and record its memory.
 
-        The method may allocate the tensors to receive. For a skipped microbatch, do not call it,
-        and return an empty list.
+        The method may allocate the tensors to receive. For a skipped microbatch, replay an earlier
+        call, and return an empty list.
 
         Args:
             stage: The pipeline stage.
@@ -613,7 +608,7 @@ class _PipelineFollower:
         """
         action = (name, stage.stage_index)
         if microbatch in self.skipped:
-            self.counter.repeat_action(action)
+            self.counter.replay(action)
             return []
-        with self.counter.inner_action(action):
+        with self.counter.recording(action):
             return method(microbatch)
