@@ -65,7 +65,7 @@ def make_plan(
     gpu: Gpu,
     quick: bool = False,
     remedies: bool = False,
-    show: Callable[[Forecast], None] = lambda plan: None,
+    show: Callable[[Forecast], None] | None = None,
     map_function: Apply = map,
 ) -> Forecast:
     """Forecast the memory and speed of a run, and search for improvements.
@@ -83,7 +83,8 @@ def make_plan(
     """
     with working(f"Tracing a step on {format_count(run.world_size, 'rank')}"):
         plan = forecast(run, trace_run(run, gpu, map_function), gpu)
-    show(plan)
+    if show is not None:
+        show(plan)
 
     if not plan.fits or remedies:
         changes = find_remedies(run, plan, gpu, map_function)
@@ -98,8 +99,8 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) 
     """Search for the largest training.local_batch_size that fits into memory.
 
     Memory is linear in the batch size. The line through the two largest sizes traced so far
-    predicts the size to trace next, until a size repeats. For example, if sizes 1 and 4 take 20 and
-    50 of 80 GiB, the next size is 7.
+    predicts the largest size that fits. The search traces this size next, and ends if it was traced
+    before. For example, if sizes 1 and 4 take 20 and 50 of 80 GiB, the next size is 7.
 
     Returns:
         The largest traced size, in sequences, that fits into memory, or None if none fits.
@@ -107,12 +108,17 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) 
     training = run.job.training
     context = run.degrees.context
     max_size = MAX_TRACED_TOKENS * context // training.seq_len
-    # Memory is linear from this size on, because all chunks of the loss have their full size.
+    # The loss is computed in chunks of tokens. Memory is linear in the batch size only if the batch
+    # has enough tokens for chunks of the full size.
     min_linear_size = math.ceil(TOKENS_OF_FULL_CHUNKS * context / training.seq_len)
 
     plans = {training.local_batch_size: plan}
     size = max(2 * training.local_batch_size, min_linear_size)
-    while len(plans) < MAX_TRACED_BATCHES and size not in plans and 0 < size <= max_size:
+    while len(plans) < MAX_TRACED_BATCHES:
+        is_traced = size in plans
+        can_trace = 0 < size <= max_size
+        if is_traced or not can_trace:
+            break
         new_plan = _trace_batch_size(run, size, gpu, map_function)
         if new_plan is None:
             break
@@ -171,7 +177,7 @@ def _extrapolate_batch_size(plans: Mapping[int, Forecast], memory: int) -> int:
 
 
 def find_remedies(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) -> tuple[str, ...]:
-    """Find changes of the job that make a run fit into GPU memory.
+    """Find changes of the job that save memory and make a run fit into GPU memory.
 
     Combinations of changes are traced only if no single change is sufficient.
 
@@ -187,13 +193,11 @@ def find_remedies(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) -> tu
     """
     for candidates in (_list_single_remedies(run), _list_combined_remedies(run)):
         text = f"Tracing {len(candidates)} changes that take less memory"
-        # Trace the run with each change, and keep the changes with which it fits.
-        fastest_first = _trace_candidates(run, candidates, gpu, map_function, text)
-        changes = [
-            _describe_change(settings, new_plan, plan)
-            for settings, new_plan in fastest_first
-            if new_plan.needs < plan.needs
-        ]
+        changes: list[str] = []
+        for settings, new_plan in _trace_candidates(run, candidates, gpu, map_function, text):
+            saves_memory = new_plan.needs < plan.needs
+            if saves_memory:
+                changes.append(_describe_change(settings, new_plan, plan))
         if changes:
             return tuple(changes[:MAX_CHANGES])
     return ()
@@ -247,18 +251,19 @@ def search(
     candidates = [unchanged, *list_layouts(run, gpu)]
     traced = candidates[:max_jobs]
     text = f"Tracing {len(traced)} of {len(candidates)} jobs"
-    fastest_first = _trace_candidates(run, traced, gpu, map_function, text)
 
-    # Omit the jobs after the run itself, which are slower.
-    fitting = [settings for settings, _ in fastest_first]
-    num_kept = fitting.index(unchanged) + 1 if unchanged in fitting else len(fitting)
-    return SearchResult(fastest_first[:num_kept], len(traced), len(candidates))
+    variants: list[tuple[Settings, Forecast]] = []
+    for settings, plan in _trace_candidates(run, traced, gpu, map_function, text):
+        variants.append((settings, plan))
+        if settings == unchanged:  # the remaining jobs are slower than the run itself
+            break
+    return SearchResult(variants, len(traced), len(candidates))
 
 
 def _trace_candidates(
     run: Run, candidates: Sequence[Settings], gpu: Gpu, map_function: Apply, text: str
 ) -> list[tuple[Settings, Forecast]]:
-    """Trace a run once with each set of changed options, and return the sets that fit into memory.
+    """Trace a run with each set of changed options, and return those that fit, fastest first.
 
     Args:
         run: The run to change.
@@ -281,7 +286,8 @@ def _trace_candidates(
                 speed = f"{plan.tokens_per_second:,.0f} tokens/s per device"
                 note(f"{_describe(settings)}: {_format_memory(plan)}, {speed}")
             update_text(f"{i + 1} of {len(candidates)} jobs traced")
-    return sorted(fitting, key=lambda pair: -pair[1].tokens_per_second)
+    fitting.sort(key=lambda pair: pair[1].tokens_per_second, reverse=True)
+    return fitting
 
 
 def _forecast_changed(
@@ -309,7 +315,7 @@ def _forecast_changed(
         return forecast(new_run, trace_run(new_run, gpu, map_function), gpu)
     except BrokenExecutor:
         raise  # no further trace can run
-    except Exception as error:
+    except Exception as error:  # a failed trace of one job must not end the search
         first_line = str(error).strip().partition("\n")[0]
         reason = f"{type(error).__name__}: {first_line}"
         note(f"Skipped {_describe(settings)}, which cannot be traced ({reason})")
@@ -511,12 +517,12 @@ def _choose_batch_sizes(run: Run, gpu: Gpu, layout: dict[str, Any]) -> list[tupl
             "training.global_batch_size": _choose_global_batch_size(run, layout, size),
         }
         new_run = change_run(run, settings)
-        if new_run is None or new_run.job == run.job:
+        if new_run is None or new_run.job == run.job:  # invalid, or the unchanged run
             continue
 
-        guess = _guess_plan(new_run, gpu)
-        if guess.fits:
-            choices.append((guess.tokens_per_second, _keep_changes(settings, run)))
+        estimate = _guess_plan(new_run, gpu)
+        if estimate.fits:
+            choices.append((estimate.tokens_per_second, _keep_changes(settings, run)))
     choices.sort(key=itemgetter(0), reverse=True)
     return choices[:2]
 
@@ -589,7 +595,10 @@ def _guess_unsharded_bytes(run: Run) -> float:
 
 
 def _guess_work(run: Run) -> tuple[Work, ...]:
-    """Estimate the work of a step as a few large kernels and collectives, without a trace."""
+    """Estimate the work of a step as a few large kernels and collectives, without a trace.
+
+    All work is counted as part of the backward pass, which takes most of the time of a step.
+    """
     return (
         _guess_matmuls(run),
         _guess_attention(run),
@@ -645,10 +654,11 @@ def _guess_tensor_parallel(run: Run) -> Work:
     return Work("backward", "all_gather", group=group, bytes=int(block_bytes * _count_layers(run)))
 
 
-def _guess_fsdp(run: Run) -> Iterator[Work]:
+def _guess_fsdp(run: Run) -> tuple[Work, Work, Work]:
     """Estimate the all-gathers, reduce-scatters and all-reduces of FSDP and HSDP in a step.
 
-    As in all estimates without a trace, the work of the forward pass is counted as "backward".
+    Each collective transfers the weights or gradients of one block. `Work` has the number of
+    collectives and their total bytes.
     """
     degrees = run.degrees
     num_shards = degrees.shard * degrees.context
@@ -657,34 +667,38 @@ def _guess_fsdp(run: Run) -> Iterator[Work]:
     weight_bytes = num_weights * (1 if run.job.float8.enable else 2)  # FP8 or bfloat16
     gradient_bytes = 4 * num_weights  # float32
 
-    # The weights of each block are gathered for the forward and the backward pass of each
-    # microbatch. With a pipeline, they stay gathered during all microbatches.
-    gathers_per_block = 2 if degrees.pipeline > 1 else 2 * run.microbatches
+    # Tensor parallel ranks are neighbors, so the ranks of an FSDP group are `tensor` ranks apart.
     shard_group = Group("fsdp", size=num_shards, span=num_shards * degrees.tensor)
-    yield Work(
+    replicate_group = Group("replicate", size=degrees.replicate, span=run.world_size)
+
+    # All weights are gathered for the forward and the backward pass of each microbatch. With a
+    # pipeline, they stay gathered during all microbatches.
+    num_gathers = 2 if degrees.pipeline > 1 else 2 * run.microbatches
+    gathers = Work(
         "backward",
         "all_gather",
         group=shard_group,
-        count=int(gathers_per_block * num_blocks),
-        bytes=int(gathers_per_block * weight_bytes),
+        count=int(num_gathers * num_blocks),
+        bytes=int(num_gathers * weight_bytes),
     )
 
-    # Assume that the gradients of each block are reduced to shards once per step. HSDP then adds up
-    # the shards of all replicas.
-    yield Work(
+    # Assume that all gradients are reduced to shards once per step. HSDP then adds up the shards of
+    # all replicas.
+    reductions = Work(
         "backward",
         "reduce_scatter",
         group=shard_group,
         count=int(num_blocks),
         bytes=int(gradient_bytes),
     )
-    yield Work(
+    sums_of_replicas = Work(
         "backward",
         "all_reduce",
-        group=Group("replicate", size=degrees.replicate, span=run.world_size),
+        group=replicate_group,
         count=int(num_blocks),
         bytes=int(gradient_bytes / num_shards),
     )
+    return gathers, reductions, sums_of_replicas
 
 
 def _count_layers(run: Run) -> float:
