@@ -58,7 +58,7 @@ REDUCTION_RATIO = 8  # a value this many times smaller than its inputs is a redu
 
 
 @contextmanager
-def compiling() -> Iterator[None]:
+def simulate_compiler() -> Iterator[None]:
     """Simulate `torch.compile` and `nn.Module.compile` within this context.
 
     A simulated compilation traces a function into a graph, but generates no code. Calls of the
@@ -262,30 +262,28 @@ def _partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphMo
     for node in joint.graph.nodes:
         must_recompute = node.meta.get("recompute") == CheckpointPolicy.MUST_RECOMPUTE
         if node.target is FLEX_ATTENTION and not must_recompute:
-            # The node returns a tuple. The nodes that use it are the items of the tuple.
-            for saved in (node, *node.users):
-                saved.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            items = node.users  # the node returns a tuple, and other nodes use only its items
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            for item in items:
+                item.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
 
 
-def _checkpoint(function: Function, *inputs: Any, context_fn: Any = None, **options: Any) -> Any:
-    """Simulate `torch.utils.checkpoint.checkpoint` while a graph is traced.
+def _checkpoint(function: Function, *inputs: Any, **options: Any) -> Any:
+    """Run a function with activation checkpointing, also while a graph is traced.
 
-    Within a graph, run `function` and only mark nodes to be saved or recomputed. Outside of graphs,
-    call the original checkpoint function with the same arguments.
+    This replaces `torch.utils.checkpoint.checkpoint`. While a graph is traced, only mark each node
+    of the function to be saved or recomputed. The partitioner of the graph reads these marks.
     """
     if not torch.compiler.is_compiling():
-        if context_fn is not None:
-            options["context_fn"] = context_fn
         return checkpoint(function, *inputs, **options)
 
-    # The policy context marks each node of the graph to be saved or recomputed. A node also needs
-    # `ac_graph_id`, the number of its checkpointed function. A graph has only one such function.
-    graph_id = 0
-    policy_context = _make_policy_context(context_fn)
-    policy_context.ac_graph_id = graph_id  # torch 2.13 or newer copies it to the nodes
+    # The context gives each node a mark, and the number of its checkpointed function. A graph has
+    # only one such function, with the number 0.
+    policy_context = _make_policy_context(options.get("context_fn"))
+    policy_context.ac_graph_id = 0
     with traceback.preserve_node_meta(), policy_context:
-        traceback.current_meta["ac_graph_id"] = graph_id  # for older versions of torch
+        traceback.current_meta["ac_graph_id"] = 0  # needed only before torch 2.13
         return function(*inputs)
 
 
@@ -457,7 +455,8 @@ def _find_stored(nodes: Sequence[Node], bases: Mapping[Node, Node]) -> set[Node]
         if _has_own_kernel(node):
             # A matmul, for example, reads its inputs from memory and writes its result to memory.
             stored.add(node)
-            stored.update(bases[source] for source in node.all_input_nodes)
+            for source in node.all_input_nodes:
+                stored.add(bases[source])
         elif _is_reduction(node):
             stored.add(node)
     return stored
@@ -466,28 +465,33 @@ def _find_stored(nodes: Sequence[Node], bases: Mapping[Node, Node]) -> set[Node]
 def _list_kernels(reads: Mapping[Node, set[Node]], stored: set[Node]) -> list[_Kernel]:
     """List the kernels that compute the stored values of a graph, in the order in which they run.
 
-    Generated kernels between two library kernels, such as matmuls, are fused. Fused kernels access
-    the memory of each value once, so only the first kernel that reads or writes a value counts its
-    bytes. For example, in `b = a + 1; c = a * b`, the kernel of `b` counts `a` and `b`, and the
-    kernel of `c` counts only `c`.
+    Generated kernels between two library kernels, such as matmuls, are fused into one. It accesses
+    the memory of each value once, so only the first of the kernels that read or write a value
+    counts its bytes. For example, in `b = a + 1; c = a * b`, the kernel of `b` counts `a` and `b`,
+    and the kernel of `c` counts only `c`.
 
     Args:
         reads: Nodes of the graph in order -> stored values that a kernel must read to compute them.
         stored: Nodes whose values are written to memory.
     """
     kernels: list[_Kernel] = []
-    counted: set[Node] = set()  # values whose bytes the current fused kernels have counted
+    counted: set[Node] = set()  # values that the current fused kernel has read or written
     for node, inputs in reads.items():
         # A value that is not stored has no kernel: the kernels that use it compute it.
-        is_computed = node.op == "call_function" and (node in stored or _is_copy(node))
-        if is_computed and _has_own_kernel(node):
+        has_kernel = node.op == "call_function" and (node in stored or _is_copy(node))
+        if not has_kernel:
+            continue
+        if _has_own_kernel(node):
             kernels.append(_Kernel(node, inputs, is_generated=False))
-            counted.clear()
-        elif is_computed:
-            uncounted = {node, *inputs} - counted
-            num_bytes = sum(_bytes_of(value) for value in uncounted)
-            kernels.append(_Kernel(node, inputs, is_generated=True, num_bytes=num_bytes))
-            counted |= uncounted
+            counted = set()  # the next generated kernel starts another fused kernel
+            continue
+
+        num_bytes = 0
+        for value in {node, *inputs}:
+            if value not in counted:
+                num_bytes += _bytes_of(value)
+                counted.add(value)
+        kernels.append(_Kernel(node, inputs, is_generated=True, num_bytes=num_bytes))
     return kernels
 
 
@@ -508,8 +512,10 @@ def _find_reads(
     for node in nodes:
         reads[node] = set()
         for source in node.all_input_nodes:
-            is_in_memory = bases[source] in stored
-            reads[node] |= {bases[source]} if is_in_memory else reads[source]
+            if bases[source] in stored:
+                reads[node].add(bases[source])
+            else:  # the kernel computes the source again
+                reads[node] |= reads[source]
     return reads
 
 
@@ -527,7 +533,8 @@ def _find_freed(
     """
     last_uses: dict[Node, Node] = {}  # node of a value -> node of the last kernel that uses it
     for kernel in kernels:
-        for value in (*kernel.reads, bases[kernel.node]):
+        written = bases[kernel.node]  # the result, or the tensor that an in-place copy changes
+        for value in (*kernel.reads, written):
             last_uses[value] = kernel.node
 
     freed_after: dict[Node, list[Node]] = {kernel.node: [] for kernel in kernels}

@@ -24,7 +24,7 @@ from titanlite.parallel import float8
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.plan.allocator import CUBLAS_WORKSPACES
-from titanlite.plan.compiled import compiling
+from titanlite.plan.compiled import simulate_compiler
 from titanlite.plan.counter import KINDS, Location, Work
 from titanlite.plan.simulate import simulate_gpu, simulate_mxfp8, simulate_ranks
 from titanlite.plan.step_counts import DEVICE, StepCounts, count_step
@@ -129,11 +129,15 @@ def _choose_ranks(run: Run, whole: bool) -> list[int]:
     """Choose the ranks to trace: the first pipeline rank of each kind.
 
     Pipeline ranks are of the same kind if their stages are alike. The first one of a kind holds the
-    most microbatches at a time, so it needs the most memory. With `whole` or a V-shaped schedule,
-    choose every pipeline rank.
+    most microbatches at a time, so it needs the most memory.
+
+    Args:
+        run: The validated job and the number of ranks.
+        whole: Choose every pipeline rank. A V-shaped schedule has the same effect.
     """
     num_pipeline_ranks = run.degrees.pipeline
     schedule = run.job.parallelism.pipeline_parallel_schedule
+    # Consecutive ranks hold the same pipeline stages. Only the first of them is traced.
     ranks_per_stage = run.world_size // num_pipeline_ranks
     first_ranks = [rank * ranks_per_stage for rank in range(num_pipeline_ranks)]
     if whole or schedule in V_SHAPED:
@@ -149,7 +153,9 @@ def _choose_ranks(run: Run, whole: bool) -> list[int]:
 
 
 def _describe_pipeline_ranks(run: Run) -> list[list[Any]]:
-    """Describe the stages of each pipeline rank, so that equal descriptions mean equal work.
+    """Describe the stages of each pipeline rank.
+
+    Ranks with equal descriptions do the same work in a step, so only one of them is traced.
 
     Returns:
         For each pipeline rank, one description per stage.
@@ -199,24 +205,27 @@ def _has_equal_blocks(run: Run) -> bool:
 def _may_shard_differently(run: Run, num_blocks: int) -> bool:
     """Return whether FSDP may treat a model with few blocks in another way than the full model.
 
-    FSDP puts several small blocks into one group, and on a single rank it does not reshard a small
-    model. The counts of the full model then do not follow from a model with few blocks.
+    The counts of the full model then do not follow from a model with few blocks. If unsure, return
+    True: the full model is traced instead, which is exact but takes longer.
 
     Args:
         run: The validated job of the full model, and the number of ranks.
         num_blocks: Number of blocks of the smaller model.
     """
+    # The mean also contains the embedding and the output layer, so a block is smaller than the
+    # mean. Assume that it has at least half as many parameters.
+    mean_size = num_params(run.arch) // run.arch.n_layers
+    min_block_size = mean_size / 2
+
+    # FSDP puts several small blocks into one group.
     min_group_size = run.job.parallelism.fsdp_min_num_params
-    min_resharded_size = 16 * min_group_size  # on a single rank; see `fsdp._should_reshard`
+    if min_block_size < min_group_size:
+        return True
 
-    # The mean also includes the embedding and the output layer. Half of it is a cautious estimate.
-    mean_size = num_params(run.arch) // run.arch.n_layers  # in parameters
-    block_size = mean_size / 2
-
-    may_share_group = block_size < min_group_size
-    is_unsharded = run.degrees.shard * run.degrees.context == 1  # one rank, or only replicas
-    may_stay_unsharded = is_unsharded and num_blocks * block_size < min_resharded_size
-    return may_share_group or may_stay_unsharded
+    # On a single rank, or with only replicas, FSDP does not reshard a small model; see
+    # `fsdp._should_reshard`.
+    is_sharded = run.degrees.shard * run.degrees.context > 1
+    return not is_sharded and num_blocks * min_block_size < 16 * min_group_size
 
 
 def _remove_blocks(run: Run, num_removed: int) -> Run:
@@ -250,7 +259,7 @@ def _count_rank(
         simulate_ranks(run.world_size, rank),
         simulate_gpu() if on_gpu else nullcontext(),
         simulate_mxfp8() if uses_mxfp8 else nullcontext(),
-        compiling(),  # if the job compiles the model, simulate this as well
+        simulate_compiler(),
     ):
         return _count_fake_step(run, has_float8, run_all_microbatches)
 
@@ -281,13 +290,13 @@ def _count_fake_step(run: Run, has_float8: bool, run_all_microbatches: bool) -> 
 def _extrapolate(short: StepCounts, longer: StepCounts, num_removed: int) -> StepCounts:
     """Extrapolate the counts of a short and a longer model linearly to the full number of blocks.
 
-    For example, the full model has 7 blocks, so a model with 4 blocks lacks 3. If 4 blocks need
-    10 GiB and 5 blocks need 12 GiB, then 7 blocks need 10 + 3 * (12 - 10) = 16 GiB.
+    For example, 3 of the 7 blocks of the full model were removed. If 4 blocks need 10 GiB and 5
+    blocks need 12 GiB, then 7 blocks need 10 + 3 * (12 - 10) = 16 GiB.
 
     Args:
         short: Counts of the short model.
         longer: Counts of a model with one more block in each pipeline stage.
-        num_removed: Number of blocks that each stage of the short model lacks.
+        num_removed: Number of blocks that were removed from each stage to get the short model.
     """
 
     def extrapolate(short_count: Any, longer_count: Any) -> Any:
@@ -325,9 +334,9 @@ def _summarize(rank: int, counts: StepCounts, on_gpu: bool) -> RankTrace:
         reserved_bytes = _estimate_reserved(counts.stream_peaks)
 
     work: list[Work] = []
-    for work_without_amounts, amounts in counts.work.items():
+    for kind, amounts in counts.work.items():
         count, flops, num_bytes = amounts.tolist()
-        work.append(work_without_amounts._replace(count=count, flops=flops, bytes=num_bytes))
+        work.append(kind._replace(count=count, flops=flops, bytes=num_bytes))
 
     return RankTrace(
         rank=rank,
