@@ -136,11 +136,13 @@ class ReservedSegment:
             Address of the free block at the end.
         """
         end = self.size
-        address = end
-        free = 0
-        if end in self._start_of:  # the segment already ends with a free block
+        ends_with_free_block = end in self._start_of
+        if ends_with_free_block:
             address = self._start_of[end]
             free = self._remove(address)
+        else:
+            address = end
+            free = 0
         num_pages = math.ceil((size - free) / self._page)
         num_bytes = num_pages * self._page
         self.size += num_bytes

@@ -344,7 +344,7 @@ class Counter(TorchDispatchMode):
             return NotImplemented  # a subclass such as DTensor first calls operators on its parts
 
         if func is GET_DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # more than half of all calls; running them takes longer
+            return args[0].fake_device  # a shortcut, because this is more than half of all calls
         if func is GET_SCALAR and isinstance(args[0], FakeTensor) and args[0].constant is None:
             # `tensor.item()` would fail, because a fake tensor has no value. The result 0 is right
             # for the flag that skips the optimizer update: the update must run, to be counted.
@@ -353,7 +353,7 @@ class Counter(TorchDispatchMode):
         kwargs = kwargs or {}
         # Operators such as `reshape` return a view or a copy. Count the operators that they call.
         if func.is_view:
-            with self:  # enables this mode again, which torch disables during a call of this method
+            with self:  # torch disables this mode during this method, so enable it again
                 result = func.decompose(*args, **kwargs)
             has_simpler_operators = result is not NotImplemented
             if has_simpler_operators:
@@ -363,9 +363,10 @@ class Counter(TorchDispatchMode):
 
     def _run_and_count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operator, log its allocations and its work, and return its result."""
-        self._allocate_pending_sum()
+        self._allocate_pending_sum()  # a sum of two gradients before this operator
         result = func(*args, **kwargs)
         signature = _signature(func)
+        # To infer shapes, DTensor runs operators on fake tensors, which a real step does not run.
         if not signature.is_counted or self._is_inferring_shapes:
             return result
 
@@ -695,9 +696,8 @@ def _attention_flops(op: str, shape: tuple[int, ...], window: int | None) -> int
         # The queries are spread over the whole sequence, as in context parallelism. Those in the
         # first window see half of the window on average, and all others see the whole window.
         window = num_keys if window is None else min(window, num_keys)
-        share_in_first_window = Fraction(window, num_keys)
-        share_after_it = 1 - share_in_first_window
-        mean_visible_keys = share_in_first_window * window / 2 + share_after_it * window
+        share_in_first = Fraction(window, num_keys)
+        mean_visible_keys = share_in_first * window / 2 + (1 - share_in_first) * window
     else:
         # The queries are the last tokens. The first query sees only the keys before the queries,
         # and the last one sees all keys.

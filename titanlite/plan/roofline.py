@@ -117,7 +117,7 @@ def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
 def this_cpu() -> Gpu:
     """Measure how fast this node's CPU multiplies matrices and copies memory.
 
-    The result is a `Gpu` with `cpu=True`, so that runs on CPUs can be planned like runs on GPUs.
+    The result has the fields of a GPU, so that runs on CPUs can be planned like runs on GPUs.
     """
     num_cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # the cores that this process may use, on Linux
@@ -142,11 +142,11 @@ def this_cpu() -> Gpu:
         bf16=tera_flops / measure_seconds("a @ a", matrix.bfloat16()),
         fp32=tera_flops / measure_seconds("a @ a", matrix),
         bandwidth=bandwidth,
-        link=bandwidth / 4,  # a gloo collective copies each byte several times
+        link=bandwidth / 4,  # to other ranks, because gloo copies each byte several times
         network=CPU_NETWORK_GB_PER_SECOND,
-        host=bandwidth,
+        host=bandwidth,  # between "GPU" and CPU memory, which are the same here
         latency_us=CPU_COLLECTIVE_LATENCY_US,
-        machine=num_cores,  # on a GPU node, the number of GPUs
+        machine=num_cores,  # devices per node
     )
 
 
@@ -304,20 +304,18 @@ def _time_collectives(work: Work, group: Group, gpu: Gpu) -> float:
     Args:
         work: Number of the collectives, and their total bytes.
         group: Process group that they use.
-        gpu: GPU of each rank.
+        gpu: Specification of the GPU of each rank, or of the CPU that all ranks share.
     """
     if group.size == 1:
         return 0.0
 
-    if gpu.cpu:  # all ranks share one node
+    gpus_per_node = gpu.machine
+    num_nodes = math.ceil(group.span / gpus_per_node)
+    if gpu.cpu:  # the specification of a CPU, whose cores all ranks share
         num_nodes = 1
-    else:
-        gpus_per_node = gpu.machine
-        num_nodes = math.ceil(group.span / gpus_per_node)
 
     if work.op == "send":
-        is_within_node = num_nodes == 1
-        gigabytes_per_second = gpu.link if is_within_node else gpu.network
+        gigabytes_per_second = gpu.link if num_nodes == 1 else gpu.network
         return _time_transfers(work, 1 / gigabytes_per_second, gpu.latency_us * 1e-6)
 
     # In a ring, each rank sends data to the next rank of the group.

@@ -180,6 +180,8 @@ def simulate_mxfp8() -> Iterator[None]:
 
     def cast_columns(x: Tensor, **_: Any) -> tuple[None, Tensor, None, Tensor]:
         values, scales = _cast_columns(x)
+        # (values of rows, values of columns, scales of rows, scales of columns). By default, the
+        # torchao kernel does not cast the rows.
         return None, values, None, scales
 
     with (

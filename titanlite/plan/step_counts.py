@@ -59,7 +59,6 @@ PIPELINE_ACTIONS = {
     "get_fwd_send_ops": "forward",
     "get_bwd_send_ops": "backward",
 }
-PIPELINE_SENDS = ("get_fwd_send_ops", "get_bwd_send_ops")  # return communication operations
 # Methods of a pipeline stage that torch calls between an action and its communication. In torch
 # 2.15 they allocate the tensors to receive.
 PIPELINE_RECEIVES = ("get_fwd_recv_ops", "get_bwd_recv_ops")
@@ -128,8 +127,10 @@ def count_step(
     stream_peaks = _find_stream_peaks(counter)
     if run.job.training.enable_cpu_offload:
         # The counter counts all gradients as CPU memory. However, FSDP2 computes each gradient on
-        # the GPU, and copies them to the CPU one at a time. So the largest needs GPU memory.
-        num_bytes = _largest_gradient_bytes(train_step.model)
+        # the GPU, and copies them to the CPU one at a time. So the largest needs GPU memory, as
+        # much as its parameter.
+        parameters = train_step.model.parameters()
+        num_bytes = max(local_shard(parameter).nbytes for parameter in parameters)
         stream_peaks[OFFLOAD_STREAM, Location("backward", "end")] = num_bytes
         allocator.allocate(NEVER_FREED, num_bytes, OFFLOAD_STREAM)
 
@@ -140,11 +141,6 @@ def count_step(
         work=work,
         reserved=None if has_pipeline else allocator.reserved,
     )
-
-
-def _largest_gradient_bytes(model: nn.Module) -> int:
-    """Return the bytes of the largest gradient on this rank. Gradients are as large as weights."""
-    return max(local_shard(parameter).nbytes for parameter in model.parameters())
 
 
 def _run_steps(
@@ -582,7 +578,7 @@ class _PipelineFollower:
             self.counter.replay(action)
             if returns_loss:
                 return self.last_loss
-            if name in PIPELINE_SENDS:
+            if name.endswith("send_ops"):
                 return []  # nothing to send
             return None
 

@@ -58,10 +58,11 @@ PLAN_TO_PUBLISHED = (
 def estimate_training(plan: Forecast, tokens: int) -> TrainingTime:
     """Estimate the days and GPU hours that a job needs to train on `tokens` tokens.
 
-    The low and high estimates are the ends of a 90% interval, which follows from the spread of
-    published measurements.
+    The low and high estimates are the ends of a 90% interval. It follows from measurements that
+    others have published: the ratio of the planned speed of a job to the published speed.
     """
-    seconds = tokens / (plan.tokens_per_second * plan.world_size)
+    tokens_per_second = plan.tokens_per_second * plan.world_size  # a plan has the speed per rank
+    seconds = tokens / tokens_per_second
     days = seconds / 86400
     gpu_hours = seconds / 3600 * plan.world_size
     low, high = ratio_interval(PLAN_TO_PUBLISHED)
