@@ -30,31 +30,24 @@ def workers() -> Iterator[Executor]:
     Raises:
         UserError: If one of the processes was killed, probably for lack of memory.
     """
-    gc.freeze()  # otherwise the garbage collection of each trace visits all imported modules
+    # Exclude all imported modules from garbage collection, which each trace would repeat.
+    gc.freeze()
     pool = ProcessPoolExecutor(NUM_WORKERS, get_context("fork"), _set_up_worker, (os.getpid(),))
     try:
         yield pool
-    except BrokenExecutor:
-        _kill_workers()
-        raise UserError(
-            "A process of the plan was killed, probably because this machine is out of memory. "
-            "Free memory, or plan on another machine."
-        ) from None
-    except BaseException:
-        _kill_workers()
+    except BaseException as error:
+        # Do not wait for the traces. The wait might never end: a process that is killed while it
+        # takes a task keeps the lock of the queue, and the others wait for the lock.
+        for process in active_children():
+            process.kill()
+        if isinstance(error, BrokenExecutor):
+            raise UserError(
+                "A process of the plan was killed, probably because this machine is out of memory. "
+                "Free memory, or plan on another machine."
+            ) from None
         raise
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _kill_workers() -> None:
-    """Kill all processes of the pool instead of waiting for their traces.
-
-    A wait might never end: a process that is killed while it takes a task keeps the lock of the
-    queue, and the others wait for the lock.
-    """
-    for child in active_children():
-        child.kill()
 
 
 def _set_up_worker(parent: int) -> None:
