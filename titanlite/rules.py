@@ -28,7 +28,9 @@ from titanlite.config.certificate import FOLDER as PROOFS
 from titanlite.config.certificate import find_certificate
 from titanlite.config.errors import UserError
 from titanlite.config.files import find_write_problem
+from titanlite.config.flavors import Architecture
 from titanlite.config.mistakes import Mistake, format_value
+from titanlite.config.registry import resolve
 from titanlite.config.run import (
     ONE_STAGE_A_RANK,
     SPLIT_BACKWARD,
@@ -631,13 +633,28 @@ def _list_float8_sizes(run: Run) -> list[int]:
 
 
 def check_memory_budget(run: Run) -> Problems:
-    """If activation checkpointing uses a memory budget, check that the model is compiled."""
-    mode = run.job.activation_checkpoint.mode
-    if mode == "memory_budget" and not run.compiles("model"):
+    """If activation checkpointing uses a memory budget, check that the compiler supports this."""
+    key = "activation_checkpoint.mode"
+    if run.job.activation_checkpoint.mode != "memory_budget":
+        return
+    if not run.compiles("model"):
+        yield Problem(key, 'needs compile.enable = true, with "model" in compile.components.')
+
+    is_plugin = run.arch.model != Architecture.model
+    if is_plugin and _draws_random_numbers(run):
         yield Problem(
-            "activation_checkpoint.mode",
-            'needs compile.enable = true, with "model" in compile.components.',
+            key,
+            '"memory_budget" computes wrong gradients for models with dropout, because of '
+            'https://github.com/pytorch/pytorch/issues/190758. Use "selective" or "full". If the '
+            "model draws no random numbers, set draws_random_numbers = False in its class.",
         )
+
+
+def _draws_random_numbers(run: Run) -> bool:
+    """Return whether the forward pass of the model may draw random numbers, as dropout does."""
+    from titanlite.parallel.recompute import draws_random_numbers  # slow, because it imports torch
+
+    return draws_random_numbers(resolve(run.arch.model))
 
 
 def check_profiling(run: Run) -> Problems:
@@ -734,7 +751,7 @@ def check_disabled_checkpoints(run: Run) -> Problems:
     checkpoint = run.job.checkpoint
     if checkpoint.enable:
         return
-    is_set = {
+    keys_without_effect = {
         "checkpoint.keep_best": checkpoint.keep_best,
         "checkpoint.mirror": checkpoint.mirror,
         "checkpoint.load_step": checkpoint.load_step != -1,
@@ -742,9 +759,13 @@ def check_disabled_checkpoints(run: Run) -> Problems:
         "checkpoint.last_save_in_hf": checkpoint.last_save_in_hf,
         "guards.on_spike": run.job.guards.on_spike == "roll_back",
     }
-    for key, value in is_set.items():
-        if value:
-            yield Problem(key, "has no effect without checkpoint.enable. Set both, or remove it.")
+    for key, is_set in keys_without_effect.items():
+        if is_set:
+            yield Problem(
+                key,
+                "has no effect without checkpoint.enable. Set checkpoint.enable = true, or remove "
+                "this key.",
+            )
 
 
 # Data and tokenizer.
@@ -1111,13 +1132,12 @@ KEY_RULES = [
     Rule(check_total_steps, ("training", "lr_scheduler")),
     Rule(check_moments, ("training", "optimizer")),
     Rule(check_float8, ("model", "training", "parallelism", "float8")),
-    Rule(check_memory_budget, ("activation_checkpoint", "compile")),
+    Rule(check_memory_budget, ("activation_checkpoint", "compile", "model")),
     Rule(check_profiling, ("profiling",)),
     Rule(check_optimizer, ("training", "optimizer", "metrics", "parallelism")),
     Rule(check_mup, ("model", "optimizer")),
     Rule(check_optimizer_groups, ("model", "optimizer")),
     Rule(check_symmetric_memory, ("parallelism",)),
-    Rule(check_disabled_checkpoints, ("checkpoint", "guards")),
     Rule(
         check_effects,
         (
@@ -1132,6 +1152,7 @@ KEY_RULES = [
             "model",
         ),
     ),
+    Rule(check_disabled_checkpoints, ("checkpoint", "guards")),
 ]
 """Rules that only involve keys and the number of ranks, and read no files."""
 DATA_RULES = [

@@ -2,17 +2,20 @@
 
 import ast
 import dataclasses
+import errno
 import subprocess
 import sys
 import unicodedata
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from small_runs import job_tables
 
 from titanlite.config import schema
-from titanlite.config.errors import CheckpointError, printable
+from titanlite.config.errors import CheckpointError, UserError, printable
+from titanlite.config.files import write_output
 from titanlite.config.flavors import FLAVORS
 from titanlite.config.run import Degrees, Run, build_architecture
 from titanlite.config.schema import JobConfig, Model
@@ -174,14 +177,33 @@ def test_printable_text_is_not_changed(text):
     assert printable(text) == text
 
 
-def test_several_processes_can_write_the_same_output_file(tmp_path):
-    path = tmp_path / "out.txt"
-    write_often = (
-        "from pathlib import Path\nfrom titanlite.config.files import write_output\n"
-        f"for _ in range(300): write_output(Path({str(path)!r}), b'text')"
-    )
+WRITE_OFTEN = """
+import sys, time
+from pathlib import Path
+from titanlite.config.files import write_output
 
-    processes = [subprocess.Popen([sys.executable, "-c", write_often]) for _ in range(2)]
+folder = Path(sys.argv[1])
+(folder / f"ready {sys.argv[2]}").touch()
+while len(list(folder.glob("ready *"))) < 2:
+    time.sleep(0.001)
+for _ in range(300):
+    write_output(folder / "out" / "out.txt", b"text")
+"""
+
+
+def test_several_processes_can_write_the_same_output_file(tmp_path):
+    commands = [[sys.executable, "-c", WRITE_OFTEN, str(tmp_path), str(i)] for i in range(2)]
+    processes = [subprocess.Popen(command) for command in commands]
 
     assert [process.wait() for process in processes] == [0, 0]
-    assert path.read_bytes() == b"text"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["out.txt"]
+    assert (tmp_path / "out" / "out.txt").read_bytes() == b"text"
+
+
+def test_a_failed_write_leaves_no_temporary_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.replace", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+
+    with pytest.raises(UserError, match="full"):
+        write_output(tmp_path / "out.txt", b"text")
+
+    assert list(tmp_path.iterdir()) == []

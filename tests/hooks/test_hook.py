@@ -53,7 +53,7 @@ def record_calls(folder: str, delay: int) -> list[tuple[str, int | None]]:
 
 @pytest.mark.parametrize("delay", [0, 1], ids=["CPU", "GPU"])
 def test_a_hook_is_called_in_the_same_order_on_all_ranks(tmp_path, delay: int):
-    """On a GPU requests are sent a step earlier, and take effect after the same step."""
+    """On a GPU, requests are submitted one step earlier, and take effect after the same step."""
     first, second = run_ranks(2, record_calls, str(tmp_path), delay)
 
     step = ("before_step", "gradients", "before_update", "updated", "after_step")

@@ -59,6 +59,15 @@ def test_each_saver_lowers_reserved_memory(monkeypatch, level, saver, result_wit
     assert without_saver.reserved - with_saver.reserved >= SEGMENT
 
 
+@pytest.mark.parametrize("norm_placement", ["before", "after"])
+def test_safe_savers_compute_nothing_again(norm_placement):
+    """With a norm after the last matmul, the backward pass needs its output."""
+    options = f"model.norm_placement = '{norm_placement}'"
+    flops = [sum(work.flops for work in trace(level, options).work) for level in ("none", "safe")]
+
+    assert flops[0] == flops[1]
+
+
 @pytest.mark.parametrize(
     ("saver", "options"),
     [

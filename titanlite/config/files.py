@@ -8,8 +8,8 @@ folder. Every problem with a file is reported as a UserError that names the file
 from __future__ import annotations
 
 import os
-import platform
 import re
+import secrets
 import stat
 import tempfile
 from pathlib import Path
@@ -110,7 +110,8 @@ def make_folder(path: Path) -> Path:
 def write_output(path: Path, content: bytes) -> None:
     """Write a file atomically. Create its folder if needed, and replace an existing file.
 
-    Several processes can write the same file at the same time, as the ranks of a proof do.
+    Several processes may write the same file at the same time, such as the ranks of `titanlite
+    prove`. The last write wins.
 
     Raises:
         UserError: If `path` exists but is not a regular file, or cannot be written.
@@ -119,7 +120,7 @@ def write_output(path: Path, content: bytes) -> None:
         check_regular(path)
     make_folder(path.parent)
     try:
-        write_atomically(path, content, suffix=f"{platform.node()}-{os.getpid()}.unfinished")
+        write_atomically(path, content, suffix=f"{secrets.token_hex(4)}.unfinished")
     except OSError as error:
         raise UserError(
             f"cannot write {path}: {error.strerror}. Choose another file name."
@@ -132,15 +133,19 @@ def write_atomically(path: Path, content: bytes, suffix: str = "unfinished") -> 
     Args:
         path: Path of the file.
         content: New content of the file.
-        suffix: Suffix of the temporary file. Processes that write the same file at the same time
-            need different suffixes.
+        suffix: Suffix of the temporary file. It must be unique if several processes may write
+            `path` at the same time.
 
     Raises:
         OSError: If the file cannot be written.
     """
     unfinished = path.with_name(f".{path.name}.{suffix}")
-    unfinished.write_bytes(content)
-    os.replace(unfinished, path)
+    try:
+        unfinished.write_bytes(content)
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def parse_json(path: Path, content: bytes, model: type[AnyModel], kind: str = "") -> AnyModel:

@@ -149,8 +149,8 @@ class Hook:
         """Called after the metrics of a step are logged.
 
         Args:
-            entry: The metrics. Losses, norms, token counts and failed saves are equal on all ranks.
-                Each rank measures its own times, speeds, memory, and other waits and failures.
+            entry: The metrics. Times, speeds, memory, `save_waits`, `failed_mirrors` and
+                `failed_writes` can differ between ranks. All others are equal on all ranks.
         """
 
     def wants(self, step: int) -> Request:

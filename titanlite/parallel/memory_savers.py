@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.config.registry import LOSSES
 from titanlite.config.run import Run
-from titanlite.model.llama import Llama
+from titanlite.model.llama import Llama, TransformerBlock
 from titanlite.optim.adamw import AdamW, new_state
 
 Groups = list[list[nn.Module]]
@@ -247,9 +247,11 @@ def find_unneeded_matmul(block: nn.Module) -> int | None:
     checkpointing does not save this output, the 8B model takes 4.0 GiB less in eager mode.
 
     Returns:
-        Index of the matmul, counted from 1, or None for a block with FP8 layers: an FP8 layer in
-        eager mode recomputes its matmul anyway.
+        Index of the matmul, counted from 1. None if the backward pass reads the outputs of all
+        matmuls, because the block has a norm after the last one, or if the block has FP8 layers,
+        which in eager mode recompute their matmuls anyway.
     """
+    is_normalized = isinstance(block, TransformerBlock) and block.norm_after
     linear_types = [type(module) for module in block.modules() if isinstance(module, nn.Linear)]
     has_float8_layers = set(linear_types) != {nn.Linear}
-    return None if has_float8_layers else len(linear_types)
+    return None if is_normalized or has_float8_layers else len(linear_types)

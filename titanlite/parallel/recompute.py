@@ -1,7 +1,8 @@
 """Activation checkpointing: recompute activations in the backward pass to save memory.
 
 Invariant: Losses, gradients and parameter names are the same with and without activation
-checkpointing. Apply it before FSDP.
+checkpointing. The exception are compiled models with dropout, which may draw other random numbers;
+see docs/reference/compatibility.md. Apply activation checkpointing before FSDP.
 """
 
 from __future__ import annotations
@@ -108,8 +109,7 @@ def _recompute_some_operations(model: Llama, saves_last_matmul: bool) -> None:
     Args:
         model: Model before FSDP, modified in place.
         saves_last_matmul: Treat the last matmul of a block like all others. If False, its output is
-            not saved, because it is only added to the residual stream, so the backward pass does
-            not need it. Blocks with FP8 layers always treat all matmuls alike.
+            not saved if the backward pass does not need it; see `find_unneeded_matmul`.
     """
     for block in model.layers.values():
         skipped_matmul = None if saves_last_matmul else find_unneeded_matmul(block)

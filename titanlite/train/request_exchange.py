@@ -29,9 +29,9 @@ class RequestExchange:
     norm also counts the ranks with a request. The ranks gather their requests only if this count is
     not 0.
 
-    On a CPU, a request that is submitted with a step is received after this step. On a GPU, it is
-    received one step later: the CPU launches the next step before it waits for the count, so that
-    the GPU always has work. The request must therefore be submitted one step early:
+    On a CPU, a request that is submitted during a step is received after this step. On a GPU, it is
+    received after the next step: the CPU launches the next step before it waits for the count, so
+    that the GPU always has work. The request must therefore be submitted one step early:
 
         when          | CPU (`delay` 0)               | GPU (`delay` 1)
         before step 1 |                               | submit for step 1
@@ -78,9 +78,9 @@ class RequestExchange:
         """Combine the requests that the ranks have submitted for a step, and return the result.
 
         Calls return the requests in the order in which they were submitted. All ranks call this
-        together, and all receive the same result. The CPU waits for the step with which the
-        requests were submitted, because its gradient all-reduce counts them. On a GPU, this is the
-        step before the newest one, so the GPU has work during the wait.
+        together, and all receive the same result. The CPU waits for the step during which the
+        requests were submitted, because the all-reduce of that step counts them. On a GPU, this is
+        the step before the newest one, so the GPU has work during the wait.
         """
         queued = self._queue.popleft()
         if queued.copied is not None and not queued.copied.query():

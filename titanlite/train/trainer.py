@@ -352,7 +352,7 @@ class Trainer:
             step,
             has_request=has_request,
         )
-        self._num_requests = result.num_requests  # for `_run_steps`
+        self._num_requests = result.num_requests  # `_run_steps` submits it
         self.meter.record(result.grad_norm, result.num_valid_tokens, result.seconds)
         for hook in self.hooks:
             hook.after_step(step, result)
@@ -424,7 +424,7 @@ class Trainer:
             request: Combined requests of all ranks.
         """
         if request.save and self.stop_signals is not None:
-            # The save also serves a signal that has arrived since this rank sent its request.
+            # The save also serves a signal that has arrived since this rank submitted its request.
             self.stop_signals.clear_save_request()
         is_due = self.checkpointer is not None and self.checkpointer.is_due(self.steps_done)
         if request.save or is_due:
@@ -627,7 +627,8 @@ class Trainer:
             if self.steps_done == 0:
                 raise UserError(
                     f"The data is smaller than one global batch: {data_error}. "
-                    "Lower training.global_batch_size or training.seq_len, or raise max_epochs."
+                    "Lower training.global_batch_size or training.seq_len, or raise max_epochs of "
+                    "the source."
                 )
             # The end of the data is no error: the run has finished early.
             self.log(f"The data ends after step {self.steps_done}: {data_error}")
