@@ -10,7 +10,7 @@ import io
 import sys
 import tokenize
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +23,9 @@ MAX_TEST_TOKENS = 141_000
 TARGET_TEST_TOKENS = 115_000
 
 ROOT = Path(__file__).resolve().parents[1]
+# Since Python 3.12, `tokenize` divides an f-string into parts. Count it as one token, as before.
+FSTRING_START = getattr(tokenize, "FSTRING_START", None)
+FSTRING_END = getattr(tokenize, "FSTRING_END", None)
 LAYOUT_TOKENS = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -56,6 +59,18 @@ def find_docstring_lines(source: str) -> set[int]:
     return lines
 
 
+def list_tokens(source: str) -> Iterator[tokenize.TokenInfo]:
+    """Yield the tokens of a module, each f-string as one token."""
+    depth = 0  # an f-string can contain others
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if depth == 0:
+            yield token
+        if token.type == FSTRING_START:
+            depth += 1
+        elif token.type == FSTRING_END:
+            depth -= 1
+
+
 def count_code(paths: Iterable[Path]) -> CodeSize:
     """Add up the size of the given modules."""
     tokens = 0
@@ -65,7 +80,7 @@ def count_code(paths: Iterable[Path]) -> CodeSize:
         docstring_lines = find_docstring_lines(source)
         tokens_on_line = Counter(
             token.start[0]
-            for token in tokenize.generate_tokens(io.StringIO(source).readline)
+            for token in list_tokens(source)
             if token.type not in LAYOUT_TOKENS and token.start[0] not in docstring_lines
         )
         tokens += tokens_on_line.total()
