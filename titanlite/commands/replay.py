@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _compute_step(run: Run, step: int) -> dict[str, Any]:
-    """Compute a step of a run again.
+    """Train a step of a run again from the newest checkpoint before it.
 
     Returns:
         A dictionary with the keys "loss" and "grad_norm", in the form of metrics.jsonl.

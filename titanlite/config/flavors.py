@@ -86,7 +86,7 @@ class Architecture:
 
     @property
     def switches(self) -> dict[str, Any]:
-        """Name and value of each field in `SWITCHES` that differs from Llama."""
+        """Return the fields in `SWITCHES` whose values differ from Llama, by name."""
         differences = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

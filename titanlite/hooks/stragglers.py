@@ -103,7 +103,7 @@ class Stragglers(Hook):
         return {}
 
     def _measure_times(self) -> list[float]:
-        """Return three times of this rank, in seconds.
+        """Measure how fast this rank is, by three times in seconds.
 
         Returns:
             - Wait for data, the mean per step since the previous logged step.

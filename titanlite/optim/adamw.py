@@ -28,10 +28,10 @@ UINT32_MASK = 0xFFFFFFFF
 
 
 class ShardSeed(NamedTuple):
-    """Name and position of a rank's shard, from which stochastic rounding seeds each element.
+    """Position of a shard in its parameter, and the seed of the parameter.
 
-    An element is seeded by its index in the whole parameter, so that the result does not depend on
-    the sharding. All sizes are numbers of elements.
+    Stochastic rounding derives the random bits of an element from its index in the whole parameter,
+    so that the result does not depend on the sharding. All sizes are numbers of elements.
     """
 
     name_seed: Tensor

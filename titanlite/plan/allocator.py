@@ -66,7 +66,7 @@ class CachingAllocator:
         segment.free(address, size)
 
     def run_matmul(self) -> None:
-        """Allocate the workspaces of cuBLAS at the first matmul. They are never freed."""
+        """At the first matmul, allocate the workspaces of cuBLAS, which are never freed."""
         if not self._has_workspaces:
             self._has_workspaces = True
             self.allocate(NEVER_FREED, CUBLAS_WORKSPACES, stream=0)

@@ -266,9 +266,9 @@ class Counter(TorchDispatchMode):
 
     @contextmanager
     def recording(self, name: Any) -> Iterator[None]:
-        """Record the log entries within this context under `name`, and not in an outer recording.
+        """Record all log entries within this context under `name`.
 
-        After this context, the outer recording continues.
+        If another recording is in progress, pause it during this context.
         """
         outer_recording = self._recording
         self.start_recording(name)

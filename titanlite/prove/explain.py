@@ -87,9 +87,10 @@ def _name_factor(factor: float, run: Run) -> str:
 
 
 def _describe_degrees(run: Run) -> dict[str, int]:
-    """Return the parallel degrees and the numbers of ranks and microbatches, by description.
+    """Return the factors by which a wrong result may be scaled, by description.
 
-    A wrong result can be scaled by one of them, for example if ranks add instead of average values.
+    These are the parallel degrees and the numbers of ranks and microbatches. For example, a result
+    is too large by the number of ranks if the ranks add their values instead of averaging them.
     """
     degrees = run.degrees
     return {
