@@ -91,9 +91,10 @@ INTRO = """\
 Each table shows how the step time and the memory of a training run grow with one of its sizes, for example the sequence
 length. The text below a table describes the growth that we expect.
 
-To measure how time and memory grow, we train a model with dim 256 in fp32. The model has 2 layers, or 6 layers in the
-table of ranks. A step has 2,048 tokens, unless the text below the table gives another number. In the tables, "ms/step"
-is the median step time, and "memory" is the largest resident set of a training process.
+To measure how time and memory grow, we train a small fp32 model with dim 256. The model has 2 layers in most tables,
+and 6 layers in the table of ranks. A training step has 2,048 tokens, unless the text below the table gives another
+number. In the tables, "ms/step" is the median step time, and "memory" is the peak memory of a training process (its
+largest resident set).
 
 To check whether time and memory grow as expected, we compare each measurement with a formula, such as a + b n for the
 step time of a model with n layers. We fit the constants a and b to all rows except the last one, and predict the last
