@@ -82,14 +82,15 @@ SERIES = {
         {n: replace(BASE, n_layers=6, ranks=n, threads=1, batch_size=8 * n) for n in (1, 2)},
         constant,
         constant,
-        "With an ideal network, the step time and the memory per rank would not depend on the number of ranks, because "
-        "each rank trains on 2,048 tokens with one thread. In this benchmark, however, ranks communicate over gloo, which "
-        "uses the cores that compute. A plain PyTorch loop of FSDP2 on two ranks takes as long as titanlite.",
+        "Each rank trains on 2,048 tokens with one thread, so with an ideal network, more ranks would not change the "
+        "step time or the memory per rank. In this benchmark, however, the ranks communicate over gloo, which takes "
+        "time on the cores that also compute. For comparison, a plain PyTorch loop of FSDP2 on two ranks takes as "
+        "long as titanlite.",
     ),
 }
 INTRO = """\
-Each table shows how the step time and the memory of a training run grow with one of its sizes, for example the sequence
-length. The text below a table describes the growth that we expect.
+The tables show how the step time and the memory of a training run depend on its settings. Each table varies one
+setting, for example the sequence length. The text below the table describes how we expect time and memory to grow.
 
 To measure how time and memory grow, we train a small fp32 model with dim 256. The model has 2 layers in most tables,
 and 6 layers in the table of ranks. A training step has 2,048 tokens, unless the text below the table gives another
