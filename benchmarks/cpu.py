@@ -89,9 +89,9 @@ titanlite. Unlike titanlite, it keeps all logits in memory.
 - **Threads.** A run with one process uses 2 threads for the debug model and 1 thread for the tiny model. In a run with 2
   gloo ranks, each rank uses 1 thread.
 
-The tables compare titanlite with the plain PyTorch loop by three values: the speed, the memory, and the time to the
-first step. Each ratio is the value of titanlite divided by the value of the plain loop, and is the median of {pairs}
-pairs of runs. A ratio that misses its target is **bold**.
+The tables compare titanlite with the plain PyTorch loop. They show the speed, the memory, and the time to the first
+step. A ratio is the value of titanlite divided by the value of the plain loop. The tables show the median ratio of
+{pairs} pairs of runs, in **bold** if it misses its target.
 """
 INTRO_TORCHTITAN = """\
 The tables compare titanlite with torchtitan 0.2.2 on a CPU. The program `benchmarks/cpu_torchtitan.py` runs the trainer
@@ -104,9 +104,9 @@ of torchtitan.
 - **Precision.** In bf16 on one process, torchtitan uses autocast, which keeps the residual stream in fp32. On two ranks,
   FSDP2 casts the weights of both programs.
 
-The tables compare titanlite with torchtitan by three values: the speed, the memory, and the time to the first step.
-Each ratio is the value of titanlite divided by the value of torchtitan, and is the median of {pairs} pairs of runs. A
-ratio is **bold** if torchtitan is better.
+The tables compare titanlite with torchtitan. They show the speed, the memory, and the time to the first step. A ratio
+is the value of titanlite divided by the value of torchtitan. The tables show the median ratio of {pairs} pairs of runs, in
+**bold** if torchtitan is better.
 """
 NOTES = """\
 The following table explains the columns of all tables in this section.

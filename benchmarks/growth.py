@@ -68,15 +68,15 @@ SERIES = {
         {n: replace(BASE, vocab_size=n, steps=7) for n in (8192, 16384, 65536, 131072)},
         linear,
         linear,
-        "We expect the step time and the memory to grow linearly with the size n of the vocabulary, as a + b n, because "
-        "the embedding and the output matrix grow with n.",
+        "The embedding and the output matrix grow with the size n of the vocabulary. We therefore expect the step time and "
+        "the memory to grow linearly with n: both should be a + b n, with their own constants a and b.",
     ),
     "accumulation": Series(
         {n: replace(BASE, batch_size=8 * n, num_microbatches=n) for n in (2, 4, 8, 16)},
         linear,
         constant,
-        "If each step accumulates gradients over n microbatches of 2,048 tokens, we expect its time to be a + b n, where "
-        "a is the time of the optimizer step, and b the time of a microbatch. The memory should stay constant.",
+        "In this table, each step accumulates gradients over n microbatches of 2,048 tokens. We expect the step time to be "
+        "a + b n, where a is the time of the optimizer step, and b the time of a microbatch. The memory should stay constant.",
     ),
     "ranks": Series(
         {n: replace(BASE, n_layers=6, ranks=n, threads=1, batch_size=8 * n) for n in (1, 2)},

@@ -249,9 +249,10 @@ meanings:
 - **kept:** the memory that is still allocated after the model was freed.
 - **error but for it:** the error of the plan without the kept memory.
 
-To check memory plans on a CPU, we compared planned and measured memory in {run} of {cases} cases.
-The largest error is {largest:.2%} and the median error {median:.2%}. These errors include memory that stays allocated
-after the model has been freed. Without this memory, the largest error is {largest_but:.2%} and the median error {median_but:.2%}.
+To check memory plans on a CPU, we ran {run} of {cases} cases and compared their planned and measured memory. The largest
+error is {largest:.2%}, and the median error is {median:.2%}. The measured memory includes the kept memory, which stays
+allocated after the model has been freed. Without the kept memory, the largest error is {largest_but:.2%}, and the median
+error is {median_but:.2%}.
 """
 GHOST_INTRO = """
 ## On the ghost GPU
