@@ -87,7 +87,7 @@ def test_compiled_activation_checkpointing_repeats_the_random_numbers(mode):
 
     # The central difference has a relative error of about 1e-4. With other dropout masks in the
     # backward pass, the slope differs by more than 20%.
-    assert (losses[0] - losses[1]) / (2 * DISTANCE) == pytest.approx(norm, rel=1e-2)
+    assert (losses[0] - losses[1]) / (2 * DISTANCE) == pytest.approx(norm, rel=1e-3)
 
 
 def test_a_memory_budget_is_rejected_for_models_with_dropout(tmp_path, capfd):
@@ -99,7 +99,7 @@ def test_a_memory_budget_is_rejected_for_models_with_dropout(tmp_path, capfd):
 
     assert cli.main(["check", "--job.config_file", str(job)]) == 2
 
-    assert "activation_checkpoint.mode" in capfd.readouterr().err
+    assert "pytorch/issues/190758" in capfd.readouterr().err
 
 
 def test_an_evaluation_draws_no_random_numbers():

@@ -59,7 +59,7 @@ def test_a_missing_variable_of_the_launcher_is_an_error_that_names_it(monkeypatc
 
     assert cli.main(["train"]) == 2
 
-    assert "MASTER_PORT" in capsys.readouterr().err
+    assert "environment variable MASTER_PORT" in capsys.readouterr().err
 
 
 def count_sockets(store: Path) -> int:

@@ -225,7 +225,8 @@ class Mirror:
             try:
                 manifests[name] = parse_manifest(content, path)
             except Damage as damage:
-                if name not in self._damaged_manifests:  # log each one only once
+                # Another program may have written it, so it is not renamed. Log each one only once.
+                if name not in self._damaged_manifests:
                     self._log(f"Ignoring {self._url}/{name}: {damage}")
                 self._damaged_manifests[name] = content
         self._manifests = manifests

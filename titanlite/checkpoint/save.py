@@ -214,7 +214,7 @@ class Saver:
             result = self._write_in_background(writer, tensors, self._stager)
         except Exception as error:  # for example, too little memory for the copies or a thread
             result = self._write_in_foreground(writer, tensors, error)
-        self._pending = writer.step, result  # `wait_until_saved` waits for it
+        self._pending = writer.step, result  # for `wait_until_saved`, which compares all ranks
 
     def _write_in_foreground(
         self, writer: CheckpointWriter, tensors: Tensors, error: Exception

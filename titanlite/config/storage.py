@@ -25,7 +25,7 @@ from typing import Any
 import xxhash
 
 from titanlite.config.errors import UserError, one_line
-from titanlite.config.files import MANIFEST, STEP_FOLDER, make_folder, write_atomically
+from titanlite.config.files import MANIFEST, STEP_FOLDER, make_folder, write_output
 
 CACHE = "TITANLITE_CACHE"
 """Environment variable with the folder of the cache."""
@@ -296,7 +296,7 @@ def read_block(url: str, version: tuple[int, str], number: int) -> bytes:
         if block is None:
             block = _download_block(url, version, start, end)
             _make_room(folder)
-            write_atomically(cached_file, block)
+            write_output(cached_file, block)
     return block
 
 

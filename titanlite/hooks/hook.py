@@ -149,8 +149,9 @@ class Hook:
         """Called after the metrics of a step are logged.
 
         Args:
-            entry: The metrics. Times, speeds, memory, `save_waits`, `failed_mirrors` and
-                `failed_writes` can differ between ranks. All others are equal on all ranks.
+            entry: The metrics. Times, speeds, memory, `alloc_retries`, `save_waits`,
+                `failed_mirrors`, `failed_writes` and the fields of other hooks can differ between
+                ranks. All others are equal on all ranks.
         """
 
     def wants(self, step: int) -> Request:

@@ -315,7 +315,8 @@ class PipelineForwardBackward(ForwardBackward):
             losses=losses,
             return_outputs=False,
         )
-        if not losses:  # this rank does not have the last stage
+        has_last_stage = self._model.norm is not None
+        if not has_last_stage:
             return torch.zeros((), device=tokens.device)
         return torch.stack(losses).detach().sum()
 

@@ -91,9 +91,9 @@ def _recompute_whole_blocks(model: Llama, in_graph: bool, interval: int) -> None
         in_graph: Whether each block is compiled together with its recomputation, as one graph.
         interval: 1 selects all blocks, 2 every second block.
     """
-    create_contexts: Callable[[], tuple[Any, Any]] = noop_context_fn  # the default of torch
+    create_contexts: Callable[[], tuple[Any, Any]] = noop_context_fn  # the default in eager mode
     if in_graph:
-        # The compiler would save inputs of collectives and of SwiGLU. Let it save no operator.
+        # By default, the compiler would save inputs of collectives and of SwiGLU. Save nothing.
         create_contexts = partial(create_selective_checkpoint_contexts, [])
     for index, block in model.layers.items():
         if (int(index) + 1) % interval == 0:

@@ -304,7 +304,7 @@ def _time_collectives(work: Work, group: Group, gpu: Gpu) -> float:
     Args:
         work: Number of the collectives, and their total bytes.
         group: Process group that they use.
-        gpu: Specification of the GPU of each rank, or of the CPU that all ranks share.
+        gpu: Specification of the GPU of each rank, or of one rank's share of a CPU.
     """
     if group.size == 1:
         return 0.0

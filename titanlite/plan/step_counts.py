@@ -557,7 +557,7 @@ class _PipelineFollower:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Call a method of a pipeline stage, and record the log entries of this call.
+        """Call a method of a pipeline stage, and record all log entries until the next call.
 
         For a skipped microbatch, replay the entries of an earlier call instead, and return a result
         that the pipeline schedule accepts.

@@ -463,9 +463,9 @@ def _describe_user_error(reason: str, earlier_kinds: Sequence[str]) -> tuple[Sta
 
     Args:
         reason: The error.
-        earlier_kinds: Kinds of the events before the error, oldest first. Each start of the run
-            logs "data", then "start" once it trains, and at its end, for example, "finish". An
-            error that the user can fix is logged as "refusal".
+        earlier_kinds: Kinds of the starts and ends of the run before the error, oldest first. Each
+            start logs "data", then "start" once it trains, and at its end, for example, "finish".
+            An error that the user can fix is logged as "refusal".
 
     Returns:
         The state, and the reason for it.
