@@ -97,7 +97,7 @@ def storage_errors(url: str, error_class: type[UserError] = UserError) -> Iterat
 
 
 def _describe_failure(url: str, error: Exception) -> str:
-    """Return an error message that names a URL and the cause, and how to fix remote storage."""
+    """Return an error message with the URL, the cause and, if it may help, the remedy."""
     if isinstance(error, FileNotFoundError):
         problem = "does not exist"
     else:

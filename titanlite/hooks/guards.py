@@ -554,8 +554,9 @@ class Shard(NamedTuple):
 class ReplicaGuard(Hook):
     """Detects silent data corruption by comparing replicas of the same weight between ranks.
 
-    The ranks compare checksums every `guards.compare_every` steps. HSDP replicates all weights, and
-    tensor parallelism the weights of the norms. In other layouts, the guard does nothing.
+    The ranks compare checksums every `guards.compare_every` steps. With HSDP, all weights have
+    replicas. With tensor parallelism, only the weights of the norms have some. In other layouts,
+    the guard does nothing.
     """
 
     def built(self, trainer: Trainer) -> None:

@@ -309,10 +309,11 @@ def _time_collectives(work: Work, group: Group, gpu: Gpu) -> float:
     if group.size == 1:
         return 0.0
 
-    gpus_per_node = gpu.machine
-    num_nodes = math.ceil(group.span / gpus_per_node)
-    if gpu.cpu:  # the specification of a CPU, whose cores all ranks share
-        num_nodes = 1
+    if gpu.cpu:
+        num_nodes = 1  # all ranks share the cores of one node
+    else:
+        gpus_per_node = gpu.machine
+        num_nodes = math.ceil(group.span / gpus_per_node)
 
     if work.op == "send":
         gigabytes_per_second = gpu.link if num_nodes == 1 else gpu.network

@@ -283,7 +283,7 @@ def get_number(entry: Entry, key: str) -> float | None:
 
 
 def get_numbers(entry: Entry) -> dict[str, float]:
-    """Return all valid numbers in a line of a JSON Lines file, by key."""
+    """Return all values of a line that are valid numbers, by key."""
     numbers = {key: get_number(entry, key) for key in entry}
     return {key: number for key, number in numbers.items() if number is not None}
 

@@ -200,9 +200,10 @@ def _install_handlers(handlers: list[LogHandler]) -> logging.Logger:
 
 
 def _silence_libraries() -> None:
-    """Hide the warnings that other libraries log to standard error.
+    """Let libraries log only errors to standard error, and no warnings.
 
-    torch has its own handlers. All other libraries use Python's handler of last resort.
+    torch logs through handlers of the logger "torch", and all other libraries through the handler
+    that Python uses if a program configures none.
     """
     for handler in (logging.lastResort, *logging.getLogger("torch").handlers):
         if handler is not None:

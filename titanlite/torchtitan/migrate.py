@@ -205,7 +205,7 @@ class Migration:
         return tables.convert_flavor(self.model, flavor)
 
     def _convert_model(self) -> None:
-        """Set the model flavor, and each size in which the flavors of both programs differ."""
+        """Set the model flavor, and the sizes in which it differs from the torchtitan flavor."""
         flavor = self._old.get("model.flavor", "debugmodel")
         new_flavor = self._convert_flavor(flavor)
         self._set_default("model.flavor", new_flavor, DEFAULT)
@@ -589,7 +589,7 @@ def _has_mxfp8(value: Any) -> bool:
 
 
 def _remove_small_layers(value: Any) -> list[Any]:
-    """Remove the keyword "auto_filter_small_kn" from the layer names in the option filter_fqns."""
+    """Parse a list of layer names, and leave out the keyword "auto_filter_small_kn"."""
     return [name for name in _parse_names(value) if name != SMALL_LAYERS]
 
 
