@@ -69,7 +69,7 @@ SERIES = {
         linear,
         linear,
         "The embedding and the output matrix grow with the size n of the vocabulary. We therefore expect the step time and "
-        "the memory to grow linearly with n: both should be a + b n, with their own constants a and b.",
+        "the memory to grow linearly with n: both should be a + b n, with different constants a and b.",
     ),
     "accumulation": Series(
         {n: replace(BASE, batch_size=8 * n, num_microbatches=n) for n in (2, 4, 8, 16)},

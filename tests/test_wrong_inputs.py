@@ -346,8 +346,8 @@ RANK={"9" * 5000} check => RANK
 RANK=2 WORLD_SIZE=2 check => RANK=2
 LOCAL_RANK=first check => LOCAL_RANK
 LOCAL_WORLD_SIZE=0 check => LOCAL_WORLD_SIZE
-WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=http eval --checkpoint run --data text.jsonl => MASTER_PORT
-WORLD_SIZE=2 MASTER_PORT=29500 eval --checkpoint run --data text.jsonl => MASTER_ADDR
+WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=http eval --checkpoint run --data text.jsonl => 'http'
+WORLD_SIZE=2 MASTER_PORT=29500 eval --checkpoint run --data text.jsonl => variable MASTER_ADDR
 LOG_RANK=7 launch => LOG_RANK
 NGPU=all launch => NGPU
 NGPU=999999999999 launch => NGPU

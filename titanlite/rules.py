@@ -316,7 +316,7 @@ def check_pipeline_schedule(run: Run) -> Problems:
     """Check that the job is compatible with its pipeline schedule.
 
     Only zero-bubble schedules have restrictions. They split the backward pass of a block in two:
-    the gradients of its weights are computed after those of its activations.
+    the gradients of its weights are computed after the gradients of its activations.
     """
     key = "parallelism.pipeline_parallel_schedule"
     schedule = run.job.parallelism.pipeline_parallel_schedule

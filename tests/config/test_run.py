@@ -195,7 +195,7 @@ def test_several_processes_can_write_the_same_output_file(tmp_path):
     commands = [[sys.executable, "-c", WRITE_OFTEN, str(tmp_path), str(i)] for i in range(2)]
     processes = [subprocess.Popen(command) for command in commands]
 
-    assert [process.wait() for process in processes] == [0, 0]
+    assert [process.wait(timeout=60) for process in processes] == [0, 0]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["out.txt"]
     assert (tmp_path / "out" / "out.txt").read_bytes() == b"text"
 

@@ -243,7 +243,7 @@ def _determines_data(name: str, new: dict[str, Any]) -> bool:
 def _classify(name: str, old: dict[str, Any], new: dict[str, Any], *, resumes_data: bool) -> Effect:
     """Return the effect of a changed key on a resumed run.
 
-    Except for some keys with an effect of their own, all keys of a section have the same effect.
+    All keys of a section have the same effect, except for the keys that are handled first.
 
     Args:
         name: Full name of the key, such as "training.seed" or "dataset.sources.0.path".

@@ -200,7 +200,7 @@ def _find_unknown_name(root: type[BaseModel], location: list[str]) -> _UnknownNa
         location: Names of the tables around a value, and the name of the value.
     """
     table = root
-    follows_list = False  # whether the previous name is that of a list of tables
+    follows_list = False  # whether the previous name is a list of tables
     for depth, name in enumerate(location):
         is_index = follows_list and name.isdecimal()
         follows_list = False

@@ -780,7 +780,7 @@ class Float8(Section):
         return 32 if self.recipe_name == "mxfp8" else 16
 
     def shard_multiple(self, tensor_degree: int) -> int:
-        """Return the number of which both sizes of an FP8 weight on a rank must be multiples.
+        """Return the number that must divide both dimensions of an FP8 weight on a rank.
 
         The MXFP8 kernels of torch store the scales of 128 x 128 weights together, and tensor
         parallelism must not split such a block.

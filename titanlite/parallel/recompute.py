@@ -1,7 +1,7 @@
 """Activation checkpointing: recompute activations in the backward pass to save memory.
 
 Invariant: Losses, gradients and parameter names are the same with and without activation
-checkpointing. The exception are compiled models with dropout, which may draw other random numbers;
+checkpointing. Exceptions are compiled models with dropout, which may draw other random numbers;
 see docs/reference/compatibility.md. Apply activation checkpointing before FSDP.
 """
 

@@ -123,7 +123,7 @@ def _rendezvous(world_size: int, timeout: timedelta, file: str | None) -> Store:
         reason = str(error).rstrip(".")
         raise UserError(
             f"MASTER_ADDR and MASTER_PORT must name the address of the first rank: {reason}. Start "
-            f"with `NGPU={world_size} titanlite launch` or torchrun, which set these variables."
+            f"with torchrun, which sets them, or unset WORLD_SIZE and set NGPU={world_size}."
         ) from None
     return store
 
