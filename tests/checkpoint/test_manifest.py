@@ -124,6 +124,17 @@ def test_manifest_of_another_step_is_damage_but_a_newer_format_is_not(tmp_path):
     assert verify(path)["checkpoints"][0]["state"] == "unreadable"
 
 
+def test_an_empty_folder_from_an_interrupted_removal_is_ignored_and_replaced(tmp_path):
+    write_checkpoint(tmp_path, 100)
+    (tmp_path / "step-00000200").mkdir()
+
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000100"]
+    assert len(verify(tmp_path)["checkpoints"]) == 1
+
+    write_checkpoint(tmp_path, 200)
+    assert [checkpoint["state"] for checkpoint in verify(tmp_path)["checkpoints"]] == ["good"] * 2
+
+
 def test_nothing_is_published_over_an_existing_folder_or_without_all_files(tmp_path):
     path = write_checkpoint(tmp_path, 100)
     before = (path / "manifest.json").read_bytes()

@@ -15,6 +15,8 @@ Sections = dict[str, Any]
 TIED: Sections = {"model": {"tied_embeddings": True}}
 RECOMPUTING: Sections = {"activation_checkpoint": {"mode": "full"}}
 OFFLOADED: Sections = {"training": {"enable_cpu_offload": True}}
+# Only the matrices have optimizer state before the first step.
+MUON: Sections = {"optimizer": {"name": "Muon"}, "parallelism": {"memory_savers": "none"}}
 HALF: Sections = {
     "training": {"dtype": "bfloat16"},
     "optimizer": {"stochastic_rounding": True},
@@ -27,7 +29,7 @@ HALF_WEIGHTS: Sections = {
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-@pytest.mark.parametrize("sections", [{}, TIED, RECOMPUTING, OFFLOADED, HALF])
+@pytest.mark.parametrize("sections", [{}, TIED, RECOMPUTING, OFFLOADED, MUON, HALF])
 def test_resume_is_bitwise_equal_to_an_uninterrupted_run(tmp_path, sections, mode):
     straight = TinyRun(**sections)
     checkpoints = straight.checkpoints(tmp_path, async_mode=mode)

@@ -131,13 +131,13 @@ def test_best_checkpoint_is_determined_by_the_files_alone(tmp_path):
 
     # A failed save is not the best one.
     in_the_way = tmp_path / "step-00000003"
-    in_the_way.mkdir()
+    in_the_way.touch()
     checkpoints.save(3, scored(run, 3, 0.5))
 
     assert checkpoints.stats()["failed_saves"] == 1
     assert checkpoints.saver.is_best(0.9)
 
-    in_the_way.rmdir()
+    in_the_way.unlink()
     checkpoints.save(5, scored(run, 5, 3.0))
     checkpoints.close()
 

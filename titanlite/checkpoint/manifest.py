@@ -205,15 +205,32 @@ def list_checkpoints(*folders: Path) -> list[Path]:
     """Return the step folders that one or several folders contain, sorted by step.
 
     The result includes damaged checkpoints, even those that lack a manifest. It does not include
-    unfinished, partly removed or renamed checkpoints.
+    unfinished, removed or renamed checkpoints, nor empty folders.
     """
     checkpoints = []
     for folder in folders:
         for path in folder.glob("step-*"):
-            is_removed = (path / INCOMPLETE).exists() and not (path / MANIFEST).exists()
-            if get_step(path) >= 0 and path.is_dir() and not is_removed:
+            if get_step(path) >= 0 and path.is_dir() and not _is_removed(path):
                 checkpoints.append(path)
     return sorted(checkpoints, key=lambda path: (get_step(path), path))
+
+
+def _is_removed(path: Path) -> bool:
+    """Return whether a checkpoint was removed, but its folder is left.
+
+    A kill during the removal can leave the folder with the renamed manifest, or empty.
+    """
+    if (path / MANIFEST).exists():
+        return False
+    return (path / INCOMPLETE).exists() or _is_empty(path)
+
+
+def _is_empty(folder: Path) -> bool:
+    """Return whether a folder contains nothing, or has just been removed."""
+    try:
+        return not any(folder.iterdir())
+    except FileNotFoundError:
+        return True
 
 
 def list_set_aside(folder: Path) -> list[Path]:
@@ -292,11 +309,12 @@ def publish_folder(tmp_folder: Path, target: Path) -> None:
     The files in the folder must be complete and already synced.
 
     Raises:
-        FileExistsError: If `target` exists.
+        FileExistsError: If `target` exists, and is not an empty folder.
         OSError: If the folder cannot be synced or renamed. It keeps its temporary name.
     """
     sync(tmp_folder)
-    if target.exists():  # a rename would silently replace an empty folder
+    # The rename replaces an empty folder, which an interrupted removal may have left.
+    if target.exists() and not (target.is_dir() and _is_empty(target)):
         raise FileExistsError(f"{target} exists already")
     tmp_folder.rename(target)
     try:
