@@ -130,6 +130,7 @@ def test_an_empty_folder_from_an_interrupted_removal_is_ignored_and_replaced(tmp
 
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000100"]
     assert len(verify(tmp_path)["checkpoints"]) == 1
+    assert verify(tmp_path / "step-00000200")["checkpoints"][0]["state"] == "damaged"
 
     write_checkpoint(tmp_path, 200)
     assert [checkpoint["state"] for checkpoint in verify(tmp_path)["checkpoints"]] == ["good"] * 2

@@ -211,7 +211,7 @@ def _verify_step_folders(paths: Sequence[Path], folder: Path) -> list[dict[str, 
         name = path.name if path == folder else os.path.relpath(path, folder)
         report = {"name": name, **_verify_step_folder(path)}
         # Leave out a checkpoint that its run has removed in the meantime.
-        if path in list_checkpoints(path.parent):
+        if path == folder or path in list_checkpoints(path.parent):
             reports.append(report)
     return reports
 

@@ -339,9 +339,7 @@ class Resumer:
             parts_to_reset: Parts of the state, such as "optimizer", that are not loaded.
         """
         parts_to_load = {"optimizer", "hooks", "rng"} - parts_to_reset
-        has_optimizer = any(name.startswith("optimizer.") for name in reader.index)
-        # Before the first step, the optimizer is new, and may have state for some parameters only.
-        if not has_optimizer or info["train_state"]["step"] == 0:
+        if not any(name.startswith("optimizer.") for name in reader.index):
             parts_to_load.discard("optimizer")
         # Random states are saved by rank, so only the same number of ranks can restore them.
         if info["layout"]["world_size"] != self._ranks.size:
@@ -697,19 +695,14 @@ def _fill_with_nan(tensor: Tensor) -> None:
 def _take_empty_step(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer allocate its state with a step that does not change the weights.
 
-    All gradients and the learning rate are 0. If all parameters already have state, do nothing.
+    All gradients and the learning rate are 0. If the optimizer already has state, do nothing.
     """
-    parameters = [
-        parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.requires_grad
-    ]
-    # A new optimizer may have state for some parameters only, such as the matrices of Muon.
-    if all(parameter in optimizer.state for parameter in parameters):
+    if any(optimizer.state.values()):
         return
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
 
     # The next training step sets the learning rate again.
     set_learning_rate(optimizer, 0.0)

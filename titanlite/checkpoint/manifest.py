@@ -231,6 +231,8 @@ def _is_empty(folder: Path) -> bool:
         return not any(folder.iterdir())
     except FileNotFoundError:
         return True
+    except OSError:  # cannot be read, which `read_manifest` reports
+        return False
 
 
 def list_set_aside(folder: Path) -> list[Path]:
@@ -313,8 +315,9 @@ def publish_folder(tmp_folder: Path, target: Path) -> None:
         OSError: If the folder cannot be synced or renamed. It keeps its temporary name.
     """
     sync(tmp_folder)
-    # The rename replaces an empty folder, which an interrupted removal may have left.
-    if target.exists() and not (target.is_dir() and _is_empty(target)):
+    with suppress(OSError):  # not an empty folder, which an interrupted removal may have left
+        target.rmdir()
+    if os.path.lexists(target):
         raise FileExistsError(f"{target} exists already")
     tmp_folder.rename(target)
     try:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from titanlite.config import schema
 from titanlite.config.flavors import Architecture
 from titanlite.config.registry import OPTIMIZERS
-from titanlite.optim.adamw import SGD, AdamW, Lion
+from titanlite.optim.adamw import SGD, AdamW, Lion, new_state
 from titanlite.optim.muon import Muon
 
 Groups = Sequence[dict[str, Any]]
@@ -234,9 +234,20 @@ def muon(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
         if other_parameters:
             other_groups.append({**group, "params": other_parameters})
 
+    others = adamw(other_groups, recipe)
+    # Muon has momentum from the start. Create the moments of AdamW as well: loading a checkpoint
+    # creates the state of an optimizer only if it has none.
+    for group in others.param_groups:
+        for parameter in group["params"]:
+            if not others.state[parameter]:
+                state = new_state(parameter, AdamW.moments)
+                if not group["fused"]:
+                    state["step"] = state["step"].cpu()  # as in torch
+                others.state[parameter] = state
+
     return Muon(
         matrix_groups,
-        adamw(other_groups, recipe),
+        others,
         recipe.config,
         recipe.state_dtype,
         recipe.ranks,
