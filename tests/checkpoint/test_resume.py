@@ -15,7 +15,7 @@ Sections = dict[str, Any]
 TIED: Sections = {"model": {"tied_embeddings": True}}
 RECOMPUTING: Sections = {"activation_checkpoint": {"mode": "full"}}
 OFFLOADED: Sections = {"training": {"enable_cpu_offload": True}}
-# Only the matrices have optimizer state before the first step.
+# Muon has optimizer state before the first step.
 MUON: Sections = {"optimizer": {"name": "Muon"}, "parallelism": {"memory_savers": "none"}}
 HALF: Sections = {
     "training": {"dtype": "bfloat16"},
@@ -50,7 +50,7 @@ def test_resume_is_bitwise_equal_to_an_uninterrupted_run(tmp_path, sections, mod
     num_async = sum("of which training waited" in line for line in checkpoints.lines)
     assert num_async == (4 if mode == "async" else 0)
 
-    # At step 0 the optimizer has no state.
+    # At step 0, most optimizers have no state.
     for step in (6, 4, 2, 0):
         resumed = TinyRun(seed=99, **sections)
         state = resumed.checkpoints(tmp_path, load_step=step).load()

@@ -235,15 +235,12 @@ def muon(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
             other_groups.append({**group, "params": other_parameters})
 
     others = adamw(other_groups, recipe)
-    # Muon has momentum from the start. Create the moments of AdamW as well: loading a checkpoint
-    # creates the state of an optimizer only if it has none.
-    for group in others.param_groups:
-        for parameter in group["params"]:
-            if not others.state[parameter]:
-                state = new_state(parameter, AdamW.moments)
-                if not group["fused"]:
-                    state["step"] = state["step"].cpu()  # as in torch
-                others.state[parameter] = state
+    # Muon has momentum from the start. Create the moments of torch's AdamW as well: loading a
+    # checkpoint creates the state of an optimizer only if it has none.
+    if not others.state:
+        for group in other_groups:
+            for parameter in group["params"]:
+                others.state[parameter] = new_state(parameter, AdamW.moments)
 
     return Muon(
         matrix_groups,

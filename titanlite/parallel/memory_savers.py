@@ -231,9 +231,11 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
     memory: up to 0.1 GiB for the 8B model. Other optimizers are left unchanged.
 
     Args:
-        optimizer: Optimizer without state. In its first step, torch then finds existing moments, as
-            after loading a checkpoint, and does not allocate any.
+        optimizer: New optimizer. In its first step, torch then finds existing moments, as after
+            loading a checkpoint, and does not allocate any.
     """
+    if optimizer.state:  # Muon has created all of its state
+        return
     for group in optimizer.param_groups:
         if group.get("fused"):
             for parameter in group["params"]:
