@@ -207,7 +207,7 @@ def _read_shards(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> li
             "Choose another --out, or remove the folder."
         )
 
-    # Validate the fields last: if the format is another one, raise the error above instead.
+    # Validate the fields last. If the format differs, the error above is more helpful.
     parse_json(path, content, Manifest, DAMAGED_MANIFEST)
     return list(manifest["shards"])
 

@@ -686,7 +686,7 @@ def architecture_from_meta(
     fields["tied_embeddings"] = tied
     fields["vocab_size"] = vocab_size if params.vocab_size == -1 else params.vocab_size
     if not params.use_scaled_rope:
-        # The file does not contain the context length. Assume that of Llama 3.0.
+        # The file does not contain the context length. Assume the length of Llama 3.0.
         return Architecture(**fields, max_seq_len=8192)
 
     is_small_llama_3_2 = params.dim in (2048, 3072)  # 1B and 3B

@@ -235,9 +235,9 @@ def muon(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
             other_groups.append({**group, "params": other_parameters})
 
     others = adamw(other_groups, recipe)
-    # Muon has momentum from the start. Create the moments of torch's AdamW as well: loading a
-    # checkpoint creates the state of an optimizer only if it has none.
-    if not others.state:
+    # Muon has momentum from the start. Create the moments of the other parameters as well, because
+    # loading a checkpoint creates the state of an optimizer only if it has none at all.
+    if not others.state:  # `torch.optim.AdamW` creates its state in the first step
         for group in other_groups:
             for parameter in group["params"]:
                 others.state[parameter] = new_state(parameter, AdamW.moments)

@@ -54,7 +54,7 @@ class RequestExchange:
         self._queue = deque[_QueuedRequest]()
 
     def submit(self, request: Request, num_requests: Tensor | None = None) -> None:
-        """Queue a request of this rank, which `receive` combines with those of the other ranks.
+        """Queue a request of this rank. `receive` combines it with the requests of all other ranks.
 
         Args:
             request: Request of this rank. In most steps it is empty.
