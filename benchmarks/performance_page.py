@@ -23,6 +23,14 @@ This page compares the speed and memory of titanlite on CPUs with a plain PyTorc
 measurement, run the command below its heading on an idle machine. Then run `python benchmarks/performance_page.py` to
 generate this page again from the files in `benchmarks/results/`. [benchmarks/README.md](../../benchmarks/README.md)
 describes all benchmarks.
+
+## Changes since the measurements
+
+The CPU results on this page were measured on 2026-11-21 and 2026-11-22, on one machine. On
+2026-11-24, training on a single CPU rank became slower: by 3% to 6% in the fp32 benchmark, and by
+about 21% in steps with very few tokens. The reason is that titanlite no longer avoids the copies of
+weights that FSDP2 makes on a single rank; see
+[Experiments](experiments.md#memory-and-speed-on-a-cpu).
 """
 
 
