@@ -26,6 +26,7 @@ from titanlite.config.schema import list_keys
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+MAX_PAGE_WORDS = 1500
 WHOLE = os.environ.get("TITANLITE_TUTORIALS") == "whole"
 PROGRAMS = {
     page: re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S)
@@ -230,6 +231,15 @@ def test_the_documented_migration_is_up_to_date(tmp_path):
     )
 
     assert find_missing_lines(read_samples("reference/from_torchtitan.md")[0], output) == []
+
+
+def test_no_page_outside_of_internals_is_too_long():
+    """Generated pages, such as the reference of options, are not files in docs/."""
+    pages = [page for page in ROOT.glob("docs/**/*.md") if page.parent.name != "internals"]
+    num_words = {page.name: len(page.read_text().split()) for page in pages}
+
+    assert len(pages) > 30
+    assert [(name, num) for name, num in num_words.items() if num > MAX_PAGE_WORDS] == []
 
 
 def test_no_page_installs_titanlite_from_pypi():

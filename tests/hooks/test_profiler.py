@@ -16,7 +16,7 @@ from titanlite.config.schema import Profiling
 from titanlite.hooks.profiler import Profiler
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
-PAGES = (GUIDES / "memory_and_speed.md").read_text() + (GUIDES / "monitoring.md").read_text()
+PAGE = (GUIDES / "profiling.md").read_text()
 ALL = """
 --profiling.enable_profiling --profiling.enable_memory_snapshot --profiling.profile_freq 6
 --profiling.profiler_warmup 2 --profiling.profiler_active 2 --profiling.profiler_ranks 0 1
@@ -74,7 +74,7 @@ def test_a_profiled_run_writes_scheduled_traces_and_the_metrics_of_an_unprofiled
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "command", re.findall(r"```bash\n(titanlite profile .*)\n```", PAGES), ids=["short", "trace"]
+    "command", re.findall(r"```bash\n(titanlite profile .*)\n```", PAGE), ids=["short", "trace"]
 )
 def test_documented_profile_commands_write_one_trace_and_print_a_table(
     command: str, tmp_path, monkeypatch
