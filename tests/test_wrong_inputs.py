@@ -149,6 +149,7 @@ parallelism.memory_savers = "most" =>
 parallelism.fsdp_forward_prefetch = 1 =>
 parallelism.enable_fsdp_symmetric_memory = true ; parallelism.memory_savers = "none" =>
 @2 parallelism.enable_fsdp_symmetric_memory = true =>
+@4 parallelism.enable_fsdp_symmetric_memory = true ; parallelism.memory_savers = "none" ; parallelism.tensor_parallel_degree = 2 ; compile.enable = true ; parallelism.enable_async_tensor_parallel = true => enable_async_tensor_parallel. Remove
 @4 parallelism.data_parallel_replicate_degree = 3 =>
 @3 parallelism.tensor_parallel_degree = 3 =>
 @2 parallelism.tensor_parallel_degree = 2 ; model.ffn_dim = 720 ; float8.enable = true ; float8.min_features = 0 =>

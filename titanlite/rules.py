@@ -678,6 +678,11 @@ def check_symmetric_memory(run: Run) -> Problems:
     if run.job.parallelism.memory_savers != "none":
         text = "cannot be combined with memory savers, which replace collectives of FSDP."
         yield Problem(key, f'{text} Set parallelism.memory_savers = "none", or remove the key.')
+    if run.job.parallelism.enable_async_tensor_parallel:
+        # FSDP allocates symmetric memory with NCCL, and async tensor parallelism with CUDA, but a
+        # process can use only one of them.
+        text = "cannot be combined with enable_async_tensor_parallel. Remove one of the two."
+        yield Problem(key, text)
     if run.degrees.shard * run.degrees.context == 1:
         yield Problem(key, "has no effect, because no parameters are sharded. Remove it.")
 

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from train_variants import tiny_run
 
+from titanlite.checkpoint.live_state import to_local
 from titanlite.config.errors import UserError
 from titanlite.load_run import load_run
 from titanlite.observe.gpus import find_gpu
@@ -29,10 +30,10 @@ ACCUMULATION = "training.global_batch_size = 16"
 SEGMENT = 20 * 2**20
 
 
-def trace(level: str, options: str = "") -> RankTrace:
-    """Trace a step of the large model on the first of four GPUs."""
+def trace(level: str, options: str = "", world_size: int = 4) -> RankTrace:
+    """Trace a step of the large model on the first GPU."""
     savers = f"parallelism.memory_savers = '{level}'"
-    run = tiny_run(" ; ".join(filter(None, (LARGE, savers, options))), world_size=4)
+    run = tiny_run(" ; ".join(filter(None, (LARGE, savers, options))), world_size)
     (rank_trace,) = trace_run(run, find_gpu("H100"))
     return rank_trace
 
@@ -59,10 +60,13 @@ def test_each_saver_lowers_reserved_memory(monkeypatch, level, saver, result_wit
     assert without_saver.reserved - with_saver.reserved >= SEGMENT
 
 
-@pytest.mark.parametrize("norm_placement", ["before", "after"])
-def test_safe_savers_compute_nothing_again(norm_placement):
+@pytest.mark.parametrize(
+    "options",
+    ["", "model.norm_placement = 'after'", "float8.enable = true"],
+    ids=["norm before", "norm after", "FP8"],
+)
+def test_safe_savers_compute_nothing_again(options):
     """With a norm after the last matmul, the backward pass needs its output."""
-    options = f"model.norm_placement = '{norm_placement}'"
     flops = [sum(work.flops for work in trace(level, options).work) for level in ("none", "safe")]
 
     assert flops[0] == flops[1]
@@ -88,6 +92,36 @@ def test_safe_does_not_wait_for_the_output_in_short_microbatches(monkeypatch):
     monkeypatch.setattr(f"{SAVERS}.separates_norm", lambda *_: False)
 
     assert trace("safe").peak == with_saver.peak
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size"),
+    [("training.global_batch_size = 64", 16), ("parallelism.fsdp_min_num_params = 4_000_000", 4)],
+    ids=["two nodes", "small output"],
+)
+def test_no_saver_waits_for_a_slow_or_small_reduction_of_the_output(
+    monkeypatch, options, world_size
+):
+    with_saver = trace("all", options, world_size)
+    monkeypatch.setattr(f"{SAVERS}.separates_norm", lambda *_: False)
+    without_saver = trace("all", options, world_size)
+
+    assert with_saver.peak == without_saver.peak
+    assert with_saver.reserved == without_saver.reserved
+
+
+def test_a_loss_whose_backward_pass_reads_the_output_matrix_trains_with_safe_savers(tmp_path):
+    def train(level: str) -> list[torch.Tensor]:
+        options = ["--model.flavor", "debugmodel", "--training.loss", "reference"]
+        options += ["--parallelism.fsdp_min_num_params", "1", "--training.seq_len", "64"]
+        options += ["--parallelism.memory_savers", level, "--job.dump_folder", str(tmp_path)]
+        with Trainer(load_run(options, world_size=1), standard=False) as trainer:
+            trainer.step()
+            return [to_local(weight).clone() for weight in trainer.model.parameters()]
+
+    weights = zip(train("none"), train("safe"), strict=True)
+
+    assert all(torch.equal(plain, saved) for plain, saved in weights)
 
 
 def test_safe_gathers_embedding_and_output_only_for_the_forward_pass():

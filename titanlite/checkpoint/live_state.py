@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
+from torch.utils._python_dispatch import transform_subclass
 
 from titanlite.checkpoint.manifest import EMA
 from titanlite.model.llama import Llama
 from titanlite.optim.adamw import shard_slices
-from titanlite.optim.clip import local_shard
+from titanlite.optim.clip import is_fp8_wrapper, local_shard
 
 AVERAGES = f"hooks.{EMA}."
 """Prefix of the averages of the weights (EMA)."""
@@ -158,7 +158,7 @@ def to_plain(tensor: Tensor) -> Tensor:
     shares memory with `tensor`.
     """
     tensor = tensor.detach()
-    if not is_traceable_wrapper_subclass(to_local(tensor)):
+    if not is_fp8_wrapper(to_local(tensor)):
         return tensor
     if not isinstance(tensor, DTensor):
         return local_shard(tensor)

@@ -696,7 +696,8 @@ class Parallelism(Section):
     those that let the GPU wait longer, which has not been measured on a real GPU."""
     enable_fsdp_symmetric_memory: bool = False
     """Run the collectives of FSDP in symmetric memory of NCCL. Needs GPUs, parameters that are
-    sharded over several ranks, torch 2.13 and memory_savers = "none"."""
+    sharded over several ranks, torch 2.13 and memory_savers = "none". Excludes
+    enable_async_tensor_parallel."""
     tensor_parallel_degree: PositiveInt = 1
     """Number of ranks that share each matmul, with sequence parallelism and loss parallelism. Keep
     it within a node, because computation waits for the communication."""

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d
 
 from titanlite.config.errors import ERROR_FOLDER
 from titanlite.config.files import write_atomically
@@ -179,6 +178,8 @@ def _read_flight_recorder() -> list[dict[str, Any]]:
 
     torch has no public function for this, so this calls private functions.
     """
+    from torch._C import _distributed_c10d
+
     recorder: Any = _distributed_c10d
     arguments = (True, False)  # includeCollectives, onlyActive
     # Gloo and NCCL have separate tables.

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titanlite.optim.losses import compile_once
 
@@ -159,11 +158,19 @@ def local_shard(tensor: Tensor) -> Tensor:
     """
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
-    if is_traceable_wrapper_subclass(tensor):
-        # The first inner tensor of torchao's FP8 wrapper is the weight.
+    if is_fp8_wrapper(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return getattr(tensor, names[0])
+        weight_name = names[0]  # the other names are of scales
+        return getattr(tensor, weight_name)
     return tensor
+
+
+def is_fp8_wrapper(tensor: Tensor) -> bool:
+    """Return whether a tensor has torchao's wrapper class for weights with an FP8 all-gather.
+
+    DTensor is also a wrapper class, so pass the local shard of a DTensor.
+    """
+    return hasattr(tensor, "__tensor_flatten__")  # torch's protocol for wrapper classes
 
 
 def count_replicas(tensor: Tensor) -> int:
