@@ -235,6 +235,7 @@ check --job.dump_folder '$UNSET_HERE/out' => UNSET_HERE
 average run --out x => CHECKPOINTS
 check --profiling.profiler_ranks 0,1 => 0 1 on the command line
 check --training.steps 4 --lr_scheduler.warmup_steps 10 => lr_scheduler.warmup_steps
+check --training.steps 40 --lr_scheduler.decay_steps 50 => lr_scheduler.decay_steps
 check --optimizer.name AdamWW => mean AdamW?
 check --training.loss referenc => mean reference?
 check --dataset.sources x => [[dataset.sources]]

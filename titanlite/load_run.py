@@ -21,7 +21,7 @@ from titanlite.config.mistakes import COMMAND_LINE, Mistake, format_value
 from titanlite.config.run import MOST_RANKS, Run
 from titanlite.config.schema import LENGTH_KEYS, JobConfig
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.lengths import resolve_lengths
+from titanlite.lengths import DECAY, WARMUP, resolve_lengths
 from titanlite.pretrained import build_job_tables, split_from_option
 from titanlite.rules import (
     DATA_RULES,
@@ -215,15 +215,14 @@ def fit_vocab_size(job: JobConfig, tokenizer: Tokenizer) -> JobConfig:
 def _is_preview(parsed: ParsedJob) -> bool:
     """Return whether a job trains only the first steps of the run that its job file describes.
 
-    Such a preview may be shorter than its warmup. The command line of a preview sets the length of
-    the run, such as `training.steps`, but not `lr_scheduler.warmup_steps`. The config.toml that a
-    preview writes describes a preview as well.
+    Such a preview may be shorter than its warmup and decay. The command line of a preview sets the
+    length of the run, such as `training.steps`, but not the number of warmup or decay steps. The
+    config.toml that a preview writes describes a preview as well.
     """
     origins = parsed.origins
     length_origins = {origins.get(f"training.{name}", DEFAULT) for name in LENGTH_KEYS}
-    warmup_origin = origins.get("lr_scheduler.warmup_steps", DEFAULT)
     if COMMAND_LINE in length_origins:
-        return warmup_origin != COMMAND_LINE
+        return COMMAND_LINE not in {origins.get(WARMUP), origins.get(DECAY)}
     # The config.toml of a preview sets the length, but names the original file as its job file.
     usual_origins = {DEFAULT, parsed.job.job.config_file}
     return not length_origins <= usual_origins
