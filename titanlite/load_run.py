@@ -131,11 +131,11 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     mistakes = [*parsed.mistakes, *_check_environment()]
     # Tokens per step depend on these sections. If one of them has an invalid value, do not report
     # that the number of steps is wrong as well.
-    if invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset")):
+    if not invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset")):
+        length_problems = []
+    for problem in (*length_problems, *tokenizer_problems, *rule_problems):
         # Report lengths as the user wrote them: `fitted_run` still has "2B" instead of steps.
-        mistakes += [make_mistake(fitted_run, problem) for problem in length_problems]
-    for problem in (*tokenizer_problems, *rule_problems):
-        mistakes.append(make_mistake(run, problem))
+        mistakes.append(make_mistake(fitted_run, problem))
     if not mistakes:
         return run
 

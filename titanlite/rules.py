@@ -404,7 +404,10 @@ def check_total_steps(run: Run) -> Problems:
     """Check that the learning rate schedule is not shorter than the run."""
     steps, total = run.job.training.steps, run.job.lr_scheduler.total_steps
     if total is not None and total < steps:
-        yield Problem("lr_scheduler.total_steps", f"must be at least training.steps = {steps}.")
+        yield Problem(
+            "lr_scheduler.total_steps",
+            f"ends the schedule after {total} steps, before training.steps = {steps}.",
+        )
 
 
 def check_warmup(run: Run, *, is_preview: bool = False) -> Problems:
@@ -434,13 +437,14 @@ def _check_schedule_length(run: Run) -> Problems:
     if warmup > total:
         yield Problem(
             "lr_scheduler.warmup_steps",
-            f"must be at most training.steps = {total}, or the learning rate never reaches its "
-            "peak.",
+            f"makes the learning rate rise for {warmup} steps, but the schedule has {total}. "
+            "Lower the warmup, or train longer.",
         )
     elif warmup + decay > total:
         yield Problem(
             "lr_scheduler.decay_steps",
-            f"must be at most {total - warmup}, the number of steps after warmup.",
+            f"makes the learning rate decay for {decay} steps, but warmup leaves only "
+            f"{total - warmup}.",
         )
 
 

@@ -156,3 +156,17 @@ def test_an_error_suggests_no_word_of_its_own_sentence():
 
     assert "2M tokens" in str(error.value)
     assert "Did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "steps"),
+    [("warmup_steps = '6.4M'", 50_000), ("decay_steps = '1M'", 7812), ("total_steps = '2K'", 15)],
+    ids=["warmup", "decay", "total"],
+)
+def test_an_error_about_a_length_in_tokens_shows_the_tokens_and_the_steps(option: str, steps: int):
+    with pytest.raises(UserError) as error:
+        load(job_text("tokens = '64K'", f"[lr_scheduler]\n{option}\n"))
+
+    _, _, tokens = option.partition(" = ")
+    assert tokens.strip("'") in str(error.value)
+    assert str(steps) in str(error.value)
