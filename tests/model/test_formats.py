@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -250,6 +251,24 @@ IN_FAMILY = [
 def test_a_key_that_changes_the_computation_is_rejected_by_its_name(changes):
     with pytest.raises(UserError, match=next(iter(changes))):
         architecture_from_hf(BASE | changes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (LLAMA3 | {"factor": 0.5}, "factor"),
+        (LLAMA3 | {"mscale": 1.0}, "high_freq_factor"),  # one of the known keys
+        ({"rope_type": "yarn", "factor": 8.0, "attention_factor": 1e300}, "attention_factor"),
+    ],
+    ids=["value", "unknown key", "extreme value"],
+)
+def test_an_error_in_rope_settings_names_the_keys_of_the_config_json(settings, key):
+    with pytest.raises(UserError) as error:
+        architecture_from_hf(BASE | {"rope_scaling": settings})
+
+    assert re.search(rf"\b{key}\b", str(error.value))
+    # pydantic names the class of the settings: rope_scaling.llama3.factor.
+    assert not re.search(r"llama3\.|yarn\.", str(error.value))
 
 
 def test_a_model_that_no_family_supports_is_not_exported():

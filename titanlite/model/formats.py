@@ -300,13 +300,16 @@ class _YarnRope(_RopeTable):
     rope_scaling_factor: Annotated[float, Field(gt=1.0, alias="factor")]
     rope_beta_fast: Annotated[float, Field(gt=1e-9, lt=1e9, alias="beta_fast")] = 32.0
     rope_beta_slow: Annotated[float, Field(gt=1e-9, lt=1e9, alias="beta_slow")] = 1.0
-    rope_attention_factor: Annotated[PositiveFloat | None, Field(alias="attention_factor")] = None
+    rope_attention_factor: Annotated[
+        PositiveFloat | None, Field(le=1e6, alias="attention_factor")
+    ] = None
     rope_original_max_seq_len: Annotated[
         Size | None, Field(alias="original_max_position_embeddings")
     ] = None
 
 
 _AnyRope = _DefaultRope | _Llama3Rope | _YarnRope
+_ROPE_TABLES = {"default": _DefaultRope, "llama3": _Llama3Rope, "yarn": _YarnRope}
 
 
 def _read_rope(config: HFConfig) -> dict[str, Any]:
@@ -355,21 +358,31 @@ def _rope_fields(table: _AnyRope, config: HFConfig) -> dict[str, Any]:
     return fields
 
 
-def _add_rope_type(table: Any) -> Any:
-    """Add a missing "rope_type" to the RoPE settings of a config.json, before they are validated.
+def _parse_rope_table(table: Any) -> _AnyRope | None:
+    """Validate the RoPE settings of a config.json, which depend on their "rope_type".
 
-    pydantic chooses the class of the settings by this key. Older files call it "type". An empty
-    table becomes None, as if the file had no RoPE settings.
+    Older files call this key "type". An empty table becomes None, as if the file had no RoPE
+    settings.
+
+    Raises:
+        ValueError: If the settings are invalid. The message names all keys that are invalid.
     """
-    if not isinstance(table, dict) or not table:
-        return table or None
-    return {"rope_type": table.get("type", "default"), **table}
+    if not table:
+        return None
+    if not isinstance(table, dict):
+        raise ValueError("must be a table")
+
+    settings = {"rope_type": table.get("type", "default"), **table}
+    model = _ROPE_TABLES.get(str(settings["rope_type"]))
+    if model is None:
+        raise ValueError(f"has a rope_type that is none of {', '.join(_ROPE_TABLES)}")
+    try:
+        return model.model_validate(settings)
+    except ValidationError as error:
+        raise ValueError(f"is invalid: {explain_error(model, error)}") from None
 
 
-_Rope = Annotated[
-    Annotated[_AnyRope, Field(discriminator="rope_type")] | None,
-    BeforeValidator(_add_rope_type),
-]
+_Rope = Annotated[_AnyRope | None, BeforeValidator(_parse_rope_table)]
 
 
 class HFConfig(FileModel):
