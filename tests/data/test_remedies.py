@@ -85,7 +85,7 @@ def test_a_source_whose_records_are_all_skipped_is_an_error_with_the_reason(tmp_
     assert "jq" in message
 
 
-@pytest.mark.parametrize("holdout", ["1e-4", "1e-9"])
+@pytest.mark.parametrize("holdout", ["1e-4", "1e-9", "0.999999"])
 def test_a_holdout_without_a_document_names_one_that_has_enough(holdout, tmp_path, capsys):
     file = tmp_path / "text.jsonl"
     file.write_text("".join(json.dumps({"text": f"{i} {WORDS}"}) + "\n" for i in range(400)))

@@ -246,13 +246,13 @@ def _explain_too_little_text(
     if num_tokens == 0 and document_tokenizer.skipped:
         problem = f"all {len(document_tokenizer.skipped):,} records are skipped"
         return f"{source.name}: {problem}. The first one: {document_tokenizer.skipped[0]}."
-    if num_tokens == 0 and not document_tokenizer.is_validation:
+    if num_tokens == 0 and not document_tokenizer.holdout:
         return f"{source.name}: the documents contain no text. Choose other files."
 
     text = "the documents"
     remedy = "Lower training.seq_len or add text."
-    if document_tokenizer.is_validation:
-        text = "the held-out documents"
+    if document_tokenizer.holdout:
+        text = f"the documents in this split (validation.holdout = {document_tokenizer.holdout})"
         remedy = _propose_holdout(source, document_tokenizer, seq_len)
     return (
         f"{source.name}: {text} contain {num_tokens:,} tokens, fewer than one sequence "
@@ -261,13 +261,13 @@ def _explain_too_little_text(
 
 
 def _propose_holdout(source: Source, document_tokenizer: DocumentTokenizer, seq_len: int) -> str:
-    """Return a proposal for an error message: a larger validation.holdout that is sufficient.
+    """Return a proposal for an error message: a validation.holdout that is sufficient.
 
     With this holdout, training and validation each have enough text for one sequence. If there is
     no such holdout, propose to add text.
     """
     for holdout in _HOLDOUTS:
-        if holdout <= document_tokenizer.holdout:
+        if document_tokenizer.is_validation and holdout <= document_tokenizer.holdout:
             continue
         validation = replace(document_tokenizer, holdout=holdout, is_validation=True)
         training = replace(document_tokenizer, holdout=holdout, is_validation=False)
