@@ -53,6 +53,13 @@ def test_usual_values_and_plain_text_cause_no_warning(job_file, capsys):
     assert "Warning" not in capsys.readouterr().out
 
 
+def test_source_weights_may_have_many_digits(job_file):
+    sources = [f"[[dataset.sources]]\nweight = {weight}\n" for weight in (2000.5, 1 / 3)]
+    job_file.write_text(SMALL + "".join(sources))
+
+    assert cli.main(["check", "--job.config_file", str(job_file)]) == 0
+
+
 def test_mistakes_in_a_layout_are_found_without_the_number_of_ranks(job_file, capsys):
     options = (
         "--parallelism.tensor_parallel_degree 3 --training.seq_len 64 "

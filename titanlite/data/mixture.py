@@ -132,7 +132,8 @@ def source_shares(dataset: Dataset, step: int) -> np.ndarray:
         UserError: If a stage in [[dataset.stages]] has the wrong number of weights, or only zeros.
     """
     weights = _find_stage_value(stage_weights(dataset), step)
-    return np.divide(weights, sum(weights))
+    # Integers that exceed 64 bits, from weights with many digits, give an array of objects.
+    return np.divide(weights, sum(weights)).astype(float)
 
 
 def stage_weights(dataset: Dataset) -> list[tuple[int, list[int]]]:
