@@ -137,6 +137,18 @@ model.rope_high_freq_factor = 1.0 =>
 model.rope_theta = 1.0 =>
 model.rope_beta_fast = 1e308 =>
 model.rope_beta_slow = 1e-320 =>
+model.rope_attention_factor = 1e300 =>
+model.logit_softcap = 1e-320 =>
+model.logit_softcap = 1e308 =>
+training.z_loss = 1e308 =>
+[[dataset.sources]] ; source = "c4" ; weight = 1e-320 => dataset.sources.0.weight
+[[dataset.sources]] ; source = "c4" ; [[dataset.stages]] ; start_step = 1 ; weights = [1e308] => dataset.stages.0.weights
+[[dataset.stages]] ; start_step = 1 ; lr_factor = 1e308 => dataset.stages.0.lr_factor
+optimizer.eps = 1e-320 =>
+optimizer.weight_decay = 1e308 =>
+[[optimizer.groups]] ; params = ["*"] ; lr_factor = 1e308 => optimizer.groups.0.lr_factor
+[[optimizer.groups]] ; params = ["*"] ; weight_decay = 1e308 => optimizer.groups.0.weight_decay
+checkpoint.mirror_mbps = 1e-320 =>
 model.rope_beta_fast = 1.0 ; model.rope_scaling = "yarn" =>
 parallelism.pipeline_parallel_split_points = ["layers.2"] =>
 profiling.profiler_ranks = [1] =>
@@ -233,6 +245,7 @@ check --device_batch_size 4 => training.local_batch_size
 check --job.dump_folder $HOME/out => Write /
 check --job.dump_folder '$UNSET_HERE/out' => UNSET_HERE
 average run --out x => CHECKPOINTS
+average run/checkpoint/step-00000010 run --out x --weights 1e308 1e308 => --weights
 check --profiling.profiler_ranks 0,1 => 0 1 on the command line
 check --training.steps 4 --lr_scheduler.warmup_steps 10 => lr_scheduler.warmup_steps
 check --training.steps 40 --lr_scheduler.decay_steps 50 => lr_scheduler.decay_steps

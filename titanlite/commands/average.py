@@ -33,7 +33,9 @@ class Average(Options):
     for its newest undamaged checkpoint."""
     out: OptionPath
     """Folder for the new checkpoint, which gets the step and the job of the newest input."""
-    weights: Annotated[tuple[PositiveFloat, ...], Field(strict=False)] = ()
+    weights: Annotated[
+        tuple[Annotated[PositiveFloat, Field(le=1e15)], ...], Field(strict=False)
+    ] = ()
     """One weight per checkpoint, in the same order. They need not add up to 1. Default: equal
     weights."""
 

@@ -99,6 +99,12 @@ def _check_auto_or_positive(value: int) -> int:
     return value
 
 
+def _check_not_tiny(value: float) -> float:
+    if 0 < value < 1e-6:
+        raise ValueError("must be 0, or at least 1e-6")
+    return value
+
+
 def _check_unique(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if names.count(name) > 1:
@@ -154,6 +160,10 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 MupSize = Annotated[int, Field(ge=0, lt=2**31)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
+# The limits of these numbers and of some keys below reject only mistakes, with which float32
+# overflows or divides by zero.
+Moderate = Annotated[float, Field(ge=0.0, le=1e6)]
+ZeroOrModerate = Annotated[float, Field(ge=0.0, le=1e15), AfterValidator(_check_not_tiny)]
 Block = Annotated[str, AfterValidator(_check_block)]
 Component = Literal["model", "loss", "optimizer", "clip"]
 
@@ -271,7 +281,7 @@ class Model(Section):
     """YaRN does not scale frequencies with more turns than this in the original context."""
     rope_beta_slow: Annotated[float, Field(gt=1e-9, lt=1e9)] | None = None
     """YaRN divides frequencies with fewer turns than this by the full scaling factor."""
-    rope_attention_factor: NonNegativeFloat | None = None
+    rope_attention_factor: Moderate | None = None
     """YaRN multiplies rotated queries and keys by this. 0: 0.1 ln(rope_scaling_factor) + 1."""
     tied_embeddings: bool | None = None
     """Share the embedding matrix with the output projection."""
@@ -293,7 +303,7 @@ class Model(Section):
     """Every n-th block has no sliding window, as in OLMo 3, where n is 4. 0: all blocks have it."""
     no_rope_interval: NonNegativeInt | None = None
     """Every n-th block has no RoPE, as in SmolLM3, where n is 4. 0: all blocks have it."""
-    logit_softcap: NonNegativeFloat | None = None
+    logit_softcap: ZeroOrModerate | None = None
     """Replace each logit x by softcap * tanh(x / softcap), as in Gemma 2, where softcap is 30. 0:
     keep x."""
     mup_base_dim: MupSize | None = None
@@ -363,7 +373,7 @@ class Training(Section):
     logits is in memory at a time. reference: plain cross entropy of all logits, for comparison; it
     needs much more memory. Plugins can register more. Validation always reports the cross
     entropy."""
-    z_loss: NonNegativeFloat = 0.0
+    z_loss: Moderate = 0.0
     """Weight of the z-loss, log(Z)^2 per token with the softmax denominator Z, which keeps logits
     from growing. PaLM used 1e-4. 0: none. The validation loss does not include it."""
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -427,7 +437,7 @@ class ValidationSource(TextSource):
 
     dropped = _drop_unused_keys(max_epochs=0)
 
-    weight: NonNegativeFloat = 1.0
+    weight: ZeroOrModerate = 1.0
     """Share of sequences from this source, relative to the weights of the other sources."""
 
 
@@ -450,12 +460,12 @@ class DataStage(Section):
 
     start_step: NonNegativeInt
     """Number of steps before the stage begins."""
-    weights: ListOf[NonNegativeFloat] | None = None
+    weights: ListOf[ZeroOrModerate] | None = None
     """Weight of each source, in the order of dataset.sources."""
     global_batch_size: PositiveInt | None = None
     """Number of sequences per optimizer step, over all ranks, instead of
     training.global_batch_size."""
-    lr_factor: PositiveFloat | None = None
+    lr_factor: Annotated[PositiveFloat, Field(le=1e6)] | None = None
     """Factor for the learning rate of [lr_scheduler]."""
 
 
@@ -567,9 +577,9 @@ class ParameterGroup(Section):
     """Names of parameters, or patterns with * and ?, such as ["tok_embeddings.*",
     "layers.*.attention.w?.weight"]. Each parameter of the model must be in exactly one group, and
     each pattern must match a parameter."""
-    lr_factor: NonNegativeFloat = 1.0
+    lr_factor: Moderate = 1.0
     """Factor for the learning rate."""
-    weight_decay: NonNegativeFloat | None = None
+    weight_decay: Moderate | None = None
     """Weight decay, also of norms and embeddings. If omitted, optimizer.weight_decay with its
     exceptions."""
 
@@ -602,11 +612,11 @@ class Optimizer(Section):
     beta2: BelowOne = 0.95
     """Decay of the second moment per step. 0.95 averages over about 20 steps, 0.999 over about
     1,000."""
-    eps: PositiveFloat = 1e-8
+    eps: Annotated[float, Field(ge=1e-30)] = 1e-8
     """Term added to the square root of the second moment to avoid division by zero."""
     momentum: BelowOne = 0.95
     """Decay of the momentum per step. Only Muon and SGD use it."""
-    weight_decay: NonNegativeFloat = 0.1
+    weight_decay: Moderate = 0.1
     """Decoupled weight decay of all matrices. Norms are never decayed."""
     decay_embeddings: bool = True
     """Apply weight decay to the embedding."""
@@ -856,7 +866,7 @@ class Checkpoint(Section):
     """URL of a folder, such as "s3://bucket/my_run", to copy each checkpoint to during training. If
     that folder has a newer checkpoint than the run, the run resumes from it. S3 needs the package
     s3fs. Other storage that fsspec supports also works."""
-    mirror_mbps: NonNegativeFloat = 0.0
+    mirror_mbps: ZeroOrModerate = 0.0
     """Maximum bandwidth of copies to the mirror, in megabits per second. 0: no limit."""
 
 
