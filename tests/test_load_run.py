@@ -188,7 +188,7 @@ def test_a_job_in_a_checkpoint_may_contain_dropped_but_no_unknown_options(tmp_pa
         # The held-out text is not trained on, even without validation.
         "[validation]\nfreq = 0\nholdout = 0.1\n",
         '[validation]\nfreq = 5\nsource = "c4"\n',
-        '[job]\ndescription = "\u6771\u4eac \\u001b \\\\ \\""\n[samples]\nprompts = ["", " x\\n"]\n',
+        '[job]\ndescription = "\u6771\u4eac \\u001b \\\\ \\""\n[samples]\nfreq = 0\nprompts = ["", " x\\n"]\n',
     ],
 )
 def test_a_written_config_with_all_defaults_loads_to_the_same_job(text: str):
@@ -271,6 +271,9 @@ VALID_JOBS = """
 --validation.freq 2 --validation.source python_stdlib
 --validation.freq 2 --validation.holdout 0.1
 --training.steps 5
+--samples.freq 0 --samples.prompts def
+--compile.no-enable --compile.components model
+--float8.no-enable --float8.recipe_name mxfp8
 """
 
 

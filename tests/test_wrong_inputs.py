@@ -127,6 +127,13 @@ checkpoint.timeout_seconds = 100000000000000 =>
 dataset.max_epochs = 2 ; dataset.sources = [{source = "c4"}] => dataset.max_epochs = 2 is not used
 dataset.text_column = "body" ; dataset.sources = [{source = "c4"}] => dataset.text_column
 samples.freq = 5 =>
+samples.prompts = ["def"] =>
+compile.enable = true ; compile.components = [] =>
+compile.components = ["model"] =>
+float8.recipe_name = "mxfp8" =>
+checkpoint.initial_load_in_hf = true =>
+validation.source = "c4" =>
+validation.source = "c4" ; validation.holdout = 0.1 =>
 validation.path = "text.jsonl" ; validation.source = "jsonl" => validation.path
 float8.enable_fsdp_float8_all_gather = true ; float8.recipe_name = "rowwise" => float8.enable_fsdp_float8_all_gather
 float8.precompute_float8_dynamic_scale_for_fsdp = true =>

@@ -66,6 +66,13 @@ rate.
 """
 MAX_LR = 1.0
 UNUSUAL_LR = 0.1
+SWITCHES = {
+    "checkpoint.initial_load_in_hf": "initial_load_path",
+    "compile.components": "enable",
+    "float8.recipe_name": "enable",
+    "samples.prompts": "freq",
+}
+"""Key without effect by default -> key of the same section that switches it on."""
 
 
 class Problem(NamedTuple):
@@ -700,7 +707,6 @@ def check_effects(run: Run) -> Problems:
     float8, parallelism, validation = job.float8, job.parallelism, job.validation
 
     validates = validation.freq > 0
-    has_validation_data = validation.path or validation.sources
     validation_key = "validation.path" if validation.path else "validation.source"
     may_validate = validates or validation.holdout or "freq" in validation.model_fields_set
     is_tensorwise = float8.recipe_name == "tensorwise"
@@ -711,7 +717,8 @@ def check_effects(run: Run) -> Problems:
     # Key, whether it is set, whether it has an effect, and what it needs.
     effects = [
         ("samples.freq", job.samples.freq, job.samples.prompts, "samples.prompts"),
-        (validation_key, has_validation_data, may_validate, "validation.freq"),
+        ("compile.enable", job.compile.enable, job.compile.components, "compile.components"),
+        (validation_key, validation.has_own_data, may_validate, "validation.freq"),
         ("checkpoint.keep_best", job.checkpoint.keep_best, validates, "validation.freq"),
         (
             "float8.enable_fsdp_float8_all_gather",
@@ -753,6 +760,22 @@ def check_effects(run: Run) -> Problems:
     for key, is_set, has_effect, needed in effects:
         if is_set and not has_effect:
             yield Problem(key, f"has no effect without {needed}. Set both, or remove it.")
+
+
+def check_switches(run: Run) -> Problems:
+    """Report keys that have no effect, because the job never mentions the key that they need.
+
+    A job that sets the other key, for example `float8.enable = false`, may keep them. Only a run
+    that trains needs this rule: the planner also tries FP8 and compilation by itself.
+    """
+    for key, switch in SWITCHES.items():
+        section_name, name = key.split(".")
+        section = getattr(run.job, section_name)
+        is_set = name in section.model_dump(exclude_defaults=True)
+        if is_set and switch not in section.model_fields_set:
+            yield Problem(
+                key, f"has no effect without {section_name}.{switch}. Set both, or remove it."
+            )
 
 
 def check_disabled_checkpoints(run: Run) -> Problems:
@@ -866,7 +889,7 @@ def check_validation(run: Run) -> Problems:
     """
     validation = run.job.validation
     if validation.holdout > 0:
-        if validation.path or validation.sources:
+        if validation.has_own_data:
             yield Problem(
                 "validation.path" if validation.path else "validation.source",
                 "is not used with validation.holdout, which uses documents of [dataset]. "
@@ -1176,8 +1199,9 @@ OUTPUT_RULES = [
     Rule(check_checkpoints, ("job", "checkpoint")),
     Rule(check_wandb, ("metrics",)),
     Rule(check_certificate, ("job",)),
+    Rule(check_switches, ("checkpoint", "compile", "float8", "samples")),
 ]
-"""Rules on output folders, initial weights and loggers, which matter only if the run trains."""
+"""Rules that matter only if the run trains, such as those on output folders and loggers."""
 
 
 def find_suspicious_values(run: Run) -> list[str]:

@@ -569,6 +569,11 @@ class Validation(TextSource):
     on_bad_record: Literal["error", "skip"] = "error"
     """What to do with a bad record: see dataset.on_bad_record."""
 
+    @property
+    def has_own_data(self) -> bool:
+        """Whether this section describes data, beyond the default source."""
+        return bool(self.path or self.sources) or self.source != "python_stdlib"
+
 
 class ParameterGroup(Section):
     """Parameters with their own learning rate or weight decay."""
