@@ -31,7 +31,7 @@ class RequestingHook(Hook):
         return Request(save=is_rank_1 and step == 3, validate=is_rank_1 and step == 4)
 
     def numbers(self, step: int) -> dict[str, float]:
-        return {"skipped_records": 7, "mine": step / 2}
+        return {"skipped_records": 7, "mine": step / 2, "losses": 3}
 
 
 def record_calls(folder: str, delay: int) -> list[tuple[str, int | None]]:
@@ -72,8 +72,38 @@ def test_a_hook_is_called_in_the_same_order_on_all_ranks(tmp_path, delay: int):
     assert saved == ["step-00000002", "step-00000003", "step-00000004"]
 
     lines = read_metrics(tmp_path / "out").values()
-    numbers = [(line["skipped_records"], line["mine"]) for line in lines]
-    assert numbers == [(7, 0.5), (7, 1.0), (7, 2.0)]
+    numbers = [(line["skipped_records"], line["mine"], line["losses"]) for line in lines]
+    assert numbers == [(7, 0.5, 3), (7, 1.0, 3), (7, 2.0, 3)]
+
+
+class MeasuredMetric(Hook):
+    """Returns a metric that titanlite measures itself."""
+
+    def __init__(self, metric: str) -> None:
+        self._metric = metric
+
+    def numbers(self, step: int) -> dict[str, float]:
+        return {self._metric: 1.0}
+
+
+def train_with_measured_metric(folder: str, metric: str) -> tuple[int, str]:
+    """Return the step at which the run ends with an error, and the error."""
+    with (
+        small_trainer(folder, MeasuredMetric(metric)) as trainer,
+        pytest.raises(UserError) as caught,
+    ):
+        trainer.train()
+    return trainer.steps_done, str(caught.value)
+
+
+@pytest.mark.parametrize("metric", ["step", "lr", "loss", "memory_active"])
+def test_a_metric_that_titanlite_measures_is_rejected_at_the_first_step(tmp_path, metric: str):
+    ranks = run_ranks(2, train_with_measured_metric, str(tmp_path), metric)
+
+    for step, error in ranks:
+        assert step == 1
+        assert "MeasuredMetric" in error
+        assert repr(metric) in error
 
 
 class Finishing(Hook):

@@ -140,7 +140,8 @@ class Hook:
         Hooks may read GPU tensors here, because a logged step waits for the GPU in any case.
 
         Returns:
-            Metric values by name. The name of a field of `LoggedStep` sets this field. Any other
+            Metric values by name. The name of a field of `LoggedStep` that has a default sets this
+            field. The names of fields without a default, such as "loss", are not allowed. Any other
             name adds a field.
         """
         return {}

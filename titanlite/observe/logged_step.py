@@ -142,6 +142,9 @@ TAGS: dict[str, str] = {
 }
 """Field of `LoggedStep` -> TensorBoard tag, such as "loss" -> "train/loss"."""
 
+MEASURED_FIELDS = {name for name, field in LoggedStep.model_fields.items() if field.is_required()}
+"""Fields that `Meter` sets. Hooks can set only the other fields."""
+
 VALIDATION_CURVES = {
     "loss": ("val/loss", "Mean cross entropy per token of the validation data, in nats."),
     "perplexity": ("val/perplexity", "exp(loss)."),

@@ -122,7 +122,7 @@ class Meter:
         for part, part_seconds in seconds.items():
             self._seconds[part] += part_seconds
 
-    def read(self, step: int, lr: float, losses: Tensor, **fields: Any) -> LoggedStep:
+    def read(self, step: int, lr: float, losses: Tensor, /, **fields: Any) -> LoggedStep:
         """Return the metrics of all steps since the previous log step, and reset the sums.
 
         This waits for the GPU, in a single host sync.

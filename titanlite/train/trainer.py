@@ -12,7 +12,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from types import TracebackType
@@ -38,7 +38,7 @@ from titanlite.hooks.stop_signals import StopSignals
 from titanlite.hooks.validation import Validator
 from titanlite.load_run import check_run, read_world_size
 from titanlite.observe.gpus import check_memory
-from titanlite.observe.logged_step import LoggedStep
+from titanlite.observe.logged_step import MEASURED_FIELDS, LoggedStep
 from titanlite.observe.meter import Meter
 from titanlite.optim.build import has_modes, set_mode
 from titanlite.optim.schedule import learning_rate_at
@@ -381,7 +381,7 @@ class Trainer:
         if self.checkpointer is not None:
             metrics |= self.checkpointer.stats()
         for hook in self.hooks:
-            metrics |= hook.numbers(step)
+            metrics |= _read_numbers(hook, step)
         entry = self.meter.read(step, lr, losses, **metrics)
 
         # Pass them on.
@@ -785,6 +785,22 @@ class _LoopEnd(NamedTuple):
     request: Request
     has_finished: bool
     data_error: Exception | None = None
+
+
+def _read_numbers(hook: Hook, step: int) -> Mapping[str, Any]:
+    """Return the metrics that a hook adds to a logged step.
+
+    Raises:
+        UserError: If the hook returns a metric that titanlite measures itself, such as "loss".
+    """
+    numbers = hook.numbers(step)
+    for name in numbers:
+        if name in MEASURED_FIELDS:
+            raise UserError(
+                f"The hook {hook.name or type(hook).__name__} returns the metric {name!r} from "
+                "`numbers`, but titanlite measures this metric itself. Choose another name."
+            )
+    return numbers
 
 
 def train(run: Run, argv: Sequence[str] = ()) -> None:
