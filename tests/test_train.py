@@ -36,6 +36,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanlite.commands import check
 from titanlite.config.errors import UserError
 from titanlite.config.load import load_job
+from titanlite.hooks import stop_signals
+from titanlite.hooks.hook import Hook, Request
 from titanlite.load_run import load_run
 from titanlite.report.run_files import read_status
 from titanlite.train.request_exchange import REQUEST_DELAY
@@ -130,6 +132,28 @@ def test_usr2_saves_without_stopping_and_a_run_stopped_by_ctrl_c_resumes(job_fil
         ("start", last),
         ("finish", last + 2),
     ]
+
+
+def signal_while_flags_are_read():
+    """Send SIGUSR2 to this rank just after it has read its received signals for the first time."""
+    has_sent = []
+
+    def make_request(**actions: Any) -> Request:
+        request = Request(**actions)
+        if not has_sent:
+            has_sent.append(True)
+            os.kill(os.getpid(), signal.SIGUSR2)
+        return request
+
+    stop_signals.Request = make_request  # type: ignore[misc]
+
+
+def test_usr2_that_arrives_while_signals_are_read_saves_after_the_next_step(tmp_path):
+    options = "--training.steps 4 --checkpoint.interval 900"
+    start_small(tmp_path / "out", options, before=signal_while_flags_are_read).wait_for_exit(0)
+
+    saved = sorted(path.name for path in (tmp_path / "out" / "checkpoint").iterdir())
+    assert saved == ["step-00000002", "step-00000004"]
 
 
 @pytest.mark.parametrize("stopped", [False, True])

@@ -48,7 +48,8 @@ class StopSignals:
         call requests a save.
         """
         request = Request(stop=self.stop_signal, save=self._has_save_signal)
-        self._has_save_signal = False
+        if request.save:  # otherwise keep a signal that has arrived since the flag was read
+            self._has_save_signal = False
         return request
 
     def clear_save_request(self) -> None:
