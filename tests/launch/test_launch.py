@@ -152,7 +152,9 @@ def test_a_signal_reaches_each_rank_once_and_they_have_time_to_save(
     _, errors = launcher.communicate(timeout=30)
 
     assert launcher.returncode == code
-    assert errors.count("Stopping after this step") == 1
+    assert errors.count(": Stopping after ") == 1
+    # A run stops one or two steps after the step in which the signal arrives.
+    assert "after this step" not in errors
     assert ("Ctrl-C" in errors) == (signals[0] == signal.SIGINT)
     assert f"{message}\n" in errors
 

@@ -62,7 +62,7 @@ def describe_stop(number: int) -> str:
     Args:
         number: Number of the signal.
     """
-    text = f"{signal.Signals(number).name}: Stopping after this step and a save."
+    text = f"{signal.Signals(number).name}: Stopping after one or two more steps and a save."
     if number == signal.SIGINT:
         text += " Ctrl-C again stops at once, without saving."
     return text
