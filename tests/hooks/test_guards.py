@@ -221,6 +221,9 @@ def test_a_rollback_restores_the_weights_and_skips_the_data_up_to_the_spike(tmp_
     for key in ("loss", "grad_norm", "tokens", "roll_backs", "spikes"):
         assert whole[key] == parts[key]
     assert (whole["tokens"], whole["roll_backs"], whole["spikes"]) == (12 * 4 * 64, 1, 1)
+    log = (tmp_path / "whole/out/train.log").read_text()
+    assert "rolled back to the weights of step 5" in log
+    assert "Resumed" not in log
 
     # The averages start from the weights of the rollback.
     checkpoint = tmp_path / "late/out/checkpoint/step-00000007"

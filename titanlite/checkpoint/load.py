@@ -149,10 +149,14 @@ class Resumer:
         """
         for path in reversed(checkpoints):
             try:
-                return self._load(path)
+                state = self._load(path)
             except Damage as damage:
                 problems.append(f"{path.name}: {damage}")
                 self._rename(path, f"Checkpoint {path.name} is DAMAGED ({damage})", "damaged")
+                continue
+            tokens = f"{state['tokens']:,} tokens seen"
+            self._log(f"Resumed after step {state['step']} of {path}: {tokens}")
+            return state
         return None
 
     def load_before(self, step: int) -> dict[str, Any] | None:
@@ -175,11 +179,14 @@ class Resumer:
         problems = [f"{folder}: no valid checkpoint before step {step}."]
         for path in reversed(earlier):
             try:
-                return self._load(path)
+                state = self._load(path)
             except Damage as damage:
                 problem = f"{path.name} is damaged: {damage}"
                 self._log(problem)
                 problems.append(problem)
+                continue
+            self._log(f"Loaded the state after step {state['step']} from {path}")
+            return state
 
         if earlier:
             raise CheckpointError("\n  ".join(problems))
@@ -325,7 +332,6 @@ class Resumer:
             raise
 
         state = info["train_state"]
-        self._log(f"Resumed after step {state['step']} of {path}: {state['tokens']:,} tokens seen")
         return {part: value for part, value in state.items() if part not in parts_to_reset}
 
     def _load_tensors(
