@@ -1,5 +1,6 @@
 """A process can create several process groups in turn, and ranks open few connections."""
 
+import functools
 import os
 import re
 import resource
@@ -8,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import World
+from ranks import World, free_port, start_small
 from small_runs import SMALL_WITHOUT_WORKERS
 
 from titanlite import Trainer, UserError, cli, load_job
@@ -60,6 +61,26 @@ def test_a_missing_variable_of_the_launcher_is_an_error_that_names_it(monkeypatc
     assert cli.main(["train"]) == 2
 
     assert "environment variable MASTER_PORT" in capsys.readouterr().err
+
+
+def use_unreachable_address(rank: int, port: int) -> None:
+    """Connect as one of two ranks, of which the other one does not exist."""
+    del os.environ[STORE]
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_cannot_connect_end_with_an_error_that_names_the_address(tmp_path, rank):
+    port = free_port()
+    before = functools.partial(use_unreachable_address, rank, port)
+    options = ("--comm.init_timeout_seconds", 2)
+
+    output = start_small(tmp_path / "out", *options, before=before).wait_for_exit(2)
+
+    assert "MASTER_ADDR" in output
+    assert "Traceback" not in output
 
 
 def count_sockets(store: Path) -> int:

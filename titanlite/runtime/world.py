@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, rendezvous  # pyright: ignore
 
-from titanlite.config.errors import UserError
+from titanlite.config.errors import ERROR_FOLDER, UserError
 from titanlite.config.schema import JobConfig
 from titanlite.runtime.attention_kernels import attention_kernels
 from titanlite.runtime.process import STORE, set_up_torch
@@ -105,7 +105,8 @@ def _rendezvous(world_size: int, timeout: timedelta, file: str | None) -> Store:
             the address in the environment variables of torchrun.
 
     Raises:
-        UserError: If there are several ranks, and a variable is missing or invalid.
+        UserError: If there are several ranks, and a variable is missing or invalid, or the ranks
+            cannot connect at this address.
     """
     if world_size == 1:
         return HashStore()
@@ -119,11 +120,16 @@ def _rendezvous(world_size: int, timeout: timedelta, file: str | None) -> Store:
     # "env://" reads MASTER_ADDR and MASTER_PORT, and yields store, rank and world size.
     try:
         store, _, _ = next(rendezvous("env://", timeout=timeout))
-    except ValueError as error:  # a variable is not set or not a port
-        reason = str(error).rstrip(".")
+    except (ValueError, dist.DistNetworkError, dist.DistStoreError) as error:
+        # A variable is not set or not a port, or the ranks have not connected in time. The launcher
+        # sets valid variables, and restarts a run after a lost connection.
+        if ERROR_FOLDER in os.environ:
+            raise
+        reason = str(error).partition("\n")[0].rstrip(".")  # C++ stacks can follow
         raise UserError(
-            f"MASTER_ADDR and MASTER_PORT must name the address of the first rank: {reason}. Start "
-            f"with torchrun, which sets them, or unset WORLD_SIZE and set NGPU={world_size}."
+            "MASTER_ADDR and MASTER_PORT must name an address of the first rank that all ranks can "
+            f"reach: {reason}. Start with torchrun, which sets them, or unset WORLD_SIZE and set "
+            f"NGPU={world_size}."
         ) from None
     return store
 
