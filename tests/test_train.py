@@ -5,6 +5,7 @@ Tests of the launcher start `titanlite launch`. Other tests start the ranks dire
 
 import functools
 import json
+import logging
 import os
 import pty
 import re
@@ -20,7 +21,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from ranks import descendants, start_small, titanlite
+from ranks import descendants, run_ranks, small_trainer, start_small, titanlite
 from small_runs import (
     SMALL,
     SMALL_WITHOUT_WORKERS,
@@ -284,6 +285,40 @@ def test_a_second_start_in_a_used_folder_fails_and_changes_no_file_of_the_first(
     first.wait_for_exit(75)
     assert "is using it" not in (out / "train.log").read_text()
     assert not list(out.glob("archived*"))
+
+
+TRY_LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+
+
+class LockProbe(logging.Handler):
+    """Records whether another process can lock a file when the end of the run is logged."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self._command = [sys.executable, "-c", TRY_LOCK, str(file)]
+        self.results: list[bool] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "Finished" in str(record.msg):
+            self.try_lock()
+
+    def try_lock(self) -> None:
+        process = subprocess.run(self._command, capture_output=True, check=False)
+        self.results.append(process.returncode == 0)
+
+
+def probe_lock(folder: str) -> list[bool]:
+    """Try to lock the output folder when the end of the run is logged, and after the run."""
+    trainer = small_trainer(folder, Hook(), "--training.steps", "2")
+    probe = LockProbe(Path(folder, "out/.run.lock"))
+    logging.getLogger("titanlite").addHandler(probe)
+    trainer.train()
+    probe.try_lock()
+    return probe.results
+
+
+def test_a_run_logs_its_end_before_the_next_run_may_use_the_folder(tmp_path):
+    assert run_ranks(1, probe_lock, str(tmp_path)) == [[False, True]]
 
 
 def test_a_failed_start_creates_no_folder_and_keeps_the_checkpoints_of_a_finished_run(

@@ -107,6 +107,7 @@ class Trainer:
         self.checkpointer: Checkpointer | None = None
         self.validator: Validator | None = None
         self._resources = ExitStack()  # closed in reverse order by `close`
+        self._locks = ExitStack()  # of the folders of the run, released after all resources
         try:
             run = job if isinstance(job, Run) else check_run(job, read_world_size())
             check_memory(run)
@@ -183,7 +184,7 @@ class Trainer:
         self.hang_report = HangReport(self)  # first, so that it covers the rest of the build
         self._resources.callback(self.hang_report.close)
         # Lock the output folder before the records write to it.
-        self.run_id = lock_folders(self.run, self.log, self._resources)
+        self.run_id = lock_folders(self.run, self.log, self._locks)
         self.records = Records(self)
         self.stop_signals = StopSignals()
 
@@ -548,7 +549,8 @@ class Trainer:
 
     def close(self) -> None:
         """Close all files, and wait for or stop background work such as data workers and saves."""
-        self._resources.close()
+        with self._locks:
+            self._resources.close()
 
     def __enter__(self) -> Self:
         return self
@@ -728,20 +730,21 @@ class Trainer:
 
         # Let everything finish before the first error is raised.
         errors = [end.data_error, *self._end_hooks(stopped)]
-        self.close()
-        for error in errors:
-            if error is not None:
-                raise error
+        with self._locks:  # the next run must not write to the log before the end is logged
+            self._resources.close()
+            for error in errors:
+                if error is not None:
+                    raise error
 
-        # A stop signal also ends the run with an error, unless it came at the last step.
-        if stopped and not end.has_finished:
-            self._raise_stopped(stopped, signal.Signals(signal_number))
+            # A stop signal also ends the run with an error, unless it came at the last step.
+            if stopped and not end.has_finished:
+                self._raise_stopped(stopped, signal.Signals(signal_number))
 
-        message = f"Finished after step {self.steps_done}."
-        finish_reason = end.request.finish  # empty unless a hook has finished the run early
-        if finish_reason:
-            message = f"Finished after step {self.steps_done}: {finish_reason}"
-        self.log(Event(message, "finish", self.steps_done))
+            message = f"Finished after step {self.steps_done}."
+            finish_reason = end.request.finish  # empty unless a hook has finished the run early
+            if finish_reason:
+                message = f"Finished after step {self.steps_done}: {finish_reason}"
+            self.log(Event(message, "finish", self.steps_done))
 
     def _end_hooks(self, stopped: str) -> list[Exception | None]:
         """Call `Hook.ended` of all hooks, wait for the last save, and return the errors of both.
