@@ -110,6 +110,28 @@ def test_a_step_with_a_non_finite_gradient_changes_nothing_on_any_layout(tmp_pat
         assert all("weight" in parameter for _, parameter, _ in reports)
 
 
+class Freeze(Hook):
+    """Freezes the first parameter."""
+
+    def built(self, trainer: Trainer) -> None:
+        next(trainer.model.parameters()).requires_grad_(False)
+
+
+def train_with_frozen_parameter(folder: str) -> str:
+    """Skip a step because of the first gradient, and return the name of its parameter."""
+    hooks: list[Hook] = [Freeze(), Fault({2: math.nan})]
+    with small_trainer(folder, hooks, "--training.steps", "2") as trainer:
+        trainer.train()
+    return list(dict(trainer.model.named_parameters()))[1]
+
+
+def test_a_skipped_step_names_the_right_parameter_if_a_hook_has_frozen_others(tmp_path):
+    name, _ = run_ranks(2, train_with_frozen_parameter, str(tmp_path))
+
+    log = (tmp_path / "out/train.log").read_text()
+    assert re.findall(r"the gradient of (\S+) on rank 1 ", log) == [name]
+
+
 def train_until_guard_error(folder: str) -> list[str]:
     """Skip step 4, resume, skip step 5, and return the messages of all guard errors."""
     options = "--guards.max_skipped 1 --checkpoint.interval 2 --training.max_norm 0".split()

@@ -70,7 +70,6 @@ class NonFiniteGuard(Hook):
         """Read the limit of consecutive skipped steps (guards.max_skipped), and reset counters."""
         self._trainer = trainer
         self._max_skipped = trainer.job.guards.max_skipped
-        self._parameter_names = [name for name, _ in trainer.model.named_parameters()]
         self._unread: list[tuple[int, StepResult]] = []
         self._unreported: list[str] = []
         self._num_skipped = 0
@@ -164,7 +163,10 @@ class NonFiniteGuard(Hook):
         parameter = None
         finite_flags = result.squares.isfinite().tolist()
         if not all(finite_flags):
-            parameter = self._parameter_names[finite_flags.index(False)]
+            # Frozen parameters have no gradient. A plugin may freeze some after `built`.
+            parameters = self._trainer.model.named_parameters()
+            names = [name for name, weight in parameters if weight.requires_grad]
+            parameter = names[finite_flags.index(False)]
         data_rank = self._trainer.mesh.data_rank
         return SkippedStep(step, data_rank, result.loss.item(), parameter)
 
