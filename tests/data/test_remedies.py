@@ -1,10 +1,12 @@
 """Errors about unreadable data propose a remedy, and the remedy works for this data."""
 
+import errno
 import json
 import os
 import re
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -152,3 +154,25 @@ def test_a_line_of_any_length_is_a_bad_record_and_takes_little_memory(suffix, tm
 
     # In MiB. The source keeps and copies 256 MiB of the line, which has 1,430 MiB.
     assert growth < 900
+
+
+@pytest.mark.parametrize(
+    ("write", "command"),
+    [
+        ("os.replace", "data show --dataset.source text --dataset.path"),
+        ("shutil.copyfile", "check --tokenizer.path"),
+    ],
+)
+def test_a_full_disk_of_the_cache_is_an_error_that_names_its_variable(
+    write, command, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(write, Mock(side_effect=full))
+    (tmp_path / "file").write_text("text")
+
+    assert cli.main([*command.split(), f"file://{tmp_path}/file"]) == 2
+
+    errors = capsys.readouterr().err
+    assert "No space left on device" in errors
+    assert "TITANLITE_CACHE" in errors

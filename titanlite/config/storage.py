@@ -9,6 +9,7 @@ Credentials and endpoints are settings of the storage, and never keys of a job.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -25,7 +26,7 @@ from typing import Any
 import xxhash
 
 from titanlite.config.errors import UserError, one_line
-from titanlite.config.files import MANIFEST, STEP_FOLDER, make_folder, write_output
+from titanlite.config.files import MANIFEST, STEP_FOLDER, make_folder, write_atomically
 
 CACHE = "TITANLITE_CACHE"
 """Environment variable with the folder of the cache."""
@@ -265,10 +266,22 @@ def _get_cache_folder() -> Path:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a cache folder during the `with` block, so that other processes wait."""
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    """Hold the lock of a cache folder during the `with` block, which can write to the folder.
+
+    Raises:
+        UserError: If the disk of the cache is full.
+    """
+    try:
+        with (folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise UserError(
+            f"The disk of the cache {folder} is full: {error.strerror}. Free some space, or set "
+            f"{CACHE} to a folder on another disk."
+        ) from None
 
 
 @lru_cache(maxsize=32)  # a block contains several documents
@@ -296,7 +309,7 @@ def read_block(url: str, version: tuple[int, str], number: int) -> bytes:
         if block is None:
             block = _download_block(url, version, start, end)
             _make_room(folder)
-            write_output(cached_file, block)
+            write_atomically(cached_file, block)
     return block
 
 
