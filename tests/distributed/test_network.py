@@ -119,7 +119,9 @@ def start_two_nodes(folder: Path, *options: str, **variables: str) -> list["subp
 
 
 def test_a_crash_on_one_node_restarts_all_and_a_signal_to_one_saves_and_stops_all(tmp_path):
-    running = start_two_nodes(tmp_path, NNODES="2", MAX_RESTARTS="1")
+    (tmp_path / "tmp").mkdir()
+    variables = {"NNODES": "2", "MAX_RESTARTS": "1", "TMPDIR": str(tmp_path / "tmp")}
+    running = start_two_nodes(tmp_path, **variables)
     with kill_at_exit(running):
         wait_for("Saved step 5 ", tmp_path, running)
         # The rank is a child of the agent, which is a child of the launcher.
@@ -139,6 +141,7 @@ def test_a_crash_on_one_node_restarts_all_and_a_signal_to_one_saves_and_stops_al
 
     # The second node reports the failure of its rank.
     assert "failed first: SIGKILL" in output
+    assert not list((tmp_path / "tmp").glob("titanlite-launch-*"))
 
 
 @pytest.mark.long
@@ -219,8 +222,11 @@ def test_an_address_that_cannot_be_resolved_is_an_error(tmp_path):
 
 def test_a_node_that_waits_logs_what_is_missing(tmp_path):
     cluster = {"NNODES": "1:2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    run = launch(tmp_path, NGPU="1", NODE_RANK="1", **cluster)
+    run = launch(tmp_path, NGPU="1", NODE_RANK="1", TMPDIR=str(tmp_path), **cluster)
     with kill_at_exit([run]):
         output = wait_for("nothing answers at 127.0.0.1", tmp_path, [run])
+        run.send_signal(signal.SIGINT)
+        assert run.wait(60) == 130
 
     assert "1 to 2 nodes" in output
+    assert not list(tmp_path.glob("titanlite-launch-*"))

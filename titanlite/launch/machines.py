@@ -17,6 +17,7 @@ import fcntl
 import ipaddress
 import logging
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -86,35 +87,36 @@ def run_agent(
     is_host = is_local if node_rank is None else node_rank == 0
     config = _configure_agent(nodes, store, node_rank, is_local, restarts)
 
-    folder = Path(tempfile.mkdtemp(prefix="titanlite-launch-"))
-    command, environment = python_command(["-m", "titanlite", "launch", *argv])
-    os.environ.update(environment)
-    os.environ[FOLDER] = str(folder)
-    # Otherwise the store survives a restart, with the addresses of ranks that no longer exist.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    _start_threads(folder, store, is_host)
+    with tempfile.TemporaryDirectory(prefix="titanlite-launch-") as name:
+        folder = Path(name)
+        command, environment = python_command(["-m", "titanlite", "launch", *argv])
+        os.environ.update(environment)
+        os.environ[FOLDER] = str(folder)
+        # Otherwise the store survives a restart, with the addresses of ranks that no longer exist.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        _start_threads(folder, store, is_host)
 
-    expected = format_count(nodes[1], "node")
-    if nodes[0] < nodes[1]:
-        expected = f"{nodes[0]} to {expected}"
-    where = f"{store[0]}:{store[1]}"
-    note(f"Waiting for {expected} at {where}.")
-    logging.disable(logging.ERROR)  # the node process reports why it ended
-    try:
-        elastic_launch(config, command[0])(*command[1:])
-    except ChildFailedError as error:
-        code = error.get_first_failure()[1].exitcode
-        return code if code > 0 else 128 - code
-    except (RendezvousError, RuntimeError) as error:
-        if (folder / CRASH_FILE).exists():
-            return int((folder / CRASH_FILE).read_text())
-        if not (folder / END_FILE).exists():
-            has_started = (folder / PROCESS_FILE).exists()
-            error_kind = StoppedBySignal if has_started and is_saved(run) else UserError
-            needed = format_count(nodes[0], "node")
-            text = f"{needed} did not meet at {where}, which all must reach: {error}"
-            raise error_kind(f"{text}\n{resume_hint(run, argv)}") from None
-    return int((folder / END_FILE).read_text())
+        expected = format_count(nodes[1], "node")
+        if nodes[0] < nodes[1]:
+            expected = f"{nodes[0]} to {expected}"
+        where = f"{store[0]}:{store[1]}"
+        note(f"Waiting for {expected} at {where}.")
+        logging.disable(logging.ERROR)  # the node process reports why it ended
+        try:
+            elastic_launch(config, command[0])(*command[1:])
+        except ChildFailedError as error:
+            code = error.get_first_failure()[1].exitcode
+            return code if code > 0 else 128 - code
+        except (RendezvousError, RuntimeError) as error:
+            if (folder / CRASH_FILE).exists():
+                return int((folder / CRASH_FILE).read_text())
+            if not (folder / END_FILE).exists():
+                has_started = (folder / PROCESS_FILE).exists()
+                error_kind = StoppedBySignal if has_started and is_saved(run) else UserError
+                needed = format_count(nodes[0], "node")
+                text = f"{needed} did not meet at {where}, which all must reach: {error}"
+                raise error_kind(f"{text}\n{resume_hint(run, argv)}") from None
+        return int((folder / END_FILE).read_text())
 
 
 def _configure_agent(
@@ -256,6 +258,7 @@ def _pass_on_signals(signals: set[signal.Signals], folder: Path) -> None:
         try:
             os.kill(int((folder / PROCESS_FILE).read_text()), number)
         except OSError:  # there is no node process now
+            shutil.rmtree(folder, ignore_errors=True)
             leave(128 + number)
 
 
