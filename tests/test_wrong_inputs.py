@@ -72,6 +72,10 @@ model.name = "llama3" => titanlite migrate
 [[dataset.sources]] ; source = "jsonl" ; path = "dataset.jsonl" => matches no file (of dataset.jsonl
 [[dataset.sources]] ; source = "c4" ; loss_mask_column = "x" => dataset.sources.0.loss_mask_column
 dataset.loss_mask_column = "x" ; [[dataset.sources]] ; source = "c4" => dataset.loss_mask_column
+dataset.split = "test" ; dataset.source = "jsonl" ; dataset.path = "text.jsonl" =>
+dataset.config = "en" =>
+dataset.streaming = true ; dataset.source = "text" ; dataset.path = "text.jsonl" =>
+[[dataset.sources]] ; source = "c4" ; token_dtype = "uint16" => dataset.sources.0.token_dtype
 [[dataset.sources]] ; source = "c4" ; weight = 0.0 => dataset.sources.0.weight
 [[dataset.sources]] ; source = "c4" ; [[dataset.stages]] ; start_step = 1 ; weights = [0] => dataset.stages.0.weights
 [[dataset.sources]] ; source = "c4" ; [[dataset.sources]] ; [[dataset.stages]] ; start_step = 1 ; weights = [1.0] => dataset.stages.0.weights

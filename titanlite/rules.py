@@ -47,7 +47,7 @@ from titanlite.config.schema import (
     Validation,
 )
 from titanlite.data.hub import propose_download
-from titanlite.data.sources.files import find_files, find_markup
+from titanlite.data.sources.files import BUILTIN_SOURCES, find_files, find_markup
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.formats import parameter_shapes
 from titanlite.observe.outputs import FILES, find_overwrite_problem
@@ -60,6 +60,13 @@ UNUSED_KEYS = {
     "SGD": ("beta1", "beta2", "eps", "implementation"),
 }
 """Value of optimizer.name -> keys of [optimizer] that this optimizer ignores."""
+SOURCES_WITH_KEY = {
+    "config": ("huggingface", "c4"),
+    "split": ("huggingface", "c4", "arrow"),
+    "streaming": ("huggingface", "c4"),
+    "token_dtype": ("tokens",),
+}
+"""Key of a data source -> built-in sources that use it. The sources of plugins may use all keys."""
 NORMALIZING_OPTIMIZERS = ("AdamW", "AdamW8bit", "Muon", "Lion")
 """Optimizers that normalize the gradient, so that each weight changes by about the learning
 rate.
@@ -953,6 +960,11 @@ def _check_source(table: str, source: TextSource) -> Problems:
         return
     if source.loss_mask_column is not None and kind not in ("jsonl", "parquet"):
         yield Problem(f"{table}.loss_mask_column", 'needs source "jsonl" or "parquet".')
+    for key, kinds in SOURCES_WITH_KEY.items():
+        is_set = getattr(source, key) != TextSource.model_fields[key].default
+        if is_set and kind in BUILTIN_SOURCES and kind not in kinds:
+            problem = f'is not used with {table}.source = "{kind}". Remove it.'
+            yield Problem(f"{table}.{key}", problem)
 
     try:
         find_files(source)

@@ -401,6 +401,7 @@ def _replace_data(job: JobConfig, path: Path) -> JobConfig:
         max_epochs=0,
         streaming=False,
         config=None,
+        split="train",
     )
 
 

@@ -60,7 +60,7 @@ _SOURCE_OF_SUFFIX = {
 }
 # The file in a folder written by `titanlite prepare`, or by save_to_disk of `datasets`.
 _FILE_IN_FOLDER = {"shards": "manifest.json", "arrow": "dataset_*.json"}
-_BUILTIN = frozenset(SOURCES)  # sources that do not come from a plugin
+BUILTIN_SOURCES = frozenset(SOURCES)  # sources that do not come from a plugin
 _MAX_TEXT_BYTES = 64 * 1024  # largest document of source "text"; larger files are divided
 _MAX_FILE_BYTES = 1 << 22  # no file of the standard library is larger
 _READ_AHEAD = 1 << 23  # read buffer in bytes; several remote blocks are fetched in parallel
@@ -448,7 +448,7 @@ def open_quickly(spec: TextSource, job: JobConfig) -> Source | None:
     MiB of text or .npy files. Larger JSON lines files are opened without counting their lines.
     """
     files = find_files(spec)
-    if spec.source not in _BUILTIN - {"huggingface", "c4"} or storage.as_url(spec.path):
+    if spec.source not in BUILTIN_SOURCES - {"huggingface", "c4"} or storage.as_url(spec.path):
         return None
     # The documents of .npy files are found by reading all token ids.
     if spec.source in ("python_stdlib", "text", "jsonl") or files[0].suffix == ".npy":
@@ -492,7 +492,7 @@ def find_files(spec: TextSource) -> list[Path]:
     if spec.source == "c4":
         return []  # the library `datasets` finds its files
 
-    is_builtin = spec.source in _BUILTIN
+    is_builtin = spec.source in BUILTIN_SOURCES
     if spec.path is None:
         if not is_builtin:
             return []  # the source of a plugin may need no path
