@@ -8,13 +8,18 @@ import ctypes
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from titanlite import register
 from titanlite.checkpoint.save import Saver
+from titanlite.hooks.hook import Hook, Request
 from titanlite.load_run import load_run
 from titanlite.optim import muon
 from titanlite.parallel import memory_savers
@@ -27,58 +32,119 @@ SMALL = (
 )
 SAVES = "--checkpoint.enable --checkpoint.interval 1 --checkpoint.async_mode async_with_pinned_mem"
 OFFLOAD = "--training.enable_cpu_offload"
+COMPILED = "--compile.enable --compile.components model loss optimizer clip"
+
+
+@register("hook", "roll_back")
+class RollBack(Hook):
+    """Roll back in each step, while the save of the same step is in progress."""
+
+    def built(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def act(self, step: int, request: Request) -> None:
+        if step > 1:
+            assert self.trainer.checkpointer is not None
+            assert self.trainer.checkpointer.roll_back(step) == step - 1
+
+
+@register("hook", "count_saves")
+class CountSaves(Hook):
+    """Change a tensor on the GPU when a save collects it, after all reads that wait for the GPU."""
+
+    name = "count_saves"
+
+    def built(self, trainer: Trainer) -> None:
+        self.num_saves = torch.zeros(1, device=trainer.device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        self.num_saves += 1
+        return {"num_saves": self.num_saves}
 
 
 def without_call(owner: Any, method: str, caller: str) -> Any:
     """Skip calls of a method from functions with the name `caller`."""
     call = getattr(owner, method)
 
-    def skip_from_caller(*args: Any) -> Any:
+    def skip_from_caller(*args: Any, **kwargs: Any) -> Any:
         if sys._getframe(1).f_code.co_name != caller:
-            return call(*args)
+            return call(*args, **kwargs)
 
     return patch.object(owner, method, skip_from_caller)
 
 
 # Results of reduce-scatters are in the main stream although FSDP2 frees them early.
 ALWAYS_FINAL = patch.object(memory_savers, "are_reductions_final", lambda run: True)
+UNCHANGED = nullcontext()
 Stream = torch.cuda.Stream
 Event = torch.cuda.Event
-# Name -> patch, options
+WITHOUT_WAIT_BEFORE_REDUCTION = without_call(Stream, "wait_stream", "foreach_reduce")
+WITHOUT_WAIT_FOR_COPIES = patch.object(Saver, "wait_for_copies", lambda self: None)
+ALL_SAVES = f"{SAVES} --job.hooks count_saves"
+# Number of ranks -> name -> patch, options
 REMOVED_WAITS = {
-    "none": (patch.object(sys, "argv", sys.argv), f"{SAVES} --optimizer.name Muon"),
-    "cast reduction": (ALWAYS_FINAL, "--training.dtype bfloat16 --optimizer.stochastic_rounding"),
-    "reduction of each microbatch": (
-        ALWAYS_FINAL,
-        "--training.global_batch_size 16 --parallelism.fsdp_reduce microbatch",
-    ),
-    "offloaded reduction": (ALWAYS_FINAL, OFFLOAD),
-    "wait before reduction": (without_call(Stream, "wait_stream", "foreach_reduce"), ""),
-    "wait for copies of a save": (patch.object(Saver, "wait_for_copies", lambda self: None), SAVES),
-    "wait of muon": (
-        patch.object(muon._Transfer, "wait", lambda self: self.result),
-        "--optimizer.name Muon",
-    ),
-    "wait for requests": (without_call(Event, "synchronize", "receive"), ""),
-    "wait for offloaded loss": (
-        without_call(Event, "synchronize", "_move_loss"),
-        OFFLOAD,
-    ),
+    1: {
+        "none": (UNCHANGED, f"{SAVES} --job.hooks roll_back"),
+        # With several ranks, the collectives of the save and of the rollback would be mixed up.
+        "wait of a rollback for the save": (
+            without_call(Saver, "wait_until_saved", "roll_back"),
+            f"{SAVES} --job.hooks roll_back",
+        ),
+    },
+    2: {
+        "none": (UNCHANGED, f"{ALL_SAVES} --optimizer.name Muon"),
+        "none, compiled": (UNCHANGED, f"{ALL_SAVES} {COMPILED}"),
+        "cast reduction": (
+            ALWAYS_FINAL,
+            "--training.dtype bfloat16 --optimizer.stochastic_rounding",
+        ),
+        "reduction of each microbatch": (
+            ALWAYS_FINAL,
+            "--training.global_batch_size 16 --parallelism.fsdp_reduce microbatch",
+        ),
+        "offloaded reduction": (ALWAYS_FINAL, OFFLOAD),
+        "wait before reduction": (WITHOUT_WAIT_BEFORE_REDUCTION, ""),
+        "wait before reduction, compiled": (WITHOUT_WAIT_BEFORE_REDUCTION, COMPILED),
+        "wait for asynchronous all-gather": (
+            without_call(dist.Work, "wait", "foreach_all_gather_copy_out"),
+            "--parallelism.memory_savers all",
+        ),
+        "wait for copies of a save": (WITHOUT_WAIT_FOR_COPIES, SAVES),
+        "wait for copies of a save, compiled": (WITHOUT_WAIT_FOR_COPIES, f"{SAVES} {COMPILED}"),
+        "wait of a save for the GPU": (without_call(Stream, "synchronize", "_copy"), ALL_SAVES),
+        "wait of muon": (
+            patch.object(muon._Transfer, "wait", lambda self: self.result),
+            "--optimizer.name Muon",
+        ),
+        "wait for requests": (without_call(Event, "synchronize", "receive"), ""),
+        "wait for offloaded loss": (without_call(Event, "synchronize", "_move_loss"), OFFLOAD),
+    },
 }
 
 
-def count_alarms(name: str, folder: Path) -> int:
-    removal, options = REMOVED_WAITS[name]
+def count_alarms(options: str, folder: Path, removal: Any = UNCHANGED) -> int:
+    """Train a job, and return the number of alarms of the race detector.
+
+    Args:
+        removal: Context in which the job runs, such as a patch that removes a wait.
+    """
     detector = ctypes.CDLL("libcuda.so.1")
     earlier_alarms = detector.race_alarms()
-    arguments = f"{SMALL} {options} --job.dump_folder {folder / name.replace(' ', '_')}".split()
+    torch._dynamo.reset()
+    arguments = f"{SMALL} {options} --job.dump_folder {folder}".split()
     with removal:
         Trainer(load_run(arguments, world_size=int(os.environ["WORLD_SIZE"]))).train()
     torch.cuda.synchronize()
     return detector.race_alarms() - earlier_alarms
 
 
-if __name__ == "__main__":
-    out = Path(sys.argv[1])
-    alarms = {name: count_alarms(name, out.parent) for name in REMOVED_WAITS}
+def main(out: Path) -> None:
+    alarms = {}
+    for name, (removal, options) in REMOVED_WAITS[int(os.environ["WORLD_SIZE"])].items():
+        folder = out.with_name(name.replace(" ", "_"))
+        alarms[name] = count_alarms(options, folder, removal)
     out.with_name(f"{out.name}.{os.environ['RANK']}").write_text(json.dumps(alarms))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,8 +1,9 @@
 """Train several jobs on the ghost GPU in the same ranks, and write measurements.
 
-`torchrun steps.py JOBS.json OUT`. JOBS.json maps names to options. OUT.RANK maps names to the
-measurements of the last two steps (see `measure`). The log of the ghost GPU contains these steps
-between the lines `mark job NAME` and the next mark.
+`torchrun steps.py JOBS.json OUT`. JOBS.json maps names to options. The option `without=NAME`
+removes a compiler option of FP8 blocks. OUT.RANK maps names to the measurements of the last two
+steps (see `measure`). The log of the ghost GPU contains these steps between the lines `mark job
+NAME` and the next mark.
 """
 
 import ctypes
@@ -13,12 +14,14 @@ import sys
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from titanlite.load_run import load_run
+from titanlite.parallel import parallelize
 from titanlite.train.trainer import Trainer
 
 # This is the ghost GPU with the race detector.
@@ -65,6 +68,20 @@ def measure(name: str, options: list[str], folder: Path) -> dict[str, Any]:
         }
 
 
+def remove_compiler_options(options: list[str]) -> tuple[Any, list[str]]:
+    """Split options of a job into a patch for the options `without=NAME`, and all others."""
+    prefix = "without="
+    removed = {option.removeprefix(prefix) for option in options if option.startswith(prefix)}
+    inductor_options = parallelize.inductor_options
+
+    def remaining_options(*args: Any) -> dict[str, Any] | None:
+        found = inductor_options(*args)
+        return found and {name: found[name] for name in found.keys() - removed}
+
+    job_options = [option for option in options if not option.startswith(prefix)]
+    return patch.object(parallelize, "inductor_options", remaining_options), job_options
+
+
 def main(jobs: Path, out: Path) -> None:
     """Run a job on all ranks. An error is its result, and the next job starts in a new world."""
     rank = int(os.environ["RANK"])
@@ -72,8 +89,10 @@ def main(jobs: Path, out: Path) -> None:
     mark(f"rank {rank}".encode())
     for name, options in json.loads(jobs.read_text()).items():
         torch._dynamo.reset()
+        without_options, job_options = remove_compiler_options(options)
         try:
-            results[name] = measure(name, options, out.parent)
+            with without_options:
+                results[name] = measure(name, job_options, out.parent)
         except Exception:
             results[name] = {"error": traceback.format_exc()}
             if dist.is_initialized():

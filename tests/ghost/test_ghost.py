@@ -27,16 +27,28 @@ HYBRID = "--parallelism.data_parallel_replicate_degree 2 --parallelism.data_para
 COMPILED = "--compile.enable"
 SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 EVERY = f"{COMPILED} --compile.components model loss optimizer clip"
-FLOAT8 = f"{COMPILED} --float8.enable --float8.min_features 0 --float8.recipe_name"
+FLOAT8 = "--float8.enable --float8.min_features 0 --float8.recipe_name"
 GATHER8 = "--float8.enable_fsdp_float8_all_gather --float8.precompute_float8_dynamic_scale_for_fsdp"
 DOCUMENTS = "--dataset.document_mask"
 VARLEN = f"{DOCUMENTS} --dataset.packing best_fit --model.attention_backend varlen"
 # With this minimum, each block and the output are separate FSDP groups.
 LARGE = "--parallelism.fsdp_min_num_params 60000"
 SAVERS = f"{LARGE} --parallelism.memory_savers all"
-MUON = f"{LARGE} --optimizer.name Muon"
 # Gradients of each of the 4 microbatches are reduced.
 EACH = "--training.global_batch_size 16 --parallelism.fsdp_reduce microbatch"
+
+EAGER_VARIANTS = {"": "", ", all": SAVERS}
+VARIANTS = EAGER_VARIANTS | {", compiled": COMPILED, ", all, compiled": f"{SAVERS} {COMPILED}"}
+
+
+def with_variants(jobs: dict[str, str], variants: dict[str, str] = VARIANTS) -> dict[str, str]:
+    """Return each job in four variants: eager and compiled, with memory savers "safe" and "all"."""
+    return {
+        name + suffix: f"{options} {variant}"
+        for name, options in jobs.items()
+        for suffix, variant in variants.items()
+    }
+
 
 # Number of ranks -> name -> options. Jobs in SAMPLE are always tested, and the others with --ghost
 # or --long.
@@ -52,63 +64,76 @@ JOBS = {
         "offload": "--training.enable_cpu_offload",
         "full recomputation": f"{COMPILED} --activation_checkpoint.mode full",
         "selective recomputation": f"{COMPILED} --activation_checkpoint.mode selective",
-        "tensorwise": f"{FLOAT8} tensorwise",
-        "tensorwise, 2 blocks": f"{FLOAT8} tensorwise --model.n_layers 2",
-        "rowwise": f"{FLOAT8} rowwise",
-        "rowwise_with_gw_hp": f"{FLOAT8} rowwise_with_gw_hp",
+        "tensorwise": f"{FLOAT8} tensorwise {COMPILED}",
+        "tensorwise, 2 blocks": f"{FLOAT8} tensorwise {COMPILED} --model.n_layers 2",
+        "tensorwise without combo_kernels": f"{FLOAT8} tensorwise {COMPILED} without=combo_kernels",
+        "rowwise": f"{FLOAT8} rowwise {COMPILED}",
+        "rowwise without realize_opcount_threshold": (
+            f"{FLOAT8} rowwise {COMPILED} without=realize_opcount_threshold"
+        ),
+        "rowwise_with_gw_hp": f"{FLOAT8} rowwise_with_gw_hp {COMPILED}",
     },
     2: {
-        "fsdp": "",
+        **with_variants(
+            {
+                "fsdp": "",
+                "accumulation": "--training.global_batch_size 8",
+                "offload": "--training.enable_cpu_offload",
+                "cp": CONTEXT,
+                "rowwise": f"{FLOAT8} rowwise",
+                "fp8 all-gather": f"{FLOAT8} tensorwise {GATHER8}",
+                "muon": "--optimizer.name Muon",
+                "ema, guards": "--ema.decay 0.9 --guards.on_spike skip",
+            }
+        ),
         "fsdp, never": "--parallelism.fsdp_reshard_after_forward never",
-        "fsdp, compiled": COMPILED,
         "large": LARGE,
-        "large, all savers": SAVERS,
-        "large, all savers, compiled": f"{SAVERS} {COMPILED}",
         "large, long": f"{LARGE} --training.local_batch_size 640 --activation_checkpoint.mode full",
-        "large, accumulation": f"{SAVERS} --training.global_batch_size 8",
-        "large, each": f"{SAVERS} {EACH}",
-        "offload, large": f"{SAVERS} --training.enable_cpu_offload",
-        "large, bf16": f"{SAVERS} --training.dtype bfloat16 --optimizer.stochastic_rounding",
-        "muon": MUON,
-        "muon, compiled": f"{MUON} {EVERY}",
-        "ema": f"{LARGE} --ema.decay 0.9 --guards.on_spike skip",
+        "all, each": f"{SAVERS} {EACH}",
+        "all, bf16": f"{SAVERS} --training.dtype bfloat16 --optimizer.stochastic_rounding",
+        "large muon, all components compiled": f"{LARGE} --optimizer.name Muon {EVERY}",
         "hsdp": f"{HYBRID} 1",
         "tp": TENSOR,
-        "cp": CONTEXT,
         "pp": PIPELINE,
         "varlen, pp": f"{PIPELINE} {VARLEN}",
-        "accumulation": "--training.global_batch_size 8",
-        "offload": "--training.enable_cpu_offload",
         "offload, each": f"{EACH} --training.enable_cpu_offload",
         "documents": f"{EVERY} {DOCUMENTS}",
         "tp, compiled": f"{TENSOR} {COMPILED}",
-        "cp, compiled": f"{CONTEXT} {COMPILED} {DOCUMENTS}",
+        "cp, compiled, documents": f"{CONTEXT} {COMPILED} {DOCUMENTS}",
         "cp, full": f"{CONTEXT} {COMPILED} --activation_checkpoint.mode full",
-        "rowwise": f"{FLOAT8} rowwise {SAVERS}",
-        "fp8 all-gather": f"{FLOAT8} tensorwise {GATHER8}",
-        "float8 tp": f"{FLOAT8} tensorwise {TENSOR}",
-        "float8 pp": f"{FLOAT8} rowwise {PIPELINE}",
+        "float8 tp": f"{FLOAT8} tensorwise {TENSOR} {COMPILED}",
+        "float8 pp": f"{FLOAT8} rowwise {PIPELINE} {COMPILED}",
         "gpipe": f"{PIPELINE} {SCHEDULE} GPipe",
     },
     4: {
-        "hsdp": f"{HYBRID} 2",
-        "hsdp, large": f"{HYBRID} 2 {SAVERS}",
+        **with_variants(
+            {
+                "hsdp": f"{HYBRID} 2",
+                "tp": TENSOR,
+                "1f1b": f"{PIPELINE} {SCHEDULE} 1F1B",
+                "gpipe": f"{PIPELINE} {SCHEDULE} GPipe",
+                "interleaved": f"{PIPELINE} {SCHEDULE} Interleaved1F1B",
+                "looped": f"{PIPELINE} {SCHEDULE} LoopedBFS",
+            }
+        ),
+        # These schedules cannot be compiled.
+        **with_variants(
+            {
+                "zero bubble": f"{PIPELINE} {SCHEDULE} InterleavedZeroBubble",
+                "zbv": f"{PIPELINE} {SCHEDULE} ZBVZeroBubble",
+            },
+            EAGER_VARIANTS,
+        ),
         "hsdp, accumulation": f"{HYBRID} 2 {SAVERS} --training.global_batch_size 16",
-        "muon, hsdp": f"{HYBRID} 2 {MUON}",
-        "tp": TENSOR,
+        "muon, hsdp": f"{HYBRID} 2 {LARGE} --optimizer.name Muon",
         "cp x tp": f"{CONTEXT} {TENSOR}",
         "pp x tp": f"{PIPELINE} {TENSOR}",
-        "pp x fsdp": f"{PIPELINE} {SCHEDULE} 1F1B",
-        "interleaved": f"{PIPELINE} {SCHEDULE} Interleaved1F1B",
-        "looped": f"{PIPELINE} {SCHEDULE} LoopedBFS",
-        "zero bubble": f"{PIPELINE} {SCHEDULE} InterleavedZeroBubble",
-        "zbv": f"{PIPELINE} {SCHEDULE} ZBVZeroBubble",
     },
 }
 SAMPLE = [
     (2, "fsdp"),
-    (2, "large, all savers"),
-    (2, "muon"),
+    (2, "fsdp, all"),
+    (2, "muon, all"),
     (2, "offload, each"),
     (2, "fsdp, compiled"),
     (2, "hsdp"),
@@ -340,6 +365,18 @@ def test_a_compiled_block_launches_few_kernels(measurements, name: str, limit: i
     launches = count_launches(four_blocks["events"]) - count_launches(two_blocks["events"])
 
     assert launches / 2 / STEPS <= limit
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("job", "option"),
+    [("tensorwise", "combo_kernels"), ("rowwise", "realize_opcount_threshold")],
+)
+def test_a_compiler_option_of_float8_blocks_saves_launches(measurements, job: str, option: str):
+    (with_option,) = measurements(1)[job]
+    (without_option,) = measurements(1)[f"{job} without {option}"]
+
+    assert count_launches(with_option["events"]) < count_launches(without_option["events"])
 
 
 def test_each_way_to_start_resumes_the_checkpoints_of_the_others(tmp_path):
