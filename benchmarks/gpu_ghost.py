@@ -5,6 +5,8 @@
 
 All jobs take half an hour. With `--results`, an interrupted benchmark continues with the first job
 that the file does not have. The side "all" is titanlite with `parallelism.memory_savers = "all"`.
+The side "torchtitan-always", which runs only if `--sides` lists it, is torchtitan with
+`parallelism.fsdp_reshard_after_forward = "always"`.
 
 Rank 0 of 8 H100 runs alone, because NCCL on the ghost GPU never waits, and CPU collectives are
 fake. Install torchtitan for .venv-ghost with `pip install --no-deps --target DIR torchtitan==0.3.0
@@ -24,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,8 @@ from runs import ROOT, commit, table, write_text
 RANKS = 8
 WARM_STEPS = 3
 GIB = 2**30
-SIDES = ("titanlite", "all", "torchtitan")
+SIDES = ("titanlite", "all", "torchtitan", "torchtitan-always")
+DEFAULT_SIDES = SIDES[:3]
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,14 @@ class Row:
     Attributes:
         layout: Options of the section `parallelism`.
         microbatches: Microbatches of each data-parallel rank per step.
+        checkpoint_interval: If positive, activation checkpointing recomputes every n-th block in
+            full, instead of what `work` says.
     """
 
     work: Work
-    layout: dict[str, int] = field(default_factory=dict)
+    layout: dict[str, Any] = field(default_factory=dict)
     microbatches: int = 1
+    checkpoint_interval: int = 0
 
     @property
     def pipeline_degree(self) -> int:
@@ -74,6 +80,7 @@ ROWS = {
     "compiled": Row(_work()),
     "eager": Row(_work(compile=False)),
     "full recomputation": Row(_work(activation_checkpoint="full")),
+    "activation checkpointing of every 2nd block": Row(_work(), checkpoint_interval=2),
     "no recomputation, 1 sequence": Row(_work(rows=1, activation_checkpoint="none")),
     "4,096 tokens, 4 sequences": Row(_work(rows=4, seq_len=4096)),
     "32,768 tokens, full recomputation": Row(
@@ -110,6 +117,8 @@ def run_titanlite(row: Row, folder: Path, text: Path, keys: Sequence[str]) -> No
     ]
     options += [f"--training.global_batch_size={row.global_batch_size}"]
     options += [f"--parallelism.{name}={value}" for name, value in row.layout.items()]
+    if row.checkpoint_interval:
+        options += ["--activation_checkpoint.selective_ac_option", str(row.checkpoint_interval)]
     if row.work.precision == "float8":
         options += ["--float8.recipe_name", "rowwise"]  # the recipe of torchtitan
     if row.work.flavor in TIED:
@@ -129,10 +138,6 @@ def torchtitan_config(row: Row, folder: Path, text: Path) -> Any:
     """
     from torchtitan.components.quantization import (  # pyright: ignore[reportMissingImports]
         Float8LinearConverter,
-    )
-    from torchtitan.distributed.activation_checkpoint import (  # pyright: ignore[reportMissingImports]
-        FullAC,
-        SelectiveAC,
     )
     from torchtitan.models.llama3 import model_registry  # pyright: ignore[reportMissingImports]
     from torchtitan.models.llama3.config_registry import llama3_8b  # pyright: ignore[reportMissingImports]
@@ -167,10 +172,36 @@ def torchtitan_config(row: Row, folder: Path, text: Path) -> Any:
         setattr(config.parallelism, name, value)
 
     config.compile.enable = work.compile
-    checkpointing = {"none": None, "selective": SelectiveAC.Config, "full": FullAC.Config}
-    policy = checkpointing[work.activation_checkpoint]
-    config.activation_checkpoint = policy and policy(preserve_rng_state=False)
+    config.activation_checkpoint = torchtitan_checkpointing(row)
     return config
+
+
+def torchtitan_checkpointing(row: Row) -> Any:
+    """Return the config of activation checkpointing for torchtitan, or None for none."""
+    from torchtitan.distributed.activation_checkpoint import (  # pyright: ignore[reportMissingImports]
+        FullAC,
+        SelectiveAC,
+    )
+
+    class EveryNthBlockAC(FullAC):
+        """Full activation checkpointing of every n-th block, which torchtitan 0.3.0 lacks."""
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(FullAC.Config):
+            """The options of `FullAC`."""
+
+        def _wrap_block(self, module: Any, *, base_fqn: str = "") -> Any:
+            index = int(base_fqn.removeprefix("layers."))
+            if (index + 1) % row.checkpoint_interval != 0:
+                return module
+            return super()._wrap_block(module, base_fqn=base_fqn)
+
+    if row.checkpoint_interval:
+        return EveryNthBlockAC.Config(preserve_rng_state=False)
+    if row.work.activation_checkpoint == "none":
+        return None
+    policies = {"selective": SelectiveAC, "full": FullAC}
+    return policies[row.work.activation_checkpoint].Config(preserve_rng_state=False)
 
 
 def run_torchtitan(row: Row, folder: Path, text: Path, _keys: Sequence[str]) -> None:
@@ -391,7 +422,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", default=[""], help="rows with this in their name")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=DEFAULT_SIDES)
     parser.add_argument("--results", type=Path, help="JSON file with the measurements so far")
     parser.add_argument("--keep", type=Path, help="folder for the ghost's logs")
     parser.add_argument(
@@ -406,9 +437,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.run:
         be_rank_0_alone()
-        run = run_torchtitan if options.run == "torchtitan" else run_titanlite
+        run = run_torchtitan if options.run.startswith("torchtitan") else run_titanlite
         savers = ["parallelism.memory_savers=all"] if options.run == "all" else []
         row = ROWS[options.only[0]]
+        if options.run == "torchtitan-always":
+            row = replace(row, layout={**row.layout, "fsdp_reshard_after_forward": "always"})
         return run(row, options.folder, options.text, [*savers, *options.keys])
 
     names = [name for name in ROWS if any(only in name for only in options.only)]
