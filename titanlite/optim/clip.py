@@ -8,7 +8,7 @@ every rank. They are computed without a host sync, except with CPU offload.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -159,9 +159,10 @@ def local_shard(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     if is_fp8_wrapper(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        weight_name = names[0]  # the other names are of scales
-        return getattr(tensor, weight_name)
+        wrapper: Any = tensor
+        names, _ = wrapper.__tensor_flatten__()
+        weight_name = names[0]  # a second name would be that of the scale
+        return getattr(wrapper, weight_name)
     return tensor
 
 
