@@ -37,15 +37,26 @@ COMPILED = "--compile.enable --compile.components model loss optimizer clip"
 
 @register("hook", "roll_back")
 class RollBack(Hook):
-    """Roll back in each step, while the save of the same step is in progress."""
+    """Roll back in each step before it is saved, as the guards do."""
 
     def built(self, trainer: Trainer) -> None:
         self.trainer = trainer
 
-    def act(self, step: int, request: Request) -> None:
+    def check(self, step: int, request: Request) -> None:
         if step > 1:
             assert self.trainer.checkpointer is not None
             assert self.trainer.checkpointer.roll_back(step) == step - 1
+
+
+@register("hook", "roll_back_during_save")
+class RollBackDuringSave(RollBack):
+    """Roll back in each step, while the save of the same step is in progress."""
+
+    def check(self, step: int, request: Request) -> None:
+        pass
+
+    def act(self, step: int, request: Request) -> None:
+        super().check(step, request)
 
 
 @register("hook", "count_saves")
@@ -84,11 +95,11 @@ ALL_SAVES = f"{SAVES} --job.hooks count_saves"
 # Number of ranks -> name -> patch, options
 REMOVED_WAITS = {
     1: {
-        "none": (UNCHANGED, f"{SAVES} --job.hooks roll_back"),
+        "none": (UNCHANGED, f"{SAVES} --job.hooks roll_back_during_save"),
         # With several ranks, the collectives of the save and of the rollback would be mixed up.
         "wait of a rollback for the save": (
             without_call(Saver, "wait_until_saved", "roll_back"),
-            f"{SAVES} --job.hooks roll_back",
+            f"{SAVES} --job.hooks roll_back_during_save",
         ),
     },
     2: {

@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from removed_waits import SAVES, count_alarms  # this also registers the hook "roll_back"
+from removed_waits import SAVES, count_alarms  # this also registers hooks
 
 
 def main(out: Path) -> None:

@@ -22,10 +22,10 @@ RUNS = with_variants(
             f"{HYBRID} 1 --guards.compare_every 1 --ema.decay 0.9 --validation.freq 2 "
             "--validation.holdout 0.1 --samples.freq 3 --samples.prompts def"
         ),
-        "rollback during a save": "--job.hooks roll_back --ema.decay 0.9",
+        "rollback during a save": "--job.hooks roll_back_during_save --ema.decay 0.9",
         "offloaded Muon": "--optimizer.name Muon --training.enable_cpu_offload",
     }
-)
+) | {"rollback before a save": "--job.hooks roll_back --ema.decay 0.9"}
 # A removed wait, the number of ranks, and whether the detector reports it.
 REMOVALS = [
     (ranks, name, not name.startswith("none"))
