@@ -201,15 +201,10 @@ def test_the_hint_to_resume_names_the_newest_valid_checkpoint(two_saved):
     assert hint.endswith("titanlite train --training.steps 9")
 
 
-@pytest.mark.parametrize(
-    "position",
-    [{"step": 4, "rows": [10**12]}, {"step": 4, "rows": [257]}, {"step": 5, "rows": [8]}],
-    ids=["far too many sequences", "more sequences than tokens", "a later step"],
-)
-def test_resume_skips_checkpoints_with_an_impossible_data_position(tmp_path, position):
+def test_resume_skips_a_checkpoint_whose_data_position_is_after_its_step(tmp_path):
     checkpoints = TinyRun().checkpoints(tmp_path)
-    for step, schedule in ((2, {"step": 2, "rows": [8]}), (4, position)):
-        data = {"version": 2, "schedule": schedule}
+    for step, data_step in ((2, 2), (4, 5)):
+        data = {"version": 2, "schedule": {"step": data_step, "rows": [8]}}
         checkpoints.save(step, {"step": step, "tokens": 64 * step, "data": data})
 
     assert resume(tmp_path) == 2

@@ -14,6 +14,8 @@ from data_helpers import (
     write_megatron,
     write_parquet,
 )
+from ranks import start_small
+from small_runs import read_metrics
 
 from titanlite.commands.data import show_step
 from titanlite.config.errors import UserError
@@ -142,3 +144,18 @@ def test_a_missing_mask_column_of_a_table_is_named(tmp_path):
     write_parquet(tmp_path / "a.parquet", TEXTS)
     with pytest.raises(UserError, match=r"a\.parquet.*'mask'.*Set loss_mask_column"):
         make_loader(make_dataset("parquet", tmp_path / "a.parquet", loss_mask_column="mask"))
+
+
+@pytest.mark.slow
+def test_run_with_fewer_labels_than_sequences_resumes(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, ["word " * 400] * 80, mask=[[[0, 1]], [], [], []] * 20)
+    data = "--dataset.source jsonl --dataset.loss_mask_column mask --dataset.path", path
+    options = *data, "--training.global_batch_size 8 --training.steps"
+    start_small(tmp_path / "run", *options, 2).wait_for_exit(0)
+    labels = read_metrics(tmp_path / "run")[2]["tokens"]
+    assert 0 < labels < 2 * 8
+
+    log = start_small(tmp_path / "run", *options, 3).wait_for_exit(0)
+
+    assert "Resumed after step 2 " in log
