@@ -110,11 +110,11 @@ def test_a_length_on_the_command_line_replaces_that_in_the_file(training, option
     assert load(job_text(training, schedule), *option.split()).job.training.steps == steps
 
 
-def save_progress(step: int, sequences: int) -> None:
-    """Write a checkpoint that contains nothing but the number of sequences so far."""
+def save_progress(step: int, sequences: int, load_step: int = -1) -> None:
+    """Write a checkpoint that contains nothing but its job and the number of sequences so far."""
     schedule = {"step": step, "rows": [sequences]}
     state = {"step": step, "tokens": 1, "data": {"schedule": schedule}}
-    job = {"lr_scheduler": {"warmup_steps": 50}}
+    job = {"lr_scheduler": {"warmup_steps": 50}, "checkpoint": {"load_step": load_step}}
     info = {"job": job, "architecture": {}, "train_state": state}
     manifest = Path(f"outputs/job/checkpoint/step-{step:08}/manifest.json")
     manifest.parent.mkdir(parents=True)
@@ -148,6 +148,15 @@ def test_a_run_that_goes_back_counts_the_sequences_up_to_that_step():
     run = load(job_text("tokens = '64K'"), "--checkpoint.load_step", "100")
 
     assert run.job.training.steps == 500
+
+
+def test_a_restart_after_going_back_counts_the_sequences_of_the_newest_checkpoint():
+    save_progress(100, 100 * 4)
+    save_progress(200, 100 * 4 + 100 * 8, load_step=100)
+
+    run = load(job_text("tokens = '64K'"), "--checkpoint.load_step", "100")
+
+    assert run.job.training.steps == 200 + (2000 - 1200) // 4
 
 
 def test_an_error_suggests_no_word_of_its_own_sentence():

@@ -401,13 +401,17 @@ def read_progress(run: Run) -> Progress:
 def _read_manifest_to_resume(run: Run) -> Manifest:
     """Return the manifest of the checkpoint from which a run will resume.
 
-    This is the checkpoint of step `checkpoint.load_step`, or else the newest one.
+    This is the checkpoint of step `checkpoint.load_step`, or else the newest one. `load_step`
+    selects a checkpoint only until the run has resumed from this step once.
     """
+    load_step = run.job.checkpoint.load_step
 
     def list_candidates(folder: Path) -> list[Path]:
         paths = list_checkpoints(folder)
-        selected = [path for path in paths if get_step(path) == run.job.checkpoint.load_step]
-        return selected or paths
+        selected = [path for path in paths if get_step(path) == load_step]
+        if not selected or has_resumed_from(paths, load_step):
+            return paths
+        return selected
 
     return read_newest_manifest(run.checkpoint_folder, list_candidates)
 
