@@ -177,17 +177,39 @@ def test_run_without_a_valid_checkpoint_fails_at_every_start(two_saved):
             TinyRun().checkpoints(folder).load()
 
 
+def truncate(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("destroy", [Path.unlink, truncate])
+def test_step_whose_manifest_is_destroyed_is_set_aside_and_saved_again(two_saved, destroy):
+    folder, run = two_saved
+    destroy(folder / LATEST / "manifest.json")
+    resumed = TinyRun(seed=99)
+    checkpoints = resumed.checkpoints(folder)
+
+    resumed.step = checkpoints.load()["step"]
+    resumed.train(2)
+    checkpoints.save(4, resumed.train_state(), is_last=True)
+
+    assert checkpoints.has_saved(4)
+    assert list_names(folder) == ["step-00000002", LATEST, f"{LATEST}.damaged"]
+    assert resume(folder) == 4
+    assert_equal(resumed.copy_state(), run.copy_state())
+
+
 @pytest.mark.parametrize("options", [{}, {"load_step": 2}], ids=["newest", "load_step"])
 def test_resume_keeps_step_folders_of_other_programs(two_saved, options):
     folder, _ = two_saved
-    foreign = folder / "step-00001000/manifest.json"
-    foreign.parent.mkdir()
-    foreign.write_text("{}")
+    foreign = folder / "step-00001000"
+    foreign.mkdir()
+    for name in ("manifest.json", ".metadata"):
+        (foreign / name).write_text("{}")
 
     state = TinyRun().checkpoints(folder, **options).load()
 
     assert state["step"] == options.get("load_step", 4)
-    assert foreign.read_text() == "{}"
+    assert list_names(foreign) == [".metadata", "manifest.json"]
 
 
 def test_the_hint_to_resume_names_the_newest_valid_checkpoint(two_saved):

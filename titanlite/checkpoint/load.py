@@ -30,7 +30,7 @@ from titanlite.checkpoint.manifest import (
     Manifest,
     check_checkpoint,
     get_step,
-    has_titanlite_manifest,
+    is_from_titanlite,
     list_checkpoints,
     list_set_aside,
     read_manifest,
@@ -290,14 +290,14 @@ class Resumer:
         """Rename a checkpoint so that no later start loads it, and log why.
 
         Args:
-            path: The step folder. A folder without a manifest of titanlite is not renamed, because
-                it may belong to another program.
+            path: The step folder. A folder that titanlite did not write is not renamed, because it
+                may belong to another program.
             description: Start of the log line, which gives the reason.
             suffix: Suffix of the new name, "damaged" or "archived".
         """
 
         def rename() -> str:
-            if not has_titanlite_manifest(path):
+            if not is_from_titanlite(path):
                 return (
                     f"not renamed, because it has no {MANIFEST} written by titanlite. Move it "
                     "away: while it exists, this step cannot be saved"

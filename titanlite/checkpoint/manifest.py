@@ -467,10 +467,17 @@ def is_titanlite_manifest(raw: bytes) -> bool:
     return b'"xxh3_128"' in raw
 
 
-def has_titanlite_manifest(folder: Path) -> bool:
-    """Return whether a folder has a manifest written by titanlite, which may be damaged."""
-    path = folder / MANIFEST
-    return path.is_file() and is_titanlite_manifest(path.read_bytes())
+def is_from_titanlite(folder: Path) -> bool:
+    """Return whether titanlite wrote a checkpoint, even if its manifest is damaged or missing.
+
+    Other programs may use the same file names.
+    """
+    manifest = folder / MANIFEST
+    if manifest.is_file() and is_titanlite_manifest(manifest.read_bytes()):
+        return True
+    # Only titanlite adds checksums to DCP's index.
+    index = folder / INDEX
+    return index.is_file() and b"xxh3_128" in index.read_bytes()
 
 
 def find_foreign_export(dump_folder: Path) -> Path | None:

@@ -22,7 +22,7 @@ from titanlite.checkpoint.manifest import (
     check_checkpoint,
     get_step,
     get_validation_loss,
-    has_titanlite_manifest,
+    is_from_titanlite,
     list_checkpoints,
     read_manifest,
     remove_checkpoint,
@@ -184,8 +184,8 @@ class SavedFolders:
             self._log(f"Keeping {path}, which exists already")
             return False
 
-        is_from_titanlite = (path / EXPORT_MARKER).is_file() or has_titanlite_manifest(path)
-        if is_from_titanlite:
+        is_export = (path / EXPORT_MARKER).is_file()
+        if is_export or is_from_titanlite(path):
             renamed = set_aside(path, "archived")
             self._log(f"Renamed {path} of an earlier start to {renamed.name}")
         return True
