@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import World, start_small
 from tiny_run import Checkpoints, TinyRun, assert_equal, list_names
 
 from titanlite.config.errors import UserError
@@ -184,3 +185,27 @@ def test_resume_logs_changes_and_rejects_incompatible_jobs(tmp_path):
 
     assert fresh.checkpoints(tmp_path / "new", job=job, initial_load_path=path).load() is None
     assert_equal(fresh.copy_weights(), run.copy_weights())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", ["", "--parallelism.pipeline_parallel_degree 2"], ids=["alone", "pipeline"]
+)
+def test_saved_optimizer_state_that_is_not_loaded_is_an_error_with_a_way_out(tmp_path, layout):
+    """In the pipeline, only the last rank has the parameter."""
+
+    def train(*options: str) -> World:
+        plugin = "--job.plugins freezing_momentum --optimizer.name freezing_momentum"
+        ranks = 2 if layout else 1
+        return start_small(tmp_path / "run", plugin, layout, *options, ranks=ranks)
+
+    train("--training.steps 2").wait_for_exit(0)
+    more = "--training.steps 4 --freezing_momentum.frozen output.weight"
+
+    log = train(more).wait_for_exit(2)
+    assert "optimizer.output.weight.momentum" in log
+    assert "optimizer.norm.weight" not in log
+    assert 'checkpoint.exclude_from_loading = ["optimizer"]' in log
+
+    log = train(more, "--checkpoint.exclude_from_loading optimizer").wait_for_exit(0)
+    assert "Resumed after step 2 " in log

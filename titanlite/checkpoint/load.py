@@ -1,7 +1,7 @@
 """Resume a run from its newest valid checkpoint, or load only the weights of a checkpoint.
 
 Invariant: Loading restores exactly what a save stored. Each parameter gets the tensor with its own
-name and shape, all weights are finite, and no tensor of the saved model is left over.
+name and shape, all weights are finite, and no tensor of the saved model or optimizer is left over.
 """
 
 from __future__ import annotations
@@ -345,7 +345,8 @@ class Resumer:
             parts_to_reset: Parts of the state, such as "optimizer", that are not loaded.
         """
         parts_to_load = {"optimizer", "hooks", "rng"} - parts_to_reset
-        if not any(name.startswith("optimizer.") for name in reader.index):
+        has_optimizer_state = any(name.startswith("optimizer.") for name in reader.index)
+        if self._live.optimizer is None or not has_optimizer_state:
             parts_to_load.discard("optimizer")
         # Random states are saved by rank, so only the same number of ranks can restore them.
         if info["layout"]["world_size"] != self._ranks.size:
@@ -370,7 +371,13 @@ class Resumer:
                 del tensors_to_load[name]
 
         self._reset_hook_tensors(except_for=tensors_to_load)
-        _load_and_check(tensors_to_load, self._live.model.arch, reader, self._ranks)
+        _load_and_check(
+            tensors_to_load,
+            self._live.model.arch,
+            reader,
+            self._ranks,
+            loads_optimizer="optimizer" in parts_to_load,
+        )
         _set_random_state(tensors_to_load)
 
     def _resize_hook_tensors(self, reader: SafeReader, train_state: dict[str, Any]) -> None:
@@ -528,7 +535,12 @@ def check_tokenizer(path: Path, tokenizer: Tokenizer, name: str, num_embeddings:
 
 
 def _load_and_check(
-    tensors: dict[str, Tensor], arch: Architecture, reader: SafeReader, ranks: RankGroup
+    tensors: dict[str, Tensor],
+    arch: Architecture,
+    reader: SafeReader,
+    ranks: RankGroup,
+    *,
+    loads_optimizer: bool = False,
 ) -> None:
     """Check the shapes of saved tensors, load them in place, and check that weights are finite.
 
@@ -539,8 +551,10 @@ def _load_and_check(
         arch: Architecture of the model.
         reader: Reader of the checkpoint.
         ranks: The ranks that load together.
+        loads_optimizer: Whether `tensors` contains the optimizer state. If so, check that none of
+            the saved optimizer state is left over.
     """
-    ranks.run_together(lambda: _check_shapes(tensors, arch, reader))
+    ranks.run_together(lambda: _check_shapes(tensors, arch, reader, loads_optimizer))
     load_tensors(reader, tensors, ranks.group)
     ranks.run_together(lambda: _check_finite(reader.path, tensors))
 
@@ -567,24 +581,32 @@ def _check_train_state(path: Path, info: dict[str, Any]) -> None:
         raise Damage(f"{MANIFEST}: no run can reach this data position")
 
 
-def _check_shapes(tensors: dict[str, Tensor], arch: Architecture, reader: SafeReader) -> None:
+def _check_shapes(
+    tensors: dict[str, Tensor], arch: Architecture, reader: SafeReader, loads_optimizer: bool
+) -> None:
     """Check that the tensors in a checkpoint have the expected names and shapes.
 
     Args:
         tensors: This rank's tensors to load, by their names in the checkpoint.
         arch: Architecture of the whole model. A pipeline rank holds only a part of it.
         reader: Reader of the checkpoint.
+        loads_optimizer: Whether `tensors` contains the optimizer state.
 
     Raises:
         UserError: If names or shapes differ. The message lists the differences.
     """
     differences = _compare_with_saved_shapes(tensors, arch, reader)
+    if loads_optimizer:
+        differences += _find_unused_optimizer_state(tensors, reader)
     if not differences:
         return
     # Each difference starts with the name of a tensor.
     if all(difference.startswith("hooks.") for difference in differences):
         problem = "does not fit the hooks of this job"
         fix = 'Restore their options, or set checkpoint.exclude_from_loading = ["hooks"].'
+    elif all(difference.startswith("optimizer.") for difference in differences):
+        problem = "does not fit the optimizer of this job"
+        fix = 'Restore its options, or set checkpoint.exclude_from_loading = ["optimizer"].'
     else:
         problem = "does not fit this model"
         fix = "Restore the keys of [model]."
@@ -613,6 +635,21 @@ def _compare_with_saved_shapes(
         if name in expected or name.startswith("model."):
             saved[name] = tuple(description.size)
     return compare_shapes(expected, saved)
+
+
+def _find_unused_optimizer_state(tensors: dict[str, Tensor], reader: SafeReader) -> list[str]:
+    """Return a line for each saved optimizer tensor that this rank should load, but does not.
+
+    With pipeline parallelism, each rank loads only the state of its own parameters.
+
+    Args:
+        tensors: This rank's tensors to load, by their names in the checkpoint.
+        reader: Reader of the checkpoint.
+    """
+    weights = [name for name in tensors if name.startswith("model.")]
+    prefixes = tuple(f"{name.replace('model', 'optimizer', 1)}." for name in weights)
+    unused = [name for name in reader.index.keys() - tensors.keys() if name.startswith(prefixes)]
+    return [f"{name}: the optimizer has no such state" for name in sorted(unused)]
 
 
 def _check_finite(path: object, tensors: dict[str, Tensor]) -> None:
