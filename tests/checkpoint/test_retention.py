@@ -244,6 +244,28 @@ def test_failed_export_leaves_no_files_and_counts_as_failed_save(tmp_path, monke
     assert list_names(tmp_path / "final") == [foreign]
 
 
+def fail_exports() -> None:
+    error = OSError(28, "No space left on device")
+    huggingface.save_file = Mock(side_effect=error)  # type: ignore[assignment]
+
+
+@pytest.mark.slow
+def test_error_after_a_failed_export_names_the_saved_checkpoint_and_a_restart_exports_it(tmp_path):
+    run = tmp_path / "run"
+    options = "--checkpoint.last_save_in_hf --training.steps 2"
+
+    log = start_small(run, options, before=fail_exports).wait_for_exit(4)
+
+    [*_, error] = [line for line in log.splitlines() if "FAILED" in line]
+    assert f"{run}/checkpoint/step-00000002" in error
+
+    metrics = (run / "metrics.jsonl").read_bytes()
+    start_small(run, options).wait_for_exit(0)
+
+    assert (run / "final_hf/config.json").is_file()
+    assert (run / "metrics.jsonl").read_bytes() == metrics
+
+
 @pytest.mark.parametrize(
     "name", ["final_hf/model.pt", "final/step-00000001/model.pt", "checkpoint/best"]
 )

@@ -53,6 +53,7 @@ class Saver:
     Attributes:
         loaded_step: Step of the checkpoint from which the run resumed, or None. Set this after
             loading, so that the same step is not saved again.
+        failed_export: Step folder of the last checkpoint if its export has failed, or None.
 
     Raises:
         UserError: If `checkpoint.async_mode` needs a GPU, but none is available.
@@ -66,6 +67,7 @@ class Saver:
         mirror: Mirror | None = None,
     ) -> None:
         self.loaded_step: int | None = None
+        self.failed_export: Path | None = None
         self._context = context
         self._folder = context.folder
         self._live = context.live
@@ -391,6 +393,7 @@ class Saver:
             lambda: self._saved_folders.export(path, step == self.loaded_step)
         )
         if not is_exported:
+            self.failed_export = path
             self._count_failure(step)
 
     def has_saved(self, step: int) -> bool:

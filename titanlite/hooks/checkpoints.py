@@ -242,10 +242,19 @@ class Checkpointer:
         return CheckpointError(f"{stopped}. {problem}" if stopped else problem)
 
     def _complete_save(self, step: int) -> str:
-        """Wait until the last step is saved. Return an error message, or "" if this succeeded."""
+        """Wait until the last step is saved and, if the job requires it, exported.
+
+        Return an error message, or "" if this succeeded.
+        """
         self._saver.wait_until_saved()
         if self._saver.has_saved(step):
             return ""
+        if self._saver.failed_export is not None:
+            return (
+                f"{self._saver.failed_export} is saved, but exporting it in Hugging Face format "
+                "FAILED; see the log for the reason. Fix it and start again, or run "
+                "`titanlite export`."
+            )
         return (
             f"Saving the last step, {step}, FAILED; see the log for the reason. "
             "Fix it and start again to repeat the steps since the newest checkpoint."
