@@ -267,11 +267,15 @@ def test_mirror_with_only_the_weights_of_the_last_step_is_an_error_before_traini
     start_small(tmp_path / "new", *options.split()).wait_for_exit(4)
 
 
+def fail_at_once() -> None:
+    mirror._RETRY_PAUSES = ()
+
+
 def fill_mirror() -> None:
     def raise_full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    mirror._RETRY_PAUSES = ()
+    fail_at_once()
     mirror.Mirror._copy_file = raise_full  # type: ignore[method-assign]
 
 
@@ -299,6 +303,22 @@ def test_next_start_finishes_an_interrupted_removal_at_the_mirror(tmp_path):
     (mirror / "step-00000001/manifest.json").unlink()
     start_small(tmp_path / "run", *options, "--training.steps", 4).wait_for_exit(0)
 
+    assert list_names(mirror) == ["step-00000004"]
+
+
+def test_removal_at_the_mirror_succeeds_after_a_copy_was_interrupted_at_its_end(tmp_path):
+    mirror = tmp_path / "mirror"
+    run = tmp_path / "run"
+    options = "--checkpoint.interval 2 --training.steps 4 --checkpoint.mirror", f"file://{mirror}"
+    start_small(run, *options).wait_for_exit(0)
+    shutil.rmtree(run / "checkpoint/step-00000002")
+    manifest = mirror / "step-00000002/manifest.json"
+    shutil.copy(manifest, f"{manifest}.incomplete")
+
+    options = *options, "--checkpoint.keep_latest_k 1"
+    log = start_small(run, *options, before=fail_at_once).wait_for_exit(0)
+
+    assert "FAILED" not in log
     assert list_names(mirror) == ["step-00000004"]
 
 

@@ -654,6 +654,7 @@ class Mirror:
         """
         run_id = self._find_run_id()
         self._refresh()
+        self._remove_leftovers(run_id)
         names_by_step = {}
         for step, name in self._names_by_step().items():
             if belongs_to_run(self._manifests[name], run_id):
@@ -664,7 +665,6 @@ class Mirror:
             name = names_by_step[step]
             if name != best:
                 self._remove(name)
-        self._remove_leftovers(run_id)
 
     def _remove_leftovers(self, run_id: str | None) -> None:
         """Delete the files that interrupted copies and removals of this run left at the mirror.
