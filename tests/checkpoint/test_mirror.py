@@ -322,6 +322,17 @@ def test_removal_at_the_mirror_succeeds_after_a_copy_was_interrupted_at_its_end(
     assert list_names(mirror) == ["step-00000004"]
 
 
+def test_empty_local_folder_of_the_selected_step_is_replaced_by_that_of_the_mirror(tmp_path):
+    mirror = tmp_path / "mirror"
+    options = "--checkpoint.interval 2 --training.steps 4 --checkpoint.mirror", f"file://{mirror}"
+    start_small(tmp_path / "one", *options).wait_for_exit(0)
+    (tmp_path / "two/checkpoint/step-00000002").mkdir(parents=True)
+
+    second = start_small(tmp_path / "two", *options, "--checkpoint.load_step 2")
+
+    assert "Resumed after step 2 " in second.wait_for_exit(0)
+
+
 def try_copies_twice() -> None:
     mirror._RETRY_PAUSES = (0,)
 

@@ -325,8 +325,9 @@ class Mirror:
             selected.append(self._find_best())
 
         for name in selected:
-            # Checkpoints that turned out to be damaged are no longer in `_manifests`.
-            if name in self._manifests and not self._get_path(name).exists():
+            # Checkpoints that turned out to be damaged are no longer in `_manifests`. An empty
+            # folder is left if a removal was interrupted, and does not count as a checkpoint.
+            if name in self._manifests and not any(self._get_path(name).glob("*")):
                 self._download(name)
 
     def _download_newest(self, names: dict[int, str]) -> None:
