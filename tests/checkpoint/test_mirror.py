@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -331,6 +332,24 @@ def test_empty_local_folder_of_the_selected_step_is_replaced_by_that_of_the_mirr
     second = start_small(tmp_path / "two", *options, "--checkpoint.load_step 2")
 
     assert "Resumed after step 2 " in second.wait_for_exit(0)
+
+
+def fail_to_list_checkpoints_in_the_thread() -> None:
+    list_checkpoints = mirror.list_checkpoints
+
+    def list_or_fail(*folders: Path) -> list[Path]:
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError(116, "Stale file handle")
+        return list_checkpoints(*folders)
+
+    mirror.list_checkpoints = list_or_fail  # type: ignore[assignment]
+
+
+def test_error_outside_of_the_storage_is_logged_and_fails_the_last_copy(tmp_path):
+    options = "--checkpoint.mirror", f"file://{tmp_path}/mirror", "--training.steps 1"
+    world = start_small(tmp_path / "run", *options, before=fail_to_list_checkpoints_in_the_thread)
+
+    assert "Stale file handle" in world.wait_for_exit(4)
 
 
 def try_copies_twice() -> None:

@@ -48,7 +48,7 @@ from titanlite.checkpoint.manifest import (
     select_outdated,
     sync,
 )
-from titanlite.config.errors import CheckpointError, Damage, UserError
+from titanlite.config.errors import CheckpointError, Damage, UserError, one_line
 from titanlite.config.files import INCOMPLETE, MANIFEST, STEP_FOLDER
 from titanlite.config.storage import (
     PARALLEL,
@@ -440,6 +440,16 @@ class Mirror:
 
     def _update(self) -> None:
         """Copy the checkpoints that the mirror lacks, newest first. Runs in the thread."""
+        try:
+            self._copy_missing()
+        except Exception as error:  # for example, the local folder cannot be listed
+            text = f"{type(error).__name__}: {one_line(str(error))}"
+            self._log(Event(f"Copying to the mirror FAILED ({text})", "failed mirror"))
+        finally:
+            self.sending = None
+
+    def _copy_missing(self) -> None:
+        """Copy the checkpoints that the mirror lacks, newest first."""
         tried = set(self._copied)
         while True:
             # List again after each copy, because the run saves and removes checkpoints meanwhile.
@@ -450,7 +460,6 @@ class Mirror:
             tried.add(self._get_name(path))
             self.sending = path.resolve()
             self._send(path)
-        self.sending = None
 
     def _send(self, path: Path) -> None:
         """Copy a local checkpoint to the mirror. If the storage fails, try again several times.
