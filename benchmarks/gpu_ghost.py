@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gpu_works import Work, titanlite_options
+from gpu_workloads import GpuWorkload, titanlite_options
 from runs import ROOT, commit, table, write_text
 
 RANKS = 8
@@ -51,7 +51,7 @@ class Row:
             full, instead of what `work` says.
     """
 
-    work: Work
+    work: GpuWorkload
     layout: dict[str, Any] = field(default_factory=dict)
     microbatches: int = 1
     checkpoint_interval: int = 0
@@ -66,12 +66,17 @@ class Row:
         ranks_of_a_batch = self.pipeline_degree
         for name in ("tensor_parallel_degree", "context_parallel_degree"):
             ranks_of_a_batch *= self.layout.get(name, 1)
-        return self.work.rows * self.microbatches * RANKS // ranks_of_a_batch
+        return self.work.local_batch_size * self.microbatches * RANKS // ranks_of_a_batch
 
 
-def _work(**changes: Any) -> Work:
-    defaults = {"dtype": "float32", "rows": 2, "activation_checkpoint": "selective", "steps": 1000}
-    return Work(**{**defaults, **changes})
+def _work(**changes: Any) -> GpuWorkload:
+    defaults = {
+        "dtype": "float32",
+        "local_batch_size": 2,
+        "activation_checkpoint": "selective",
+        "steps": 1000,
+    }
+    return GpuWorkload(**{**defaults, **changes})
 
 
 # torchtitan ties the embeddings of these flavors.
@@ -81,22 +86,22 @@ ROWS = {
     "eager": Row(_work(compile=False)),
     "full recomputation": Row(_work(activation_checkpoint="full")),
     "activation checkpointing of every 2nd block": Row(_work(), checkpoint_interval=2),
-    "no recomputation, 1 sequence": Row(_work(rows=1, activation_checkpoint="none")),
-    "4,096 tokens, 4 sequences": Row(_work(rows=4, seq_len=4096)),
+    "no recomputation, 1 sequence": Row(_work(local_batch_size=1, activation_checkpoint="none")),
+    "4,096 tokens, 4 sequences": Row(_work(local_batch_size=4, seq_len=4096)),
     "32,768 tokens, full recomputation": Row(
-        _work(rows=1, seq_len=32768, activation_checkpoint="full")
+        _work(local_batch_size=1, seq_len=32768, activation_checkpoint="full")
     ),
     "4 microbatches": Row(_work(), microbatches=4),
     "FP8 rowwise": Row(_work(precision="float8")),
     "1b, eager": Row(_work(flavor="1b", compile=False)),
-    "1b, 4 sequences": Row(_work(flavor="1b", rows=4)),
+    "1b, 4 sequences": Row(_work(flavor="1b", local_batch_size=4)),
     "3b": Row(_work(flavor="3b")),
     "HSDP 2 x 4": Row(_work(), {"data_parallel_replicate_degree": 2}),
     "TP 2": Row(_work(), {"tensor_parallel_degree": 2}),
     "TP 8": Row(_work(), {"tensor_parallel_degree": 8}),
     "CP 2, 16,384 tokens": Row(_work(seq_len=16384), {"context_parallel_degree": 2}),
-    "PP 2, 8 microbatches": Row(_work(rows=1), {"pipeline_parallel_degree": 2}, 8),
-    "PP 4, 8 microbatches": Row(_work(rows=1), {"pipeline_parallel_degree": 4}, 8),
+    "PP 2, 8 microbatches": Row(_work(local_batch_size=1), {"pipeline_parallel_degree": 2}, 8),
+    "PP 4, 8 microbatches": Row(_work(local_batch_size=1), {"pipeline_parallel_degree": 4}, 8),
 }
 
 
@@ -162,9 +167,11 @@ def torchtitan_config(row: Row, folder: Path, text: Path) -> Any:
 
     # With a pipeline, local_batch_size contains all microbatches.
     is_pipeline = row.pipeline_degree > 1
-    config.training.local_batch_size = work.rows * (row.microbatches if is_pipeline else 1)
+    config.training.local_batch_size = work.local_batch_size * (
+        row.microbatches if is_pipeline else 1
+    )
     config.training.global_batch_size = row.global_batch_size
-    config.parallelism.pipeline_parallel_microbatch_size = work.rows
+    config.parallelism.pipeline_parallel_microbatch_size = work.local_batch_size
     config.training.seq_len = work.seq_len
     config.training.steps = WARM_STEPS + 1
     config.training.disable_cuda_graphs = True
@@ -232,7 +239,7 @@ def run_torchtitan(row: Row, folder: Path, text: Path, _keys: Sequence[str]) -> 
     torchtitan_config(row, folder, text).build().train()
 
 
-def declare_stage_shapes(work: Work) -> None:
+def declare_stage_shapes(work: GpuWorkload) -> None:
     """Declare the inputs and outputs of the first pipeline stage of torchtitan.
 
     Otherwise torch would infer them with a trial run, which exchanges messages with other ranks.
@@ -242,7 +249,7 @@ def declare_stage_shapes(work: Work) -> None:
     from torch.distributed.pipelining import PipelineStage
 
     def build_stage(module: Any, *args: Any, **kwargs: Any) -> PipelineStage:
-        tokens = torch.empty(work.rows, work.seq_len, dtype=torch.int64, device="meta")
+        tokens = torch.empty(work.local_batch_size, work.seq_len, dtype=torch.int64, device="meta")
         hidden = torch.empty(*tokens.shape, module.config.dim, dtype=torch.bfloat16, device="meta")
         hidden.requires_grad_()
         return PipelineStage(module, *args, **kwargs, input_args=tokens, output_args=hidden)

@@ -40,7 +40,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from gpu_works import AC_MODES, COMPARED, WORKS, Work, titanlite_options, torchtitan_job
+from gpu_workloads import (
+    AC_MODES,
+    COMPARED,
+    WORKLOADS,
+    GpuWorkload,
+    titanlite_options,
+    torchtitan_job,
+)
 from runs import RESULTS, ROOT, commit, read_parts, write_text
 
 CHECKS = ("tests/gpu", "tests/checkpoint/test_save_gpu.py", "tests/optim/test_clip.py")
@@ -158,7 +165,7 @@ class Part:
             raise kind(f"exit code {code}: {output[-3000:]}")
         return time.monotonic() - start, output
 
-    def works(self, works: dict[str, Work]) -> Iterator[tuple[str, Work]]:
+    def works(self, works: dict[str, GpuWorkload]) -> Iterator[tuple[str, GpuWorkload]]:
         """Yield the cases, with tiny models on a CPU."""
         for name, work in works.items():
             if self.cpu:
@@ -302,7 +309,7 @@ def titanlite(part: Part) -> None:
             [sys.executable, "-c", "import titanlite.train, torchao, datasets"]
         )  # from disk into memory
 
-    def alone(work: Work, cache: Path, result: dict[str, Any]) -> None:
+    def alone(work: GpuWorkload, cache: Path, result: dict[str, Any]) -> None:
         # A run of one step fills the compiler cache.
         if work.compile:
             shutil.rmtree(cache, ignore_errors=True)
@@ -311,14 +318,14 @@ def titanlite(part: Part) -> None:
             )["first step"]
         result |= run_titanlite(part, work, cache, True)
 
-    for case, work in part.works(WORKS):
+    for case, work in part.works(WORKLOADS):
         part.measure(case, partial(first_that_fits, part, case, work, AC_MODES, alone))
 
 
 def torchtitan(part: Part) -> None:
     """Compare both frameworks in alternating order."""
 
-    def both(work: Work, cache: Path, result: dict[str, Any]) -> None:
+    def both(work: GpuWorkload, cache: Path, result: dict[str, Any]) -> None:
         if part.cpu or importlib.util.find_spec("torchtitan") is None:
             raise Failed("torchtitan needs a GPU" if part.cpu else "torchtitan is not installed")
         sides = {
@@ -351,9 +358,9 @@ def torchtitan(part: Part) -> None:
 def first_that_fits(
     part: Part,
     case: str,
-    work: Work,
+    work: GpuWorkload,
     modes: Sequence[str],
-    run: Callable[[Work, Path, dict[str, Any]], None],
+    run: Callable[[GpuWorkload, Path, dict[str, Any]], None],
     result: dict[str, Any],
 ) -> None:
     """Run a case with the first mode of activation checkpointing that fits into memory."""
@@ -368,7 +375,7 @@ def first_that_fits(
             result.setdefault("out of memory with", []).append(mode)
 
 
-def run_torchtitan(part: Part, work: Work, cache: Path) -> dict[str, Any]:
+def run_torchtitan(part: Part, work: GpuWorkload, cache: Path) -> dict[str, Any]:
     """Measure torchtitan with its log."""
     import tomlkit
 
@@ -404,7 +411,9 @@ def torchtitan_steps(output: str) -> list[dict[str, float]]:
     ]
 
 
-def run_titanlite(part: Part, work: Work, cache: Path, extra_features: bool) -> dict[str, Any]:
+def run_titanlite(
+    part: Part, work: GpuWorkload, cache: Path, extra_features: bool
+) -> dict[str, Any]:
     """Measure titanlite with its metrics.jsonl."""
     folder = Path(tempfile.mkdtemp(dir=part.folder))
     options = titanlite_options(work, folder, part.text, extra_features)
@@ -437,7 +446,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def profile(part: Part) -> None:
     """Profile kernels, idle time and lower bounds of a step (gpu_profile.py)."""
 
-    def traced(case: str, work: Work, cache: Path, result: dict[str, Any]) -> None:
+    def traced(case: str, work: GpuWorkload, cache: Path, result: dict[str, Any]) -> None:
         folder = Path(tempfile.mkdtemp(dir=part.folder))
         found = folder / "found.json"
         trace = part.out / f"gpu_profile_{case.replace(' ', '-')}.json.gz"
@@ -453,7 +462,7 @@ def profile(part: Part) -> None:
         finally:
             result |= json.loads(found.read_text()) if found.exists() else {}
 
-    for case, work in part.works(WORKS):
+    for case, work in part.works(WORKLOADS):
         if work.compile:
             # This sets the length of the schedule. Only a dozen steps run.
             work = replace(work, steps=1000)

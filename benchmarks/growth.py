@@ -1,8 +1,8 @@
-"""Measure how step time and memory grow with one size, and compare the growth with a model.
+"""Measure how step time and memory grow with one size, and compare the growth with a formula.
 
     python benchmarks/growth.py [--only NAME ...] [--repeats 3] [--out benchmarks/results]
 
-The model is a formula with one or two coefficients, fitted to all rows except the last one.
+The formula has one or two coefficients, fitted to all sizes except the last one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from runs import MIB, RESULTS, Work, prepare_tokens, read_parts, run_titanlite, table, write_part
+from runs import (
+    MIB,
+    RESULTS,
+    Workload,
+    prepare_tokens,
+    read_parts,
+    run_titanlite,
+    table,
+    write_part,
+)
 
-BASE = Work(dim=256, n_layers=2, batch_size=8, steps=10)
-# Maps x to the factors of the coefficients.
-Model = Callable[[float], tuple[float, ...]]
+BASE = Workload(dim=256, n_layers=2, batch_size=8, steps=10)
+# Maps a size x to the factors of the coefficients.
+Formula = Callable[[float], tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -29,24 +38,24 @@ class Series:
 
     Attributes:
         points: x -> run.
-        time: Model of the step time.
-        memory: Model of the memory.
+        time: Formula of the step time.
+        memory: Formula of the memory.
         description: Text below the table, in full sentences, which describes the expected growth.
     """
 
-    points: dict[int, Work]
-    time: Model
-    memory: Model
+    points: dict[int, Workload]
+    time: Formula
+    memory: Formula
     description: str
 
 
 def constant(x: float) -> tuple[float, ...]:
-    """Model y = a."""
+    """Return the factors of y = a."""
     return (1.0,)
 
 
 def linear(x: float) -> tuple[float, ...]:
-    """Model y = a + b x."""
+    """Return the factors of y = a + b x."""
     return (1.0, x)
 
 
@@ -55,52 +64,61 @@ SERIES = {
         {n: replace(BASE, seq_len=n, batch_size=8192 // n) for n in (512, 1024, 2048, 4096)},
         linear,
         constant,
-        "We expect longer sequences to take more time only in attention, whose time per token grows with the sequence "
-        "length n. All other time and the memory should stay constant, because each step trains on 8,192 tokens in total.",
+        """\
+We expect longer sequences to take more time only in attention, whose time per token grows with the
+sequence length n. All other time and the memory should stay constant, because each step trains on
+8,192 tokens in total.""",
     ),
     "layers": Series(
         {n: replace(BASE, n_layers=n) for n in (2, 4, 8, 16)},
         linear,
         linear,
-        "We expect the step time and the memory to grow linearly with the number of layers n, as a + b n.",
+        """\
+We expect the step time and the memory to grow linearly with the number of layers n, as a + b n.""",
     ),
     "vocabulary": Series(
         {n: replace(BASE, vocab_size=n, steps=7) for n in (8192, 16384, 65536, 131072)},
         linear,
         linear,
-        "The embedding and the output matrix grow with the size n of the vocabulary. We therefore expect the step time and "
-        "the memory to grow linearly with n: both should be a + b n, with different constants a and b.",
+        """\
+The embedding and the output matrix grow with the size n of the vocabulary. We therefore expect the
+step time and the memory to grow linearly with n: both should be a + b n, with different constants a
+and b.""",
     ),
     "accumulation": Series(
         {n: replace(BASE, batch_size=8 * n, num_microbatches=n) for n in (2, 4, 8, 16)},
         linear,
         constant,
-        "In this table, each step accumulates gradients over n microbatches of 2,048 tokens. We expect the step time to be "
-        "a + b n, where a is the time of the optimizer step, and b the time of a microbatch. The memory should stay constant.",
+        """\
+In this table, each step accumulates gradients over n microbatches of 2,048 tokens. We expect the
+step time to be a + b n, where a is the time of the optimizer step, and b the time of a microbatch.
+The memory should stay constant.""",
     ),
     "ranks": Series(
         {n: replace(BASE, n_layers=6, ranks=n, threads=1, batch_size=8 * n) for n in (1, 2)},
         constant,
         constant,
-        "Each rank trains on 2,048 tokens with one thread, so with an ideal network, more ranks would not change the "
-        "step time or the memory per rank. In this benchmark, however, the ranks communicate over gloo, which takes "
-        "time on the cores that also compute. For comparison, a plain PyTorch loop of FSDP2 on two ranks takes as "
-        "long as titanlite.",
+        """\
+Each rank trains on 2,048 tokens with one thread, so with an ideal network, more ranks would not
+change the step time or the memory per rank. In this benchmark, however, the ranks communicate over
+gloo, which takes time on the cores that also compute. For comparison, a plain PyTorch loop of FSDP2
+on two ranks takes as long as titanlite.""",
     ),
 }
 INTRO = """\
-The tables show how the step time and the memory of a training run depend on its settings. Each table varies one
-setting, for example the sequence length. The text below the table describes how we expect time and memory to grow.
+The tables show how the step time and the memory of a training run depend on its settings. Each
+table varies one setting, for example the sequence length. The text below the table describes how we
+expect time and memory to grow.
 
-To measure how time and memory grow, we train a small fp32 model with dim 256. The model has 2 layers in most tables,
-and 6 layers in the table of ranks. A training step has 2,048 tokens, unless the text below the table gives another
-number. In the tables, "ms/step" is the median step time, and "memory" is the peak memory of a training process (its
-largest resident set).
+To measure how time and memory grow, we train a small fp32 model with dim 256. The model has 2
+layers in most tables, and 6 layers in the table of ranks. A training step has 2,048 tokens, unless
+the text below the table gives another number. In the tables, "ms/step" is the median step time, and
+"memory" is the peak memory of a training process (its largest resident set).
 
-To check whether time and memory grow as expected, we compare each measurement with a formula, such as a + b n for the
-step time of a model with n layers. We fit the constants a and b to all rows except the last one, and predict the last
-row with them. The columns "expected" show the values of the formula. The ratio of the measured to the expected value is
-**bold** if it exceeds 1.15.
+To check whether time and memory grow as expected, we compare each measurement with a formula, such
+as a + b n for the step time of a model with n layers. We fit the constants a and b to all sizes
+except the last one, and predict the last size with them. The columns "expected" show the values of
+the formula. The ratio of the measured to the expected value is **bold** if it exceeds 1.15.
 """
 
 
@@ -113,8 +131,8 @@ def parse() -> argparse.Namespace:
         "--only", action="append", choices=SERIES, help="may be given several times"
     )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--points", type=int, help="measure only the first so many")
-    parser.add_argument("--steps", type=int, help="instead of what each series has")
+    parser.add_argument("--points", type=int, help="number of sizes to measure, from the first one")
+    parser.add_argument("--steps", type=int, help="number of steps of each run")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of growth.json")
     return parser.parse_args()
 
@@ -136,7 +154,7 @@ def main() -> None:
 
 
 def measure_points(
-    points: list[tuple[int, Work]], shards: Path, folder: Path, num_repeats: int
+    points: list[tuple[int, Workload]], shards: Path, folder: Path, num_repeats: int
 ) -> list[dict[str, Any]]:
     """Run all points in turn, several times, and return the median time and memory of each."""
     repeats = []
@@ -158,12 +176,12 @@ def measure_points(
     return results
 
 
-def fit(model: Model, xs: list[int], measured: list[float]) -> list[float]:
-    """Fit a model to all points but the last, and return its values at all points.
+def fit(formula: Formula, xs: list[int], measured: list[float]) -> list[float]:
+    """Fit a formula to all points but the last, and return its values at all points.
 
     The fit minimizes the sum of the squared relative errors.
     """
-    factors = np.array([model(x) for x in xs])
+    factors = np.array([formula(x) for x in xs])
     values = np.array(measured)
     num_fitted = max(1, len(xs) - 1)
     relative_factors = factors[:num_fitted] / values[:num_fitted, None]

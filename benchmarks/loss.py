@@ -34,9 +34,9 @@ CALLS = 3
 MAX_ERROR_TOKENS = 512  # float64 takes minutes for more
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INTRO = """\
-The tables compare three ways to compute the output projection together with the cross-entropy loss. Each method runs in
-a process of its own, on {tokens:,} tokens with a vocabulary of {vocabulary:,}. It computes the loss, the gradient of the
-hidden states, and the gradient of the output matrix.
+The tables compare three ways to compute the output projection together with the cross-entropy loss.
+Each method runs in a process of its own, on {tokens:,} tokens with a vocabulary of {vocabulary:,}.
+It computes the loss, the gradient of the hidden states, and the gradient of the output matrix.
 
 - **fused:** `linear_cross_entropy_sum` in titanlite/optim/losses.py.
 - **materialized:** `F.linear`, then `F.cross_entropy` in fp32, with all logits in memory.
@@ -48,17 +48,20 @@ The following table explains the columns of all tables in this section.
 |---|---|
 | seconds | median time of up to 3 calls |
 | memory | peak memory of a call, without inputs, loss and both gradients |
-| ratio, share | time and memory relative to the materialized version; the targets are at most 1.05 and at most 10% |
+| ratio | time relative to the materialized version; the target is at most 1.05 |
+| share | memory relative to the materialized version; the target is at most 10% |
 | error of the loss | relative difference from a computation in float64, for {errors:,} tokens |
 | error of a gradient | norm of the difference from float64, divided by the norm of the gradient |
 
-The tables show bad results in **bold**. A ratio of times or a share of memory is bold if it misses its target. To
-judge an error, we compare it with the error of the materialized version, which keeps all logits in memory. An error is
-bold if it is more than 1.05 times as large, unless it is at most 2e-7, which is about the rounding error of fp32.
+The tables show bad results in **bold**. A ratio of times or a share of memory is bold if it misses
+its target. To judge an error, we compare it with the error of the materialized version, which keeps
+all logits in memory. An error is bold if it is more than 1.05 times as large, unless it is at most
+2e-7, which is about the rounding error of fp32.
 """
 
 
-# Each variant takes hidden states (N, C), weights (V, C) and labels (N,), and returns the mean loss.
+# Each variant takes hidden states (N, C), weights (V, C) and labels (N,), and returns the mean
+# loss.
 
 
 def materialized(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -86,7 +89,9 @@ def fused(hidden: Tensor, weight: Tensor, labels: Tensor, compiled: bool = False
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Compute the fused loss of torch."""
     options = nn.LinearCrossEntropyOptions()  # pyright: ignore[reportAttributeAccessIssue]
-    return F.linear_cross_entropy(hidden, weight, labels, options=options)  # pyright: ignore[reportAttributeAccessIssue]
+    return F.linear_cross_entropy(  # pyright: ignore[reportAttributeAccessIssue]
+        hidden, weight, labels, options=options
+    )
 
 
 VARIANTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -232,7 +237,7 @@ def random_inputs(options: argparse.Namespace, tokens: int) -> tuple[Tensor, Ten
 def loss_and_gradients(
     loss_fn: Callable[..., Tensor], hidden: Tensor, weight: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss and the gradients of `hidden` and `weight`, when the device has computed them."""
+    """Compute the loss and the gradients of `hidden` and `weight`, and wait for the device."""
     hidden = hidden.detach().requires_grad_()
     weight = weight.detach().requires_grad_()
     loss = loss_fn(hidden, weight, labels)
@@ -256,7 +261,7 @@ def start_of_memory(device: str) -> int:
 
 
 def peak_of_memory(device: str) -> int:
-    """Return the peak since `start_of_memory`: allocated GPU memory, or the resident set, in bytes."""
+    """Return the peak bytes since `start_of_memory`: allocated on a GPU, or the resident set."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -278,7 +283,7 @@ def tables(parts: dict[str, Any]) -> list[str]:
     ]
     for name, part in parts.items():
         rows = [table_row(variant, part["variants"]) for variant in part["variants"]]
-        lines += table([name, *columns], rows)
+        lines += [f"Results for {name}:", "", *table([name, *columns], rows)]
         if "F.linear_cross_entropy" not in part["variants"]:
             lines += ["`F.linear_cross_entropy` needs torch 2.13 and was not measured.", ""]
     return lines

@@ -6,9 +6,10 @@ python benchmarks/performance_page.py [--results FOLDER] [--out FILE]
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cpu
 import growth
@@ -19,10 +20,10 @@ PAGE = ROOT / "docs" / "internals" / "performance.md"
 INTRO = """\
 # Performance results
 
-This page compares the speed and memory of titanlite on CPUs with a plain PyTorch loop and with torchtitan. To repeat a
-measurement, run the command below its heading on an idle machine. Then run `python benchmarks/performance_page.py` to
-generate this page again from the files in `benchmarks/results/`. [benchmarks/README.md](../../benchmarks/README.md)
-describes all benchmarks.
+This page compares the speed and memory of titanlite on CPUs with a plain PyTorch loop and with
+torchtitan. To repeat a measurement, run the command below its heading on an idle machine. Then run
+`python benchmarks/performance_page.py` to generate this page again from the files in
+`benchmarks/results/`. [benchmarks/README.md](../../benchmarks/README.md) describes all benchmarks.
 
 ## Changes since the measurements
 
@@ -33,72 +34,104 @@ weights that FSDP2 makes on a single rank; see
 [Experiments](experiments.md#memory-and-speed-on-a-cpu).
 """
 
-
-WORK = {
+# Field of a GPU workload -> its label.
+WORKLOAD_LABELS = {
     "activation_checkpoint": "activation checkpointing",
     "dtype": "parameters, gradients and moments",
-    "rows": "sequences",
+    "local_batch_size": "sequences",
+    "rows": "sequences",  # the name of this field in older results
     "seq_len": "tokens per sequence",
 }
-MEASURED = ("rates", "attention, ms")
+# Results that contain several measurements each.
+GROUPS = ("rates", "attention, ms")
 
 
 def gpu_tables(cases: dict[str, Any]) -> list[str]:
     """Format the results of benchmarks/gpu.sh, including profiles."""
     lines: list[str] = []
     for case, result in cases.items():
-        rows = [
-            [label, f"{result['work'][name]}"] for name, label in WORK.items() if "work" in result
-        ]
-        values = [(name, value) for name, value in result.items() if isinstance(value, int | float)]
-        values += [
-            (f"{group}: {name}", value)
-            for group in MEASURED
-            for name, value in result.get(group, {}).items()
-        ]
-        rows += [
-            [name, value if isinstance(value, str) else f"{value:,.4g}"] for name, value in values
-        ]
-        for part, times in result.get("parts", {}).items():
-            rows += [[f"{part}: {name}", f"{value:,.3f}"] for name, value in times.items()]
-        for kernel in result.get("kernels", ()):
-            rows.append([f"kernel `{kernel['name']}`", f"{kernel['share']:.1%}"])
-        lines += table([case, ""], rows)
-        lines += (
-            [f"Not finished: {result['error'].strip().splitlines()[-1]}", ""]
-            if "error" in result
-            else []
-        )
+        lines += table([case, ""], gpu_rows(result))
+        if "error" in result:
+            last_error = result["error"].strip().splitlines()[-1]
+            lines += [f"Not finished: {last_error}", ""]
     return lines
 
 
+def gpu_rows(result: dict[str, Any]) -> list[list[str]]:
+    """Return the table rows of one case: its workload, its measurements and its profile."""
+    rows: list[list[str]] = []
+    work = result.get("work", {})
+    for name, label in WORKLOAD_LABELS.items():
+        if name in work:
+            rows.append([label, f"{work[name]}"])
+
+    for name, value in result.items():
+        if isinstance(value, int | float):
+            rows.append([name, format_number(value)])
+    for group in GROUPS:
+        for name, value in result.get(group, {}).items():
+            rows.append([f"{group}: {name}", format_number(value)])
+    for part, times in result.get("parts", {}).items():
+        for name, milliseconds in times.items():
+            rows.append([f"{part}: {name}", f"{milliseconds:,.3f}"])
+    for kernel in result.get("kernels", ()):
+        rows.append([f"kernel `{kernel['name']}`", f"{kernel['share']:.1%}"])
+    return rows
+
+
+def format_number(value: float | str) -> str:
+    """Format a measurement with four digits. An error message stays as it is."""
+    return value if isinstance(value, str) else f"{value:,.4g}"
+
+
+class PageSection(NamedTuple):
+    """A section of the page.
+
+    Attributes:
+        title: Heading.
+        command: Command that measures its results.
+        benchmark: Name of the results file, without its suffix.
+        tables: Formats the results as Markdown.
+    """
+
+    title: str
+    command: str
+    benchmark: str
+    tables: Callable[[dict[str, Any]], list[str]]
+
+
 SECTIONS = (
-    (
+    PageSection(
         "Compared with a plain PyTorch loop",
         "benchmarks/cpu.sh",
         "cpu",
         partial(cpu.tables, cpu.PLAIN),
     ),
-    (
+    PageSection(
         "Compared with torchtitan",
         "benchmarks/cpu.sh --beside torchtitan",
         "cpu_torchtitan",
         partial(cpu.tables, cpu.TORCHTITAN),
     ),
-    ("Output projection and loss", "python benchmarks/loss.py", "loss", loss.tables),
-    ("Scaling of time and memory", "python benchmarks/growth.py", "growth", growth.tables),
-    ("On one GPU", "benchmarks/gpu.sh titanlite", "gpu_titanlite", gpu_tables),
-    (
+    PageSection("Output projection and loss", "python benchmarks/loss.py", "loss", loss.tables),
+    PageSection(
+        "Scaling of time and memory", "python benchmarks/growth.py", "growth", growth.tables
+    ),
+    PageSection("On one GPU", "benchmarks/gpu.sh titanlite", "gpu_titanlite", gpu_tables),
+    PageSection(
         "On one GPU, compared with torchtitan",
         "benchmarks/gpu.sh torchtitan",
         "gpu_torchtitan",
         gpu_tables,
     ),
-    ("Profile of a step on one GPU", "benchmarks/gpu.sh profile", "gpu_profile", gpu_tables),
+    PageSection(
+        "Profile of a step on one GPU", "benchmarks/gpu.sh profile", "gpu_profile", gpu_tables
+    ),
 )
 
 
 def main() -> None:
+    """Generate the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -111,12 +144,14 @@ def main() -> None:
 def page(results: Path) -> str:
     """Return the text of docs/internals/performance.md."""
     lines = [INTRO]
-    for title, command, benchmark, tables in SECTIONS:
-        parts = read_parts(results, benchmark)
-        lines += [f"## {title}", "", f"Run `{command}`.", ""]
+    for section in SECTIONS:
+        lines += [f"## {section.title}", "", f"Run `{section.command}`.", ""]
+        parts = read_parts(results, section.benchmark)
         if parts:
-            places = dict.fromkeys(part["about"] for part in parts.values())
-            lines += [*tables(parts), *(f"Measured {place}." for place in places), ""]
+            lines += section.tables(parts)
+            descriptions = dict.fromkeys(part["about"] for part in parts.values())
+            lines += [f"Measured {description}." for description in descriptions]
+            lines.append("")
         else:
             lines += ["Not measured yet.", ""]
     return "\n".join(lines).rstrip() + "\n"

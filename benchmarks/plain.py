@@ -4,9 +4,9 @@
     torchrun --standalone --nproc_per_node=2 benchmarks/plain.py --data ...        FSDP2 over gloo
 
 The script uses fused AdamW, `clip_grad_norm_`, `F.cross_entropy` on fp32 logits, and token ids from
-a memory map. `--compile` compiles the blocks and the loss. `--dtype bf16` computes in bf16 and keeps
-parameters, gradients and optimizer state in fp32, as FSDP2 mixed precision does, also on a single
-process. (Autocast would keep the residual stream in fp32, which is more work.)
+a memory map. `--compile` compiles the blocks and the loss. `--dtype bf16` computes in bf16 and
+keeps parameters, gradients and optimizer state in fp32, as FSDP2 mixed precision does, also on a
+single process. (Autocast would keep the residual stream in fp32, which is more work.)
 
 It prints one line of JSON: the loss of each step, and the time at which each step ended.
 """
@@ -33,7 +33,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated.type_as(x)
 
 
-class Block(nn.Module):
+class PlainBlock(nn.Module):
     """A pre-norm block with grouped-query attention and SwiGLU: (B, T, C) -> (B, T, C)."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -54,6 +54,7 @@ class Block(nn.Module):
         self.w2 = nn.Linear(options.ffn_dim, dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Add the outputs of attention and of the feed-forward network to x."""
         h = self.attention_norm(x)
         q = self.wq(h).unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
         k = self.wk(h).unflatten(-1, (-1, self.head_dim))
@@ -69,7 +70,7 @@ class Block(nn.Module):
         return x + self.w2(F.silu(self.w1(h)) * self.w3(h))
 
 
-class Llama(nn.Module):
+class PlainLlama(nn.Module):
     """A Llama: token ids (B, T) -> logits (B, T, V)."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -90,6 +91,7 @@ class Llama(nn.Module):
         self.sin = angles.sin()
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of the next tokens."""
         x = self.embeddings(tokens)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
@@ -101,22 +103,23 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-def batches(options: argparse.Namespace, rank: int, ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(
+    options: argparse.Namespace, rank: int, num_ranks: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield this rank's tokens and labels of each step, both of shape (B, T).
 
-    The ranks take turns to read consecutive pieces of the file.
+    The ranks take turns to read consecutive ranges of the file.
     """
     ids = np.memmap(options.data, dtype="<u2", mode="r")
     size = options.batch_size * (options.seq_len + 1)
     for step in range(options.steps):
-        start = (step * ranks + rank) * size % (len(ids) - size)
-        piece = torch.from_numpy(ids[start : start + size].astype(np.int64)).view(
-            options.batch_size, -1
-        )
-        yield piece[:, :-1].contiguous(), piece[:, 1:].contiguous()
+        start = (step * num_ranks + rank) * size % (len(ids) - size)
+        token_range = torch.from_numpy(ids[start : start + size].astype(np.int64))
+        sequences = token_range.view(options.batch_size, -1)  # (B, T + 1)
+        yield sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
 
 
-def shard(model: Llama, dtype: torch.dtype) -> None:
+def shard(model: PlainLlama, dtype: torch.dtype) -> None:
     """Apply FSDP2 to each block and to the root. Without torchrun, use a world of one process."""
     world = {}
     if "MASTER_ADDR" not in os.environ:
@@ -155,7 +158,7 @@ def main(options: argparse.Namespace) -> None:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
 
     torch.manual_seed(0)
-    model = Llama(options)
+    model = PlainLlama(options)
     if options.compile:
         for block in model.blocks:
             block.compile(fullgraph=True)

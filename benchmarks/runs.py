@@ -33,7 +33,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """Model, batch and number of steps of a run. The default is the debug model.
 
     Attributes:
@@ -128,7 +128,7 @@ def write_text(folder: Path) -> Path:
     return path
 
 
-def run_titanlite(work: Work, data: Path, cache: Path, options: Sequence[str] = ()) -> Measured:
+def run_titanlite(work: Workload, data: Path, cache: Path, options: Sequence[str] = ()) -> Measured:
     """Run and measure the `titanlite` command.
 
     Args:
@@ -166,7 +166,7 @@ def run_titanlite(work: Work, data: Path, cache: Path, options: Sequence[str] = 
     return summarize(work, process, step_times, first_step, lines[-1]["loss"])
 
 
-def run_plain(work: Work, shards: Path, cache: Path) -> Measured:
+def run_plain(work: Workload, shards: Path, cache: Path) -> Measured:
     """Run and measure the same work with plain.py."""
     assert work.num_microbatches == 1
     names = (*SHAPE, "seq_len", "steps", "dtype")
@@ -193,7 +193,7 @@ def run_plain(work: Work, shards: Path, cache: Path) -> Measured:
     return summarize(work, process, times, first_step, report["losses"][-1])
 
 
-def run_torchtitan(work: Work, text: Path, cache: Path) -> Measured:
+def run_torchtitan(work: Workload, text: Path, cache: Path) -> Measured:
     """Run and measure the same work with the trainer of torchtitan.
 
     Args:
@@ -269,13 +269,13 @@ def torchrun_options(num_ranks: int) -> list[str]:
     return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
 
 
-def window_times(work: Work, ends: list[float]) -> list[float]:
+def window_times(work: Workload, ends: list[float]) -> list[float]:
     """Return the mean seconds of a step in each interval between two log lines."""
     return [(end - start) / work.window for start, end in pairwise(ends)]
 
 
 def summarize(
-    work: Work, process: Process, times: list[float], first_step: float, loss: float
+    work: Workload, process: Process, times: list[float], first_step: float, loss: float
 ) -> Measured:
     """Combine the measurements of a run.
 
@@ -292,7 +292,7 @@ def summarize(
     return Measured(tokens_per_second, process.peak_rss, process.total_pss, first_step, loss)
 
 
-def environment(work: Work, cache: Path) -> dict[str, str]:
+def environment(work: Workload, cache: Path) -> dict[str, str]:
     """Return the environment variables that both sides get.
 
     They set the number of CPU threads and ranks, hide GPUs, and set the folder of compiled code.

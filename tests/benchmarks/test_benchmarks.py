@@ -75,7 +75,7 @@ def test_mup_keeps_coordinates_the_same_in_a_wider_model():
     assert growth[False]["logits"] > mup.MAX_DRIFT
 
 
-TINY = runs.Work(32, 1, 2, 1, 64, seq_len=32, batch_size=4, steps=5, threads=1)
+TINY = runs.Workload(32, 1, 2, 1, 64, seq_len=32, batch_size=4, steps=5, threads=1)
 
 
 @pytest.mark.slow

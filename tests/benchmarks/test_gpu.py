@@ -85,12 +85,12 @@ def test_a_case_that_hangs_or_fails_does_not_stop_the_others(part):
 
 
 def test_a_case_is_measured_with_the_first_mode_that_fits(part):
-    def run(work: script.Work, cache: Path, result: dict[str, Any]) -> None:
+    def run(work: script.GpuWorkload, cache: Path, result: dict[str, Any]) -> None:
         if work.activation_checkpoint != "full":
             part.run([sys.executable, "-c", "raise SystemExit('CUDA error: out of memory')"])
 
     result = {}
-    script.first_that_fits(part, "8b", script.Work(), script.AC_MODES, run, result)
+    script.first_that_fits(part, "8b", script.GpuWorkload(), script.AC_MODES, run, result)
 
     assert result["work"]["activation_checkpoint"] == "full"
     assert result["out of memory with"] == ["none", "selective"]
@@ -100,7 +100,12 @@ def test_a_case_is_measured_with_the_first_mode_that_fits(part):
 @pytest.mark.long
 def test_a_profile_contains_kernels_and_lower_bounds_of_each_part(tmp_path):
     work = replace(
-        script.WORKS["8b bf16 eager"], flavor="debugmodel", tiny=True, rows=2, seq_len=64, steps=100
+        script.WORKLOADS["8b bf16 eager"],
+        flavor="debugmodel",
+        tiny=True,
+        local_batch_size=2,
+        seq_len=64,
+        steps=100,
     )
     out = tmp_path / "out.json"
     trace = tmp_path / "trace.json.gz"

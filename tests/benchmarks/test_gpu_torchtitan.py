@@ -16,7 +16,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.model.llama import Llama
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import gpu_works as gpu  # pyright: ignore[reportMissingImports]
+import gpu_workloads as gpu  # pyright: ignore[reportMissingImports]
 
 reason = (
     "needs torchtitan 0.2.2 (and triton, which it imports): pip install torchtitan==0.2.2 triton"
