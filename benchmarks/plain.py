@@ -76,7 +76,7 @@ class PlainLlama(nn.Module):
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
         self.embeddings = nn.Embedding(options.vocab_size, options.dim)
-        self.blocks = nn.ModuleList(Block(options) for _ in range(options.n_layers))
+        self.blocks = nn.ModuleList(PlainBlock(options) for _ in range(options.n_layers))
         self.norm = nn.RMSNorm(options.dim, 1e-5)
         self.output = nn.Linear(options.dim, options.vocab_size, bias=False)
 

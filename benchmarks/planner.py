@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -79,198 +79,264 @@ LARGE = {
     "ffn_dim": 2048,
     "vocab_size": 16384,
 }
-ROWS = {"seq_len": 256, "local_batch_size": 4}
-LONG = {"seq_len": 1024, "local_batch_size": 1}
+SHORT_SEQUENCES = {"seq_len": 256, "local_batch_size": 4}
+LONG_SEQUENCES = {"seq_len": 1024, "local_batch_size": 1}
 # Each block is its own FSDP group, as in large models.
 EACH_BLOCK = {"fsdp_min_num_params": 0}
 
 
-def _job(
-    model: Mapping[str, Any], rows: Mapping[str, Any], mode: str = "none", **more: Any
+class Case(NamedTuple):
+    """A job whose memory is planned and measured.
+
+    Attributes:
+        num_ranks: Number of ranks.
+        sections: Sections of the job file.
+    """
+
+    num_ranks: int
+    sections: Sections
+
+
+def make_job(
+    model: Mapping[str, Any],
+    batch: Mapping[str, Any],
+    ac_mode: str = "none",
+    *,
+    training: Mapping[str, Any] | None = None,
+    **sections: Any,
 ) -> Sections:
-    recompute = {"mode": mode, "selective_ac_option": "op"}
-    training = {"mixed_precision_param": "bfloat16", **rows, **more.pop("training", {})}
-    return {"model": model, "training": training, "activation_checkpoint": recompute, **more}
+    """Return the sections of a job.
+
+    Args:
+        model: Section [model].
+        batch: Keys of the section [training] that set the sequence length and the batch size.
+        ac_mode: Mode of activation checkpointing.
+        training: Further keys of the section [training].
+        sections: Further sections.
+    """
+    return {
+        "model": model,
+        "training": {"mixed_precision_param": "bfloat16", **batch, **(training or {})},
+        "activation_checkpoint": {"mode": ac_mode, "selective_ac_option": "op"},
+        **sections,
+    }
 
 
-def _pipeline(schedule: str, microbatches: int) -> dict[str, Any]:
-    layout = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule, **EACH_BLOCK}
-    rows = {"local_batch_size": 1, "global_batch_size": microbatches}
-    return {"training": rows, "parallelism": layout}
+def make_pipeline(schedule: str, num_microbatches: int) -> dict[str, Any]:
+    """Return the sections [training] and [parallelism] of a pipeline on two ranks."""
+    return {
+        "training": {"local_batch_size": 1, "global_batch_size": num_microbatches},
+        "parallelism": {
+            "pipeline_parallel_degree": 2,
+            "pipeline_parallel_schedule": schedule,
+            **EACH_BLOCK,
+        },
+    }
 
 
+TENSOR_2 = {"tensor_parallel_degree": 2}
+CONTEXT_2 = {"context_parallel_degree": 2}
+HSDP_2 = {"data_parallel_replicate_degree": 2, **EACH_BLOCK}
 FLOAT8 = {"enable": True, "emulate": True, "min_features": 0}
-GATHERED_FP8 = {
+FP8_ALL_GATHER = {
     "enable_fsdp_float8_all_gather": True,
     "precompute_float8_dynamic_scale_for_fsdp": True,
 }
-CASES: dict[str, tuple[int, Sections]] = {
-    "small": (1, _job(SMALL, ROWS)),
-    "small, selective": (1, _job(SMALL, ROWS, "selective")),
-    "small, full": (1, _job(SMALL, ROWS, "full")),
-    "small, fp32": (1, _job(SMALL, ROWS, training={"mixed_precision_param": "float32"})),
-    "small, 4 microbatches": (1, _job(SMALL, ROWS, training={"global_batch_size": 16})),
-    "medium, selective": (1, _job(MEDIUM, LONG, "selective")),
-    "medium, masks": (1, _job(MEDIUM, LONG, "full", dataset={"document_mask": True})),
-    "medium, bf16 state": (
+CASES = {
+    "small": Case(1, make_job(SMALL, SHORT_SEQUENCES)),
+    "small, selective": Case(1, make_job(SMALL, SHORT_SEQUENCES, "selective")),
+    "small, full": Case(1, make_job(SMALL, SHORT_SEQUENCES, "full")),
+    "small, fp32": Case(
+        1, make_job(SMALL, SHORT_SEQUENCES, training={"mixed_precision_param": "float32"})
+    ),
+    "small, 4 microbatches": Case(
+        1, make_job(SMALL, SHORT_SEQUENCES, training={"global_batch_size": 16})
+    ),
+    "medium, selective": Case(1, make_job(MEDIUM, LONG_SEQUENCES, "selective")),
+    "medium, document masks": Case(
+        1, make_job(MEDIUM, LONG_SEQUENCES, "full", dataset={"document_mask": True})
+    ),
+    "medium, bf16 state": Case(
         1,
-        _job(MEDIUM, ROWS, training={"dtype": "bfloat16"}, optimizer={"stochastic_rounding": True}),
+        make_job(
+            MEDIUM,
+            SHORT_SEQUENCES,
+            training={"dtype": "bfloat16"},
+            optimizer={"stochastic_rounding": True},
+        ),
     ),
-    "large, full": (1, _job(LARGE, LONG, "full")),
-    "large": (1, _job(LARGE, ROWS)),
-    "small, FSDP": (2, _job(SMALL, ROWS)),
-    "medium, FSDP, selective": (2, _job(MEDIUM, ROWS, "selective", parallelism=EACH_BLOCK)),
-    "large, FSDP, full": (2, _job(LARGE, ROWS, "full")),
-    "medium, FSDP, offload": (2, _job(MEDIUM, ROWS, "full", training={"enable_cpu_offload": True})),
-    "medium, tensor": (2, _job(MEDIUM, ROWS, parallelism={"tensor_parallel_degree": 2})),
-    "medium, context": (
+    "large, full": Case(1, make_job(LARGE, LONG_SEQUENCES, "full")),
+    "large": Case(1, make_job(LARGE, SHORT_SEQUENCES)),
+    "small, FSDP": Case(2, make_job(SMALL, SHORT_SEQUENCES)),
+    "medium, FSDP, selective": Case(
+        2, make_job(MEDIUM, SHORT_SEQUENCES, "selective", parallelism=EACH_BLOCK)
+    ),
+    "large, FSDP, full": Case(2, make_job(LARGE, SHORT_SEQUENCES, "full")),
+    "medium, FSDP, offload": Case(
+        2, make_job(MEDIUM, SHORT_SEQUENCES, "full", training={"enable_cpu_offload": True})
+    ),
+    "medium, tensor": Case(2, make_job(MEDIUM, SHORT_SEQUENCES, parallelism=TENSOR_2)),
+    "medium, context": Case(
+        2, make_job(MEDIUM, LONG_SEQUENCES, "selective", parallelism=CONTEXT_2)
+    ),
+    "medium, 1F1B": Case(2, make_job(MEDIUM, SHORT_SEQUENCES, **make_pipeline("1F1B", 8))),
+    "medium, Interleaved1F1B": Case(
+        2, make_job(MEDIUM, SHORT_SEQUENCES, "full", **make_pipeline("Interleaved1F1B", 8))
+    ),
+    "medium, FSDP on 4": Case(4, make_job(MEDIUM, SHORT_SEQUENCES, "full", parallelism=EACH_BLOCK)),
+    "medium, HSDP": Case(4, make_job(MEDIUM, SHORT_SEQUENCES, parallelism=HSDP_2)),
+    "medium, tensor and FSDP": Case(
+        4, make_job(MEDIUM, SHORT_SEQUENCES, parallelism={**TENSOR_2, **EACH_BLOCK})
+    ),
+    "medium, float8": Case(1, make_job(MEDIUM, SHORT_SEQUENCES, "selective", float8=FLOAT8)),
+    "medium, FSDP, float8": Case(
         2,
-        _job(MEDIUM, LONG, "selective", parallelism={"context_parallel_degree": 2}),
+        make_job(MEDIUM, SHORT_SEQUENCES, float8=FLOAT8 | FP8_ALL_GATHER, parallelism=EACH_BLOCK),
     ),
-    "medium, 1F1B": (2, _job(MEDIUM, ROWS, **_pipeline("1F1B", 8))),
-    "medium, Interleaved1F1B": (2, _job(MEDIUM, ROWS, "full", **_pipeline("Interleaved1F1B", 8))),
-    "medium, FSDP on 4": (4, _job(MEDIUM, ROWS, "full", parallelism=EACH_BLOCK)),
-    "medium, HSDP": (
-        4,
-        _job(MEDIUM, ROWS, parallelism={"data_parallel_replicate_degree": 2, **EACH_BLOCK}),
+    "medium, compiled": Case(
+        1, make_job(MEDIUM, SHORT_SEQUENCES, "selective", compile={"enable": True})
     ),
-    "medium, tensor and FSDP": (
-        4,
-        _job(MEDIUM, ROWS, parallelism={"tensor_parallel_degree": 2, **EACH_BLOCK}),
-    ),
-    "medium, float8": (1, _job(MEDIUM, ROWS, "selective", float8=FLOAT8)),
-    "medium, FSDP, float8": (
-        2,
-        _job(MEDIUM, ROWS, float8=FLOAT8 | GATHERED_FP8, parallelism=EACH_BLOCK),
-    ),
-    "medium, compiled": (1, _job(MEDIUM, ROWS, "selective", compile={"enable": True})),
 }
 
 
-def _gpu_job(
-    flavor: str, rows: int, mode: str = "selective", seq_len: int = 8192, **more: Any
+def make_gpu_job(
+    flavor: str,
+    batch_size: int,
+    ac_mode: str = "selective",
+    seq_len: int = 8192,
+    *,
+    model: Mapping[str, Any] | None = None,
+    **sections: Any,
 ) -> Sections:
-    training = {"seq_len": seq_len, "local_batch_size": rows, **more.pop("training", {})}
-    return _job({"flavor": flavor, **more.pop("model", {})}, training, mode, **more)
+    """Return the sections of a job for the ghost GPU.
+
+    Args:
+        flavor: Model.
+        batch_size: Sequences per microbatch.
+        ac_mode: Mode of activation checkpointing.
+        seq_len: Tokens per sequence.
+        model: Further keys of the section [model].
+        sections: Further sections, and further keys of the section [training].
+    """
+    batch = {"seq_len": seq_len, "local_batch_size": batch_size}
+    return make_job({"flavor": flavor, **(model or {})}, batch, ac_mode, **sections)
+
+
+def make_short_job(flavor: str, ac_mode: str, **sections: Any) -> Sections:
+    """Return a job with one sequence of 4,096 tokens, where fragmentation is relatively largest."""
+    return make_gpu_job(flavor, 1, ac_mode, 4096, **sections)
+
+
+def parallel(name: str, degree: int, **keys: Any) -> dict[str, Any]:
+    """Return the section [parallelism] with the degree of one dimension."""
+    return {"parallelism": {f"{name}_parallel_degree": degree, **keys}}
 
 
 COMPILED: Mapping[str, Any] = {"compile": {"enable": True}}
-UNTIED: Mapping[str, Any] = {"model": {"tied_embeddings": False}}  # as a pipeline needs it
-FP8 = {**COMPILED, "float8": {"enable": True, **GATHERED_FP8}}
+# A pipeline cannot share the embedding with the output layer.
+UNTIED: Mapping[str, Any] = {"model": {"tied_embeddings": False}}
+FP8 = {**COMPILED, "float8": {"enable": True, **FP8_ALL_GATHER}}
+FP8_ROWWISE = {**COMPILED, "float8": {"enable": True, "recipe_name": "rowwise"}}
+# Four microbatches on four ranks, with the optimizer state in CPU memory.
+OFFLOAD = {"training": {"enable_cpu_offload": True, "global_batch_size": 32}}
+INTERLEAVED = parallel("pipeline", 4, pipeline_parallel_schedule="Interleaved1F1B")
 
-
-def _degree(name: str, size: int, **more: Any) -> dict[str, Any]:
-    return {"parallelism": {f"{name}_parallel_degree": size, **more}}
-
-
-def _short(flavor: str, mode: str, **more: Any) -> Sections:
-    """Return a job with one sequence of 4,096 tokens, where fragmentation is relatively largest."""
-    return _gpu_job(flavor, 1, mode, 4096, **more)
-
-
-GHOST_CASES: dict[str, tuple[int, Sections]] = {
-    "1b, 4,096 tokens": (1, _short("1b", "selective")),
-    "1b, 4,096 tokens, full": (1, _short("1b", "full")),
-    "1b, 4,096 tokens, FSDP": (2, _short("1b", "selective")),
-    "1b, 4,096 tokens, FSDP, nothing recomputed": (4, _short("1b", "none")),
-    "1b, 4,096 tokens, FSDP, full, compiled": (2, _short("1b", "full", **COMPILED)),
-    "3b, 4,096 tokens": (1, _short("3b", "selective")),
-    "3b, 4,096 tokens, nothing recomputed": (1, _short("3b", "none")),
-    "3b, 4,096 tokens, nothing recomputed, compiled": (1, _short("3b", "none", **COMPILED)),
-    "3b, 4,096 tokens, FSDP": (2, _short("3b", "selective")),
-    "3b, 4,096 tokens, FSDP, full": (4, _short("3b", "full")),
-    "1b": (1, _gpu_job("1b", 2)),
-    "1b, compiled, nothing recomputed": (1, _gpu_job("1b", 2, "none", **COMPILED)),
+GHOST_CASES = {
+    "1b, 4,096 tokens": Case(1, make_short_job("1b", "selective")),
+    "1b, 4,096 tokens, full": Case(1, make_short_job("1b", "full")),
+    "1b, 4,096 tokens, FSDP": Case(2, make_short_job("1b", "selective")),
+    "1b, 4,096 tokens, FSDP, no activation checkpointing": Case(4, make_short_job("1b", "none")),
+    "1b, 4,096 tokens, FSDP, full, compiled": Case(2, make_short_job("1b", "full", **COMPILED)),
+    "3b, 4,096 tokens": Case(1, make_short_job("3b", "selective")),
+    "3b, 4,096 tokens, no activation checkpointing": Case(1, make_short_job("3b", "none")),
+    "3b, 4,096 tokens, no activation checkpointing, compiled": Case(
+        1, make_short_job("3b", "none", **COMPILED)
+    ),
+    "3b, 4,096 tokens, FSDP": Case(2, make_short_job("3b", "selective")),
+    "3b, 4,096 tokens, FSDP, full": Case(4, make_short_job("3b", "full")),
+    "1b": Case(1, make_gpu_job("1b", 2)),
+    "1b, compiled, no activation checkpointing": Case(1, make_gpu_job("1b", 2, "none", **COMPILED)),
     # This case takes 5 GB of CPU memory per rank. On one rank, it would take 20 GB.
-    "1b, offload, 4 microbatches": (
+    "1b, offload, 4 microbatches": Case(4, make_gpu_job("1b", 2, "full", **OFFLOAD)),
+    "1b, compiled, 4 microbatches": Case(
+        2, make_gpu_job("1b", 2, training={"global_batch_size": 16}, **COMPILED)
+    ),
+    "1b, float8 rowwise": Case(2, make_gpu_job("1b", 2, **FP8_ROWWISE)),
+    "1b, tensor 2": Case(2, make_gpu_job("1b", 2, **parallel("tensor", 2))),
+    "1b, document masks, compiled": Case(
+        2, make_gpu_job("1b", 2, dataset={"document_mask": True}, **COMPILED)
+    ),
+    "1b, context 2": Case(2, make_gpu_job("1b", 1, seq_len=32768, **parallel("context", 2))),
+    "1b, pipeline 2, compiled": Case(
         4,
-        _gpu_job("1b", 2, "full", training={"enable_cpu_offload": True, "global_batch_size": 32}),
-    ),
-    "1b, compiled, 4 microbatches": (
-        2,
-        _gpu_job("1b", 2, training={"global_batch_size": 16}, **COMPILED),
-    ),
-    "1b, float8 rowwise": (
-        2,
-        _gpu_job("1b", 2, **COMPILED, float8={"enable": True, "recipe_name": "rowwise"}),
-    ),
-    "1b, tensor 2": (2, _gpu_job("1b", 2, **_degree("tensor", 2))),
-    "1b, documents, compiled": (2, _gpu_job("1b", 2, dataset={"document_mask": True}, **COMPILED)),
-    "1b, context 2": (2, _gpu_job("1b", 1, seq_len=32768, **_degree("context", 2))),
-    "1b, pipeline 2, compiled": (
-        4,
-        _gpu_job(
+        make_gpu_job(
             "1b",
             1,
             training={"global_batch_size": 16},
             **UNTIED,
             **COMPILED,
-            **_degree("pipeline", 2),
+            **parallel("pipeline", 2),
         ),
     ),
-    "8b": (8, _gpu_job("8b", 2)),
-    "8b, compiled": (8, _gpu_job("8b", 2, **COMPILED)),
-    "8b, float8": (8, _gpu_job("8b", 2, **FP8)),
-    "8b, context 2, float8, full": (
-        8,
-        _gpu_job("8b", 1, "full", 32768, **FP8, **_degree("context", 2)),
+    "8b": Case(8, make_gpu_job("8b", 2)),
+    "8b, compiled": Case(8, make_gpu_job("8b", 2, **COMPILED)),
+    "8b, float8": Case(8, make_gpu_job("8b", 2, **FP8)),
+    "8b, context 2, float8, full": Case(
+        8, make_gpu_job("8b", 1, "full", 32768, **FP8, **parallel("context", 2))
     ),
-    "8b, tensor 8, compiled": (8, _gpu_job("8b", 8, **COMPILED, **_degree("tensor", 8))),
-    "8b, pipeline 4 x 2, Interleaved1F1B": (
-        8,
-        _gpu_job(
-            "8b",
-            1,
-            training={"global_batch_size": 16},
-            **_degree("pipeline", 4, pipeline_parallel_schedule="Interleaved1F1B"),
-        ),
+    "8b, tensor 8, compiled": Case(8, make_gpu_job("8b", 8, **COMPILED, **parallel("tensor", 8))),
+    "8b, pipeline 4 x 2, Interleaved1F1B": Case(
+        8, make_gpu_job("8b", 1, training={"global_batch_size": 16}, **INTERLEAVED)
     ),
-    "8b, full, compiled, 4 microbatches": (
-        8,
-        _gpu_job("8b", 2, "full", training={"global_batch_size": 64}, **COMPILED),
+    "8b, full, compiled, 4 microbatches": Case(
+        8, make_gpu_job("8b", 2, "full", training={"global_batch_size": 64}, **COMPILED)
     ),
 }
 
 INTRO = """\
 # Accuracy of memory plans
 
+This page compares memory plans with measurements. The name of a job contains its model and its
+settings. For example, "selective" and "full" are modes of activation checkpointing, and "tensor 2"
+is tensor parallelism of degree 2.
+
 ## On a CPU
 
 `python benchmarks/planner.py`
 
-The table compares the memory of training steps on a CPU with the estimates of `titanlite plan`. The columns have these
-meanings:
+The table compares the memory of training steps on a CPU with the estimates of `titanlite plan`. The
+columns have these meanings:
 
-- **malloc:** the peak of allocated memory during a step, minus the memory before the model was built, on the rank that
-  needs the most memory. A preloaded library counts the allocated memory.
-- **plan:** the sum of all tensors that `titanlite plan` counts. Memory that does not belong to tensors is part of the
-  allowance of a plan, which this column does not include. For example, oneDNN keeps 9 to 15 MB of scratch memory for
-  bf16 matmuls between steps, gloo has buffers, and some operators need memory during a call.
+- **malloc:** the peak of allocated memory during a step, minus the memory before the model was
+  built, on the rank that needs the most memory. A preloaded library counts the allocated memory.
+- **plan:** the sum of all tensors that `titanlite plan` counts. Memory that does not belong to
+  tensors is part of the allowance of a plan, which this column does not include. For example,
+  oneDNN keeps 9 to 15 MB of scratch memory for bf16 matmuls between steps, gloo has buffers, and
+  some operators need memory during a call.
 - **kept:** the memory that is still allocated after the model was freed.
-- **error but for it:** the error of the plan without the kept memory.
+- **error without kept:** the error of the plan without the kept memory.
 
-To check memory plans on a CPU, we ran {run} of {cases} cases and compared their planned and measured memory. The largest
-error is {largest:.2%}, and the median error is {median:.2%}. The measured memory includes the kept memory, which stays
-allocated after the model has been freed. Without the kept memory, the largest error is {largest_but:.2%}, and the median
-error is {median_but:.2%}.
+We ran {run} of {cases} cases on a CPU. The measured memory includes the kept memory. The largest
+error of the plan is {largest:.2%}, and the median error is {median:.2%}. Without the kept memory,
+the largest error is {largest_without_kept:.2%}, and the median error is {median_without_kept:.2%}.
 """
 GHOST_INTRO = """
 ## On the ghost GPU
 
 `scripts/ghost.sh python benchmarks/planner.py`
 
-The table compares two memory sizes: the prediction of `titanlite plan`, and the memory of training steps that run on
-the [ghost GPU](../docs/internals/ghost.md), which simulates an H100. The training steps use the memory allocator of
-torch with expandable segments, as on a real GPU.
+The table compares two memory sizes: the prediction of `titanlite plan`, and the memory of training
+steps that run on the [ghost GPU](../docs/internals/ghost.md), which simulates an H100. The training
+steps use the memory allocator of torch with expandable segments, as on a real GPU.
 
 | column | meaning |
 | --- | --- |
 | allocated | peak of allocated memory in the second and third step, with the workspaces of cuBLAS |
-| reserved | memory that the allocator has taken from CUDA after the third step, without what CUDA and NCCL use outside of torch |
-| off | difference between the plan and the measured value |
+| reserved | memory that the allocator holds after the third step, without CUDA and NCCL memory |
+| error | difference between the plan and the measured value |
 
-We ran {run} of {cases} cases. The largest error of the plan is {allocated:.1%} for allocated and {reserved:.1%} for reserved
-memory.
+We ran {run} of {cases} cases. The largest error of the plan is {allocated:.1%} for allocated and
+{reserved:.1%} for reserved memory.
 """
 TINY = {**SMALL, "dim": 128, "ffn_dim": 256}
 
@@ -288,7 +354,7 @@ class Result:
         kept: Memory from malloc that remains after the model was deleted.
         planned_reserved: Planned memory including fragmentation.
         reserved: Memory that the torch allocator reserved.
-        about: Date, machine and commit.
+        about: Date, CPU, versions and commit.
     """
 
     name: str
@@ -302,17 +368,17 @@ class Result:
 
     @property
     def error(self) -> float:
-        """Relative error of `planned`."""
+        """Return the relative error of `planned`."""
         return self.planned / self.allocated - 1
 
     @property
-    def error_but_for_kept(self) -> float:
-        """Relative error of `planned`, without the memory that remains after the run."""
+    def error_without_kept(self) -> float:
+        """Return the relative error of `planned`, without the memory that the run keeps."""
         return self.planned / (self.allocated - self.kept) - 1
 
     @property
     def error_of_reserved(self) -> float:
-        """Relative error of `planned_reserved`."""
+        """Return the relative error of `planned_reserved`."""
         return self.planned_reserved / self.reserved - 1
 
 
@@ -325,7 +391,10 @@ def parse() -> argparse.Namespace:
         "--only", action="append", help="cases whose name contains this; may be given several times"
     )
     parser.add_argument(
-        "--results", type=Path, default=RESULTS / "planner.json", help="where figures are added"
+        "--results",
+        type=Path,
+        default=RESULTS / "planner.json",
+        help="file that results are added to",
     )
     parser.add_argument("--out", type=Path, default=PAGE)
     return parser.parse_args()
@@ -340,12 +409,7 @@ def main() -> None:
         if options.only and not any(text in name for text in options.only):
             continue
         result = compare_on_ghost(name) if on_ghost else compare_on_cpu(name)
-        line = (
-            f"{name:<40}{result.ranks:>2} {result.allocated / MIB:9.2f} MiB {result.error:+z7.2%}"
-        )
-        if on_ghost:
-            line += f" {result.reserved / MIB:9.2f} MiB {result.error_of_reserved:+z7.2%}"
-        print(line, flush=True)
+        print(format_line(result), flush=True)
         stored[name] = asdict(result)
         options.results.write_text(json.dumps(stored, indent=1) + "\n")
 
@@ -355,6 +419,15 @@ def main() -> None:
         if results:
             pages.append(format_page(results))
     options.out.write_text("\n".join(pages))
+
+
+def format_line(result: Result) -> str:
+    """Format a result in one line."""
+    line = f"{result.name:<40}{result.ranks:>2}"
+    line += f" {result.allocated / MIB:9.2f} MiB {result.error:+z7.2%}"
+    if result.reserved:
+        line += f" {result.reserved / MIB:9.2f} MiB {result.error_of_reserved:+z7.2%}"
+    return line
 
 
 def compare_on_cpu(name: str) -> Result:
@@ -527,22 +600,30 @@ def cpu_page(results: Sequence[Result]) -> str:
             f"{result.planned / MIB:,.2f}",
             f"{result.error:+z.2%}",
             f"{result.kept / MIB:,.2f}",
-            f"{result.error_but_for_kept:+z.2%}",
+            f"{result.error_without_kept:+z.2%}",
         ]
         for result in results
     ]
-    header = ["job", "ranks", "malloc, MiB", "plan, MiB", "error", "kept, MiB", "error but for it"]
+    header = [
+        "job",
+        "ranks",
+        "malloc, MiB",
+        "plan, MiB",
+        "error",
+        "kept, MiB",
+        "error without kept",
+    ]
     errors = [abs(result.error) for result in results]
-    errors_but_for_kept = [abs(result.error_but_for_kept) for result in results]
+    errors_without_kept = [abs(result.error_without_kept) for result in results]
     intro = INTRO.format(
         run=len(results),
         cases=len(CASES),
         largest=max(errors),
         median=statistics.median(errors),
-        largest_but=max(errors_but_for_kept),
-        median_but=statistics.median(errors_but_for_kept),
+        largest_without_kept=max(errors_without_kept),
+        median_without_kept=statistics.median(errors_without_kept),
     )
-    return "\n".join([intro, *table(header, rows), *_list_places(results), ""])
+    return "\n".join([intro, *table(header, rows), *_describe_measurements(results), ""])
 
 
 def ghost_page(results: Sequence[Result]) -> str:
@@ -560,20 +641,20 @@ def ghost_page(results: Sequence[Result]) -> str:
         ]
         for result in results
     ]
-    header = ["job", "ranks", "plan, GiB", "allocated", "off", "plan, GiB", "reserved", "off"]
+    header = ["job", "ranks", "plan, GiB", "allocated", "error", "plan, GiB", "reserved", "error"]
     intro = GHOST_INTRO.format(
         run=len(results),
         cases=len(GHOST_CASES),
         allocated=max(abs(result.error) for result in results),
         reserved=max(abs(result.error_of_reserved) for result in results),
     )
-    return "\n".join([intro, *table(header, rows), *_list_places(results), ""])
+    return "\n".join([intro, *table(header, rows), *_describe_measurements(results), ""])
 
 
-def _list_places(results: Sequence[Result]) -> list[str]:
-    """Return a line for each different date, machine and commit of the results."""
-    places = dict.fromkeys(result.about for result in results)
-    return [f"Measured {place}." for place in places]
+def _describe_measurements(results: Sequence[Result]) -> list[str]:
+    """Return a line for each different date, CPU and commit of the results."""
+    descriptions = dict.fromkeys(result.about for result in results)
+    return [f"Measured {description}." for description in descriptions]
 
 
 if __name__ == "__main__":

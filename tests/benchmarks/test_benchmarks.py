@@ -135,7 +135,7 @@ def test_torchtitan_trains_the_same_model_on_a_cpu(ranks, tmp_path):
 @pytest.mark.long
 def test_planned_memory_is_within_five_percent_of_the_allocated_memory(name):
     result = planner.compare_on_cpu(name)
-    assert result.error_but_for_kept == pytest.approx(0, abs=0.05)  # oneDNN's scratch is kept
+    assert result.error_without_kept == pytest.approx(0, abs=0.05)  # oneDNN's scratch is kept
     assert "commit " in result.about
 
 
