@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from runs import commit
+from runs import commit, paragraph, table
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
@@ -40,28 +40,62 @@ from titanlite.config.flavors import Architecture
 from titanlite.model.llama import Llama
 from titanlite.runtime.rank_group import RankGroup
 
-SAVES = 5
+NUM_SAVES = 5
+STEPS_WITHOUT_SAVE = 8
+VOCAB_SIZE = 2048
+BYTES_PER_PARAMETER = 12  # an fp32 weight and two moments
+PARAMETERS_PER_BLOCK = 3_150_000
+OTHER_PARAMETERS = 2_100_000
 
 
 @dataclass(frozen=True)
-class Row:
-    """Median seconds of one async mode."""
+class SaveTimes:
+    """Median seconds of saves in one async mode.
+
+    Attributes:
+        mode: Value of checkpoint.async_mode.
+        blocked: Time for which a save blocks the step loop.
+        published: Time from the start of a save until the checkpoint is complete.
+        step_without_save: Time of a training step while no save is running.
+        step_during_save: Time of a training step during a save.
+    """
 
     mode: str
     blocked: float
     published: float
-    step_alone: float
-    step_meanwhile: float
+    step_without_save: float
+    step_during_save: float
 
 
-class Training:
-    """A model with about `gigabytes` of weights and optimizer state, and its training step."""
+@dataclass(frozen=True)
+class LoadTimes:
+    """Size of a checkpoint, and median seconds of reading it.
+
+    Attributes:
+        num_bytes: Size of all files.
+        copy: Time of one copy in memory, which is a lower bound for a load.
+        load: Time of a load, including its verification.
+        verify: Time to verify the checksums.
+    """
+
+    num_bytes: int
+    copy: float
+    load: float
+    verify: float
+
+
+class TrainedModel:
+    """A model and its optimizer.
+
+    Args:
+        gigabytes: Approximate size of weights and optimizer state.
+        device: "cuda" or "cpu".
+    """
 
     def __init__(self, gigabytes: float, device: str) -> None:
-        layers = max(
-            1, round((gigabytes * 1e9 / 12 - 2_100_000) / 3_150_000)
-        )  # 12 bytes a parameter
-        arch = Architecture(512, layers, 8, 8, 1408, vocab_size=2048)
+        num_parameters = gigabytes * 1e9 / BYTES_PER_PARAMETER
+        num_layers = round((num_parameters - OTHER_PARAMETERS) / PARAMETERS_PER_BLOCK)
+        arch = Architecture(512, max(1, num_layers), 8, 8, 1408, vocab_size=VOCAB_SIZE)
         self.model = Llama(arch)
         self.model.init_weights()
         self.model.to(device)
@@ -69,117 +103,199 @@ class Training:
             fully_shard(block)
         fully_shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
-        self.tokens = torch.randint(2048, (1, 129), device=device)
+        self.tokens = torch.randint(VOCAB_SIZE, (1, 129), device=device)
 
     def step(self) -> float:
-        started = time.perf_counter()
+        """Train one step and return its seconds."""
+        start = time.perf_counter()
         logits = self.model(self.tokens[:, :-1])
         F.cross_entropy(logits.flatten(0, 1), self.tokens[:, 1:].flatten()).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return time.perf_counter() - started
+        return time.perf_counter() - start
 
 
-def seconds(function: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    function()
-    return time.perf_counter() - started
+def median_seconds(function: Callable[[], object]) -> float:
+    """Return the median seconds of several calls."""
+    seconds = []
+    for _ in range(NUM_SAVES):
+        start = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
 
 
-def measure(training: Training, mode: str, folder: Path) -> Row:
+def measure_saves(trained: TrainedModel, mode: str, folder: Path) -> SaveTimes:
     """Save several times in one mode, and train until each save is published."""
     config = schema.Checkpoint(async_mode=mode, keep_latest_k=1)  # type: ignore[arg-type]
-    context = CheckpointContext(
-        config,
-        folder,
-        LiveState(training.model, training.optimizer),
-        RankGroup(config.timeout_seconds),
-        lambda line: None,
-    )
+    live_state = LiveState(trained.model, trained.optimizer)
+    ranks = RankGroup(config.timeout_seconds)
+    context = CheckpointContext(config, folder, live_state, ranks, lambda line: None)
     context.prepare_folder()
     saver = Saver(context)
-    alone = statistics.median(training.step() for _ in range(8))
+
+    step_without_save = statistics.median(trained.step() for _ in range(STEPS_WITHOUT_SAVE))
     blocked = []
     published = []
-    meanwhile = []
-    for save in range(SAVES + 1):
-        started = time.perf_counter()
+    steps_during_save = []
+    for save in range(NUM_SAVES + 1):
+        start = time.perf_counter()
         saver.save(save, lambda step=save: {"step": step, "tokens": 0})
-        stopped = time.perf_counter() - started
-        steps = []
-        target = folder / step_folder_name(save)
-        while not target.exists():
-            steps.append(training.step())
-        # the file system may show the folder before the writer has told all ranks
+        blocked_seconds = time.perf_counter() - start
+        step_seconds = []
+        while not (folder / step_folder_name(save)).exists():
+            step_seconds.append(trained.step())
+        # The folder can appear before the writer has notified all ranks.
         saver.wait_until_saved()
+        # The first save allocates memory.
         if save > 0:
-            blocked.append(stopped)
-            published.append(time.perf_counter() - started)
-            meanwhile += steps
+            blocked.append(blocked_seconds)
+            published.append(time.perf_counter() - start)
+            steps_during_save += step_seconds
+
     saver.close()
     context.ranks.close()
     assert saver.stats()["failed_saves"] == 0
-    step_meanwhile = statistics.median(meanwhile) if meanwhile else alone
-    return Row(
-        mode, statistics.median(blocked), statistics.median(published), alone, step_meanwhile
+    return SaveTimes(
+        mode,
+        statistics.median(blocked),
+        statistics.median(published),
+        step_without_save,
+        # A synchronous save leaves no time for steps.
+        statistics.median(steps_during_save or [step_without_save]),
     )
 
 
-def measure_load(training: Training, folder: Path) -> tuple[int, float, float, float]:
-    """Measure a load with all files in the page cache.
-
-    Returns:
-        Bytes of the checkpoint, and the seconds of one copy in memory (a lower bound for staging),
-        of the whole load, and of its verification.
-    """
+def measure_loads(trained: TrainedModel, folder: Path) -> LoadTimes:
+    """Load the latest checkpoint several times, with all files in the page cache."""
     path = list_checkpoints(folder)[-1]
-    live = LiveState(training.model, training.optimizer)
-    context = CheckpointContext(schema.Checkpoint(), folder, live, RankGroup(60), lambda line: None)
+    live_state = LiveState(trained.model, trained.optimizer)
+    context = CheckpointContext(
+        schema.Checkpoint(), folder, live_state, RankGroup(60), lambda line: None
+    )
     resumer = Resumer(context)
     resumer.load()
-    load = statistics.median(seconds(resumer.load) for _ in range(SAVES))
-    verify = statistics.median(seconds(lambda: check_checkpoint(path)) for _ in range(SAVES))
+    load = median_seconds(resumer.load)
+    verify = median_seconds(lambda: check_checkpoint(path))
     context.ranks.close()
-    size = sum(file.stat().st_size for file in path.iterdir())
-    source = torch.ones(size // 4)
-    target = torch.ones(size // 4)
-    copy = statistics.median(seconds(lambda: target.copy_(source)) for _ in range(SAVES))
-    return size, copy, load, verify
+
+    num_bytes = sum(file.stat().st_size for file in path.iterdir())
+    source = torch.ones(num_bytes // 4)
+    target = torch.ones(num_bytes // 4)
+    copy = median_seconds(lambda: target.copy_(source))
+    return LoadTimes(num_bytes, copy, load, verify)
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.1, 1.0])
-    parser.add_argument(
-        "--folder", type=Path, default=None, help="where to write; default: a temporary folder"
-    )
+    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def start_process_group() -> str:
+    """Create a process group of one rank, and return the type of its device."""
     os.environ |= {
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "29577",
         "RANK": "0",
         "WORLD_SIZE": "1",
     }
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    modes = ["disabled", "async", *(["async_with_pinned_mem"] if device == "cuda" else [])]
-    lines = [
-        "# Cost of checkpoints",
-        "",
-        "    python benchmarks/checkpoint.py",
-        "",
+    if torch.cuda.is_available():
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+        return "cuda"
+    dist.init_process_group("gloo")
+    return "cpu"
+
+
+def main() -> None:
+    """Measure saves and loads of each size, and write the page."""
+    options = parse()
+    device = start_process_group()
+    modes = ["disabled", "async"]
+    if device == "cuda":
+        modes.append("async_with_pinned_mem")
+    # The load average belongs to the start, so the introduction comes before the measurements.
+    introduction = introduce_page(device)
+
+    save_rows = []
+    load_rows = []
+    for gigabytes in options.gigabytes:
+        trained = TrainedModel(gigabytes, device)
+        trained.step()
+        saves = []
+        for mode in modes:
+            folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=options.folder))
+            saves.append(measure_saves(trained, mode, folder))
+            if mode == "disabled":
+                load_rows.append(load_row(gigabytes, measure_loads(trained, folder)))
+            shutil.rmtree(folder)
+        save_rows += [save_row(gigabytes, times, saves[0]) for times in saves]
+        print(*save_rows[-len(modes) :], load_rows[-1], sep="\n", flush=True)
+    options.out.write_text(format_page(introduction, save_rows, load_rows))
+    dist.destroy_process_group()
+
+
+def save_row(gigabytes: float, times: SaveTimes, synchronous: SaveTimes) -> list[str]:
+    """Return the cells of an async mode, compared with synchronous saves."""
+    return [
+        f"{gigabytes:g} GB",
+        times.mode,
+        f"{times.blocked:.3f} s",
+        f"{times.blocked / synchronous.blocked:.0%}",
+        f"{times.published:.2f} s",
+        f"{times.step_without_save:.3f} s",
+        f"{times.step_during_save:.3f} s",
+    ]
+
+
+def load_row(gigabytes: float, times: LoadTimes) -> list[str]:
+    """Return the cells of a size of the state."""
+    return [
+        f"{gigabytes:g} GB",
+        f"{times.num_bytes / 1e9:.3f} GB",
+        f"{times.copy:.3f} s",
+        f"{times.load:.2f} s",
+        f"{times.verify:.3f} s",
+        f"{times.verify / times.load:.0%}",
+    ]
+
+
+def introduce_page(device: str) -> list[str]:
+    """Return the heading, the command and the first paragraph of the page."""
+    rank = "GPU rank" if device == "cuda" else "CPU rank"
+    text = (
         "This page shows how long it takes to save and load a checkpoint. All times are medians of "
-        f"{SAVES} saves after one warmup save, with files in the page cache. They were measured on one "
-        f"{'GPU' if device == 'cuda' else 'CPU'} rank with {os.cpu_count()} cores and a load average of "
-        f"{os.getloadavg()[0]:.1f} before the start, with torch "
-        f"{torch.__version__}, Python {platform.python_version()} and {commit()}.",
+        f"{NUM_SAVES} saves after one warmup save, with files in the page cache. They were "
+        f"measured on one {rank} with {os.cpu_count()} cores and a load average of "
+        f"{os.getloadavg()[0]:.1f} before the start, with torch {torch.__version__}, Python "
+        f"{platform.python_version()} and {commit()}."
+    )
+    return ["# Cost of checkpoints", "", "    python benchmarks/checkpoint.py", "", paragraph(text)]
+
+
+def format_page(
+    introduction: list[str], save_rows: list[list[str]], load_rows: list[list[str]]
+) -> str:
+    """Return the page as Markdown."""
+    save_header = ["state", "async_mode", "blocked", "share", "published"]
+    save_header += ["step", "step during a save"]
+    load_header = ["state", "bytes on disk", "copy in memory", "load", "verification", "share"]
+    load_introduction = paragraph(
+        "The next table shows how long it takes to load a checkpoint, and how much of this time is "
+        'spent on verifying checksums. For comparison, "copy in memory" is the time to copy a '
+        "tensor of the same size to another tensor."
+    )
+    lines = [
+        *introduction,
         "",
-        "How much does saving a checkpoint delay training? The columns of the table have these meanings:",
+        "How much does saving a checkpoint delay training? The columns have these meanings:",
         "",
         "| column | meaning |",
         "|---|---|",
@@ -188,40 +304,14 @@ def main() -> None:
         "| published | time until the checkpoint is complete |",
         "| step, step during a save | time of a training step without a save and during a save |",
         "",
-        "| state | async_mode | blocked | share | published | step | step during a save |",
-        "|---:|---|---:|---:|---:|---:|---:|",
-    ]
-    loads = []
-    for size in options.gigabytes:
-        training = Training(size, device)
-        training.step()
-        rows = []
-        for mode in modes:
-            folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=options.folder))
-            rows.append(measure(training, mode, folder))
-            if mode == "disabled":
-                loads.append((size, *measure_load(training, folder)))
-            shutil.rmtree(folder)
-        for row in rows:
-            lines.append(
-                f"| {size:g} GB | {row.mode} | {row.blocked:.3f} s | {row.blocked / rows[0].blocked:.0%} "
-                f"| {row.published:.2f} s | {row.step_alone:.3f} s | {row.step_meanwhile:.3f} s |"
-            )
-            print(lines[-1], flush=True)
-    lines += [
+        "This table shows the results:",
         "",
-        "The next table shows how long it takes to load a checkpoint, and how much of this time is spent on verifying "
-        'checksums. For comparison, "copy in memory" is the time to copy a tensor of the same size to another tensor.',
+        *table(save_header, save_rows),
+        load_introduction,
         "",
+        *table(load_header, load_rows),
     ]
-    lines += ["| state | bytes on disk | copy in memory | load | verification | share |"]
-    lines += ["|---:|---:|---:|---:|---:|---:|"]
-    for size, total, copy, load, verify in loads:
-        bytes_and_copy = f"| {size:g} GB | {total / 1e9:.3f} GB | {copy:.3f} s"
-        lines.append(f"{bytes_and_copy} | {load:.2f} s | {verify:.3f} s | {verify / load:.0%} |")
-        print(lines[-1], flush=True)
-    options.out.write_text("\n".join(lines) + "\n")
-    dist.destroy_process_group()
+    return "\n".join(lines).rstrip() + "\n"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run titanlite, plain.py and torchtitan like a user, and measure speed and memory.
+"""Run titanlite, plain.py and torchtitan as a user does, and measure speed and memory.
 
 Times and memory are measured from outside the process, or read from its logs. A single rank runs as
 `titanlite train` or `python PROGRAM`, and several ranks run with the launcher or torchrun.
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -293,9 +294,9 @@ def summarize(
 
 
 def environment(work: Workload, cache: Path) -> dict[str, str]:
-    """Return the environment variables that both sides get.
+    """Return the environment variables of a run.
 
-    They set the number of CPU threads and ranks, hide GPUs, and set the folder of compiled code.
+    They set the number of CPU threads and ranks, hide GPUs, and set the folder for compiled code.
     """
     return {
         "OMP_NUM_THREADS": str(work.threads),
@@ -314,7 +315,8 @@ def run_command(
         command: Program and arguments.
         variables: Environment variables to add.
         folder: Folder for its output.
-        measure: Sample `total_pss`. Otherwise it is 0, and the end is noticed sooner.
+        measure: Sample `total_pss` twice a second. Otherwise it is 0, and the function returns
+            sooner after the command has ended.
 
     Raises:
         RuntimeError: If the command fails.
@@ -364,14 +366,23 @@ def pss_of_tree(root: int) -> int:
 def write_part(
     folder: Path, benchmark: str, part: str, result: dict[str, Any], gpu: str = ""
 ) -> None:
-    """Add a result to FOLDER/BENCHMARK.json, with the date, machine and commit."""
+    """Add a result to FOLDER/BENCHMARK.json.
+
+    Args:
+        folder: Folder of the results.
+        benchmark: Name of the file, without its suffix.
+        part: Name of the result. An earlier result of this name is replaced.
+        result: The result. The date, device, versions and commit are added to it.
+        gpu: Name of the GPU. By default, the CPU is described.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    parts = read_parts(folder, benchmark) | {part: {"about": about(gpu), **result}}
+    parts = read_parts(folder, benchmark)
+    parts[part] = {"about": about(gpu), **result}
     (folder / f"{benchmark}.json").write_text(json.dumps(parts, indent=1) + "\n")
 
 
 def about(gpu: str = "") -> str:
-    """Describe date, machine, versions and commit of a measurement.
+    """Describe date, device, versions and commit of a measurement.
 
     Args:
         gpu: Name of the GPU. By default, the CPU is described.
@@ -410,7 +421,13 @@ def read_parts(folder: Path, benchmark: str) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+def paragraph(text: str) -> str:
+    """Wrap a paragraph of Markdown to lines of at most 100 columns."""
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
+
+
 def table(header: list[str], rows: list[list[str]]) -> list[str]:
     """Format a Markdown table with text in the first column and numbers in the others."""
     rule = ["---"] + ["---:"] * (len(header) - 1)
-    return [*("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows)), ""]
+    lines = ["| " + " | ".join(cells) + " |" for cells in (header, rule, *rows)]
+    return [*lines, ""]
