@@ -1,7 +1,7 @@
 """Compare ten steps of every layout with one process: `benchmarks/equivalence.sh [--write FILE]`.
 
-This trains all rows of tests/equivalence_rows.py, prints the tables, and exits with 1 if a row
-misses its tolerance. With --write it also replaces the tables in FILE between their markers.
+Train all rows of tests/equivalence_rows.py, print the tables, and exit with 1 if a row misses its
+tolerance. With --write, also replace the tables in FILE between their markers.
 """
 
 from __future__ import annotations
@@ -9,63 +9,95 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
-from equivalence_rows import COMBINED, FEATURES, REFUSED, all_rows, compare, run
+from equivalence_rows import (
+    COMBINED,
+    FEATURES,
+    REFUSED,
+    Difference,
+    Row,
+    all_rows,
+    compare,
+    run,
+)
 
 
 def markdown(cells: list[list[str]]) -> str:
-    """Format a Markdown table. The first row is the header."""
+    """Format a Markdown table with aligned columns. The first row is the header."""
     widths = [max(map(len, column)) for column in zip_longest(*cells, fillvalue="")]
-    lines = [
-        "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |"
-        for row in cells
-    ]
+    lines = []
+    for row in cells:
+        padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("| " + " | ".join(padded) + " |")
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
 
 
+def layout_table(rows: Sequence[Row], differences: Mapping[str, Difference]) -> str:
+    """Return the table of all rows and their differences from the reference."""
+    cells = [["layout", "ranks", "loss", "gradient norm", "mean weight", "largest weight"]]
+    for row in rows:
+        if row.name in differences:
+            numbers = [f"{number:.1e}" for number in differences[row.name].numbers]
+            cells.append([row.name, str(row.ranks), *numbers])
+    return markdown(cells)
+
+
+def combination_table(differences: Mapping[str, Difference]) -> str:
+    """Return the table of the loss difference for each layout and feature."""
+    cells = [["", *FEATURES]]
+    for layout in COMBINED:
+        row = [layout]
+        for feature in FEATURES:
+            if (layout, feature) in REFUSED:
+                row.append("rejected")
+            else:
+                row.append(f"{differences[f'{layout}, {feature}'].numbers.loss:.0e}")
+        cells.append(row)
+    return markdown(cells)
+
+
+def replace_table(file: Path, name: str, table: str) -> None:
+    """Replace the table between its two markers in a Markdown file."""
+    pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
+
+    def insert_table(match: re.Match[str]) -> str:
+        return match[1] + table + "\n" + match[2]
+
+    file.write_text(re.sub(pattern, insert_table, file.read_text(), flags=re.S))
+
+
 def main() -> None:
-    """Compare all rows."""
+    """Compare all rows with their references."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--write", type=Path)
+    parser.add_argument("--write", type=Path, metavar="FILE")
+    file = parser.parse_args().write
+
     rows = all_rows()
     results = run(all_rows())
-    file = parser.parse_args().write
-    table = [["layout", "ranks", "loss", "gradient norm", "mean weight", "largest weight"]]
+    differences = {}
     misses = []
-    found = {}
     for row in rows:
         if row.name == row.reference:
             continue
         difference = compare(results[row.name], results[row.reference])
-        found[row.name] = difference
+        differences[row.name] = difference
         if not difference.within(row.tolerance):
-            misses.append(f"{row.name}: {difference} beyond {row.tolerance}")
-        table.append(
-            [row.name, str(row.ranks), *(f"{number:.1e}" for number in difference.numbers)]
-        )
-    grid = [["", *FEATURES]]
-    for name in COMBINED:
-        cells = [
-            f"{found[f'{name}, {f}'].numbers.loss:.0e}" if (name, f) not in REFUSED else "refused"
-            for f in FEATURES
-        ]
-        grid.append([name, *cells])
-    texts = {"equivalence": markdown(table), "combinations": markdown(grid)}
-    for name, text in texts.items():
-        print(text, end="\n\n")
+            misses.append(f"{row.name}: {difference} exceeds {row.tolerance}")
+
+    tables = {
+        "equivalence": layout_table(rows, differences),
+        "combinations": combination_table(differences),
+    }
+    for name, table in tables.items():
+        print(table, end="\n\n")
         if file:
-            pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
-            page = re.sub(
-                pattern,
-                lambda match, text=text: match[1] + text + "\n" + match[2],
-                file.read_text(),
-                flags=re.S,
-            )
-            file.write_text(page)
-    print(f"{len(table) - 1} rows, {len(misses)} beyond their tolerance", *misses, sep="\n")
+            replace_table(file, name, table)
+    summary = f"{len(differences)} rows, {len(misses)} beyond their tolerance"
+    print(summary, *misses, sep="\n")
     sys.exit(1 if misses else 0)
 
 
