@@ -1,18 +1,24 @@
 """Measure titanlite on one GPU, compare it with torchtitan, and profile a step.
 
-    benchmarks/gpu.sh PART [--out DIR] [--only TEXT ...] [--seconds 520] [--pairs 2] [--cache DIR] [--device cpu]
+    benchmarks/gpu.sh PART [--out DIR] [--only TEXT ...] [--seconds 520] [--pairs 2] [--cache DIR]
+        [--device cpu]
 
-    smoke       the debug model as a user starts it: ./run_train.sh, TensorBoard, checkpoint, resume, generate
+The parts:
+
+    smoke       the debug model as a user starts it: ./run_train.sh, TensorBoard, checkpoint,
+                resume, generate
     checks      tests/gpu
-    titanlite   Llama 1b and 8b: tokens/s, MFU, peak memory, time to the first step with a cold and a warm cache
-    torchtitan  torchtitan 0.2.2 on the same work, in turns with titanlite
-    profile     the dearest kernels, the time without any, and each part of a step beside its floor
-    all         one after the other
+    titanlite   Llama 1b and 8b: tokens/s, MFU, peak memory, time to the first step with a cold and
+                a warm cache
+    torchtitan  torchtitan 0.2.2 with the same workloads, in turns with titanlite
+    profile     the most expensive kernels, the idle time, and each part of a step with its lower
+                bound
+    all         all parts, one after the other
 
-Each part writes gpu_PART.json and gpu_PART.txt (what the programs printed), case by case: what was
-measured stays when it is stopped. A case that the time is too short for is named, and `--only`
-measures it later into the same file. On a CPU a tiny model takes its place, which shows that the scripts
-work and nothing else.
+Each part writes gpu_PART.json after each case, so an interrupted part keeps its results. It also
+writes gpu_PART.txt, the output of the programs. If the time is too short for a case, the part
+prints its name, and you can add the case to the same file later with `--only`. On a CPU, a tiny
+model takes the place of each model, to test the scripts.
 """
 
 from __future__ import annotations
@@ -38,7 +44,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from gpu_workloads import (
     AC_MODES,
@@ -55,11 +61,11 @@ CHECKS = ("tests/gpu", "tests/checkpoint/test_save_gpu.py", "tests/optim/test_cl
 RUN_SECONDS = 180.0
 
 
-class Failed(Exception):
+class CaseFailed(Exception):
     """A case cannot be measured. The message contains the reason and the end of the output."""
 
 
-class OutOfMemory(Failed):
+class OutOfGpuMemory(CaseFailed):
     """A program needs more memory than the GPU has."""
 
 
@@ -83,16 +89,25 @@ class Part:
         self.failed: list[str] = []
 
     def measure(self, case: str, run: Callable[[dict[str, Any]], None]) -> None:
-        """Run one case, and keep its result, even if it is incomplete."""
-        if not any(only in case for only in self.options.only or [""]):
+        """Run one case, and keep its result, even if it is incomplete.
+
+        Args:
+            case: Name of the case. `--only` selects cases by name.
+            run: Measures the case, and adds its results to the given dictionary.
+        """
+        only = self.options.only
+        if only and not any(text in case for text in only):
             return
         result: dict[str, Any] = {"about": self.about}
         self.cases[case] = result
         try:
             run(result)
-        # Any error must leave the other cases to be measured.
-        except Exception as error:
-            result["error"] = str(error) if isinstance(error, Failed) else traceback.format_exc()
+        except CaseFailed as error:
+            result["error"] = str(error)
+            self.failed.append(case)
+        # The other cases are measured even after an unexpected error.
+        except Exception:
+            result["error"] = traceback.format_exc()
             self.failed.append(case)
         self.write()
         print(f"{self.name}, {case}: {summary(result)}", flush=True)
@@ -108,106 +123,151 @@ class Part:
     ) -> tuple[float, str]:
         """Run a program, and return its time in seconds and its output.
 
+        Args:
+            command: Program and arguments.
+            limit: Time limit in seconds.
+            variables: Environment variables to add.
+
         Raises:
-            Failed: If it exits with an error, or exceeds `limit` seconds or the time of the part.
+            CaseFailed: If it exits with an error, or exceeds its limit or the time of the part.
         """
         self.write()
-        left = self.deadline - time.monotonic()
-        over = Failed(
+        seconds_left = self.deadline - time.monotonic()
+        part_is_over = CaseFailed(
             f"not finished: the {self.options.seconds:.0f} seconds of this part were over"
         )
-        if left < 1:
-            raise over
+        if seconds_left < 1:
+            raise part_is_over
+
         arguments = [str(argument) for argument in command]
-        values = {"PYTHONPATH": f"{ROOT}/benchmarks:{os.environ.get('PYTHONPATH', '')}".rstrip(":")}
-        values |= {
-            "HF_HUB_OFFLINE": "1",
-            "HF_DATASETS_OFFLINE": "1",
-            "HF_HOME": str(self.folder / "huggingface"),
-        }
-        values |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NGPU": "1"}
-        values |= {"CUDA_VISIBLE_DEVICES": ""} if self.cpu else {}
-        values |= {name: str(value) for name, value in variables.items()}
+        environment = {**os.environ, **self.environment()}
+        environment |= {name: str(value) for name, value in variables.items()}
         start = time.monotonic()
-        begin = self.log.stat().st_size if self.log.exists() else 0
+        log_size = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as log:
             log.write(f"\n$ {' '.join(arguments)}\n".encode())
             log.flush()
-            # Killing the process group ends all processes that the program started. A new session
-            # would outlive this process.
-            process = subprocess.Popen(
-                arguments,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                env={**os.environ, **values},
-                process_group=0,
-            )
             try:
-                code = process.wait(timeout=min(left, limit))
+                exit_code = run_group(arguments, environment, log, min(seconds_left, limit))
             except subprocess.TimeoutExpired:
-                raise (
-                    over if left <= limit else Failed(f"no end after {limit:.0f} seconds")
-                ) from None
-            finally:
-                for number in (signal.SIGTERM, signal.SIGKILL):
-                    with suppress(ProcessLookupError):
-                        os.killpg(process.pid, number)
-                    with suppress(subprocess.TimeoutExpired):
-                        process.wait(timeout=10)
-        output = self.log.read_bytes()[begin:].decode(errors="replace")
-        if code:
-            kind = (
-                OutOfMemory
-                if re.search("OutOfMemoryError|out of memory|ALLOC_FAILED", output)
-                else Failed
-            )
-            raise kind(f"exit code {code}: {output[-3000:]}")
+                if seconds_left <= limit:
+                    raise part_is_over from None
+                raise CaseFailed(f"no end after {limit:.0f} seconds") from None
+
+        output = self.log.read_bytes()[log_size:].decode(errors="replace")
+        if exit_code != 0:
+            is_memory_error = re.search("OutOfMemoryError|out of memory|ALLOC_FAILED", output)
+            error_type = OutOfGpuMemory if is_memory_error else CaseFailed
+            raise error_type(f"exit code {exit_code}: {output[-3000:]}")
         return time.monotonic() - start, output
 
-    def works(self, works: dict[str, GpuWorkload]) -> Iterator[tuple[str, GpuWorkload]]:
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables that all programs get."""
+        variables = {
+            "PYTHONPATH": f"{ROOT}/benchmarks:{os.environ.get('PYTHONPATH', '')}".rstrip(":"),
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_OFFLINE": "1",
+            "HF_HOME": str(self.folder / "huggingface"),
+            "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+            "NGPU": "1",
+        }
+        if self.cpu:
+            variables["CUDA_VISIBLE_DEVICES"] = ""
+        return variables
+
+    def workloads(self, works: dict[str, GpuWorkload]) -> Iterator[tuple[str, GpuWorkload]]:
         """Yield the cases, with tiny models on a CPU."""
         for name, work in works.items():
             if self.cpu:
-                work = replace(work, flavor="debugmodel", tiny=True, rows=2, seq_len=64, steps=4)
-            yield (name, work)
+                yield (
+                    name,
+                    replace(
+                        work,
+                        flavor="debugmodel",
+                        tiny=True,
+                        local_batch_size=2,
+                        seq_len=64,
+                        steps=4,
+                    ),
+                )
+            else:
+                yield name, work
+
+
+def run_group(
+    arguments: list[str], environment: dict[str, str], log: BinaryIO, limit: float
+) -> int:
+    """Run a program in a process group, wait for it, and kill the group.
+
+    Args:
+        arguments: Program and arguments.
+        environment: All environment variables.
+        log: File for its output.
+        limit: Time limit in seconds.
+
+    Returns:
+        The exit code of the program.
+
+    Raises:
+        TimeoutExpired: If the program exceeds the limit.
+    """
+    # Killing the process group ends all processes that the program started. A new session would
+    # outlive this process.
+    process = subprocess.Popen(
+        arguments,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        cwd=ROOT,
+        env=environment,
+        process_group=0,
+    )
+    try:
+        return process.wait(timeout=limit)
+    finally:
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal_number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
 
 
 def about(cpu: bool) -> str:
     """Describe date, device, versions, commit and command of a measurement."""
-    device = f"a CPU ({platform.machine()}) with a tiny model"
-    if not cpu:
-        query = [
-            "nvidia-smi",
-            "--query-gpu=name,driver_version,memory.total",
-            "--format=csv,noheader",
-            "--id=0",
-        ]
-        device = "{}, driver {}, {}".format(
-            *subprocess.run(query, capture_output=True, text=True, check=True)
-            .stdout.strip()
-            .split(", ")
-        )
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    device = f"a CPU ({platform.machine()}) with a tiny model" if cpu else describe_gpu()
     versions = [f"Python {platform.python_version()}"]
     for package in ("torch", "triton", "torchao", "torchtitan"):
         if importlib.util.find_spec(package) is not None:
             versions.append(f"{package} {version(package)}")
     command = shlex.join(["benchmarks/gpu.sh", *sys.argv[1:]]).replace(f"{ROOT}/", "")
-    return f"{time.strftime('%Y-%m-%d', time.gmtime())}, {device}, {', '.join(versions)}, {commit()}, `{command}`"
+    return f"{date}, {device}, {', '.join(versions)}, {commit()}, `{command}`"
+
+
+def describe_gpu() -> str:
+    """Return the name, driver version and memory of the first GPU."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total"]
+    query += ["--format=csv,noheader", "--id=0"]
+    output = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    name, driver, memory = output.strip().split(", ")
+    return f"{name}, driver {driver}, {memory}"
 
 
 def summary(result: dict[str, Any]) -> str:
-    """Format the numbers of a case in one line."""
+    """Format the measurements of a case in one line."""
     if "error" in result:
         return result["error"].strip().splitlines()[-1]
-    plain = {name: value for name, value in result.items() if isinstance(value, int | float | str)}
-    plain.pop("about")
-    return ", ".join(
-        f"{name} {x:,.4g}" if isinstance(x, float) else f"{name} {x}" for name, x in plain.items()
-    )
+    texts = []
+    for name, value in result.items():
+        if name == "about":
+            continue
+        if isinstance(value, float):
+            texts.append(f"{name} {value:,.4g}")
+        elif isinstance(value, int | str):
+            texts.append(f"{name} {value}")
+    return ", ".join(texts)
 
 
-# ----------------------------------------------------------------------------------------------------------- parts
+# ----------------------------------------------------------------------------------------- parts
 
 
 def smoke(part: Part) -> None:
@@ -215,7 +275,9 @@ def smoke(part: Part) -> None:
     steps = 6 if part.cpu else 40
     folder = part.folder / "debug_model"
     train = ["./run_train.sh", "--job.dump_folder", folder, "--checkpoint.interval", steps // 2]
-    train += ["--metrics.log_freq", 2, *(["--training.seq_len", 64] if part.cpu else [])]
+    train += ["--metrics.log_freq", 2]
+    if part.cpu:
+        train += ["--training.seq_len", 64]
 
     def started(result: dict[str, Any]) -> None:
         result["seconds"], _ = part.run([*train, "--training.steps", steps])
@@ -224,29 +286,19 @@ def smoke(part: Part) -> None:
         result["checkpoints"] = sorted(path.name for path in (folder / "checkpoint").glob("step-*"))
         result["tensorboard files"] = len(list((folder / "tb").iterdir()))
         if len(result["checkpoints"]) != 2 or not result["tensorboard files"]:
-            raise Failed(
-                f"two checkpoints and TensorBoard files are missing in {sorted(folder.iterdir())}"
-            )
+            files = sorted(folder.iterdir())
+            raise CaseFailed(f"two checkpoints and TensorBoard files are missing in {files}")
 
     def resumed(result: dict[str, Any]) -> None:
         result["seconds"], output = part.run([*train, "--training.steps", steps + 4])
         if f"Resumed after step {steps}" not in output:
-            raise Failed(f"it did not resume: {output[-2000:]}")
+            raise CaseFailed(f"it did not resume: {output[-2000:]}")
         result["last loss"] = read_lines(folder / "metrics.jsonl")[-1]["loss"]
 
     def generated(result: dict[str, Any]) -> None:
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "titanlite",
-            "generate",
-            "--checkpoint",
-            folder,
-            "--prompt",
-            "def ",
-        ]
-        result["seconds"], output = part.run([*command, "--max-new-tokens", 20])
+        command = [sys.executable, "-P", "-m", "titanlite", "generate", "--checkpoint", folder]
+        command += ["--prompt", "def ", "--max-new-tokens", 20]
+        result["seconds"], output = part.run(command)
         result["text"] = "def " + output.rpartition("\ndef ")[2].strip()
 
     for case in (started, resumed, generated):
@@ -254,47 +306,25 @@ def smoke(part: Part) -> None:
 
 
 def checks(part: Part) -> None:
-    """Run tests/gpu and other tests that depend on the GPU, then compare the loss implementations."""
+    """Run the tests that depend on the GPU, then compare the loss implementations."""
 
     def tests(result: dict[str, Any]) -> None:
+        # The output names each test, so it shows the last test that ran.
+        pytest = [sys.executable, "-m", "pytest", "-o", "addopts=--strict-markers", "-v", "-rs"]
         try:
-            # The output names each test, so it shows the last test that ran.
-            pytest = [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-o",
-                "addopts=--strict-markers",
-                "-v",
-                "-rs",
-                *CHECKS,
-            ]
-            result["seconds"], _ = part.run(pytest, limit=part.options.seconds)
+            result["seconds"], _ = part.run([*pytest, *CHECKS], limit=part.options.seconds)
         finally:
             output = part.log.read_text(errors="replace").rpartition("\n$ ")[2]
-            pattern = r"^tests/(\S+\.py::\S+) (PASSED|FAILED|ERROR|SKIPPED)"
-            tests = re.findall(pattern, output, re.MULTILINE)
-            outcomes = [outcome for _, outcome in tests]
-            result["tests"] = dict(tests)
-            for name in ("PASSED", "FAILED", "ERROR", "SKIPPED"):
-                result[name.lower()] = outcomes.count(name)
+            result |= count_tests(output)
 
     def loss(result: dict[str, Any]) -> None:
-        options = [
-            "--device",
-            part.options.device,
-            "--dtype",
-            "bf16",
-            "--out",
-            part.folder if part.cpu else part.out,
-        ]
-        tiny = ["--dim", 64, "--tokens", 64, "--vocabulary", 512, "--only", "materialized", "fused"]
-        command = [
-            sys.executable,
-            "benchmarks/loss.py",
-            *options,
-            *(tiny if part.cpu else ("--calls", 20)),
-        ]
+        command = [sys.executable, "benchmarks/loss.py", "--device", part.options.device]
+        command += ["--dtype", "bf16", "--out", part.folder if part.cpu else part.out]
+        if part.cpu:
+            command += ["--dim", 64, "--tokens", 64, "--vocabulary", 512]
+            command += ["--only", "materialized", "fused"]
+        else:
+            command += ["--calls", 20]
         result["seconds"], text = part.run(command, limit=part.options.seconds)
         result["text"] = text[text.index("| ") :].strip()
 
@@ -302,57 +332,72 @@ def checks(part: Part) -> None:
     part.measure("loss", loss)
 
 
+def count_tests(output: str) -> dict[str, Any]:
+    """Return the outcome of each test in the output of pytest, and the count of each outcome."""
+    pattern = r"^tests/(\S+\.py::\S+) (PASSED|FAILED|ERROR|SKIPPED)"
+    tests = re.findall(pattern, output, re.MULTILINE)
+    outcomes = [outcome for _, outcome in tests]
+    result: dict[str, Any] = {"tests": dict(tests)}
+    for name in ("PASSED", "FAILED", "ERROR", "SKIPPED"):
+        result[name.lower()] = outcomes.count(name)
+    return result
+
+
 def titanlite(part: Part) -> None:
     """Measure throughput, memory and start of titanlite alone."""
-    with suppress(Failed):  # the cases tell why
-        part.run(
-            [sys.executable, "-c", "import titanlite.train, torchao, datasets"]
-        )  # from disk into memory
+    # Read all modules from disk once, so that the first case does not take longer. If this fails,
+    # the cases report why.
+    with suppress(CaseFailed):
+        part.run([sys.executable, "-c", "import titanlite.train, torchao, datasets"])
 
-    def alone(work: GpuWorkload, cache: Path, result: dict[str, Any]) -> None:
+    def measure_alone(work: GpuWorkload, cache: Path, result: dict[str, Any]) -> None:
         # A run of one step fills the compiler cache.
         if work.compile:
             shutil.rmtree(cache, ignore_errors=True)
-            result["first step, cold cache"] = run_titanlite(
-                part, replace(work, steps=1), cache, True
-            )["first step"]
-        result |= run_titanlite(part, work, cache, True)
+            cold_run = run_titanlite(part, replace(work, steps=1), cache, extra_features=True)
+            result["first step, cold cache"] = cold_run["first step"]
+        result |= run_titanlite(part, work, cache, extra_features=True)
 
-    for case, work in part.works(WORKLOADS):
-        part.measure(case, partial(first_that_fits, part, case, work, AC_MODES, alone))
+    for case, work in part.workloads(WORKLOADS):
+        part.measure(case, partial(first_that_fits, part, case, work, AC_MODES, measure_alone))
 
 
 def torchtitan(part: Part) -> None:
     """Compare both frameworks in alternating order."""
-
-    def both(work: GpuWorkload, cache: Path, result: dict[str, Any]) -> None:
-        if part.cpu or importlib.util.find_spec("torchtitan") is None:
-            raise Failed("torchtitan needs a GPU" if part.cpu else "torchtitan is not installed")
-        sides = {
-            "titanlite": partial(run_titanlite, extra_features=False),
-            "torchtitan": run_torchtitan,
-        }
-        runs = result["runs"] = {side: [] for side in sides}
-        for pair in range(part.options.pairs):
-            for side in sorted(
-                sides,
-                # torchtitan runs first, because it may need a mode with less memory.
-                reverse=pair % 2 == 0,
-            ):
-                runs[side].append(sides[side](part, work, cache / side))
-            for name in ("tokens/s", "memory reserved, GiB"):
-                for side in sides:
-                    result[f"{side}: {name}"] = statistics.median(run[name] for run in runs[side])
-                pairs = zip(runs["titanlite"], runs["torchtitan"], strict=True)
-                result[f"ratio of {name}"] = statistics.median(
-                    ours[name] / theirs[name] for ours, theirs in pairs
-                )
-
-    for case, work in part.works(COMPARED):
+    for case, work in part.workloads(COMPARED):
         # Selective checkpointing saves every second matmul in titanlite, but no FP8 matmul in
         # torchtitan.
         modes = [mode for mode in AC_MODES if mode != "selective" or work.precision == "bf16"]
-        part.measure(case, partial(first_that_fits, part, case, work, modes, both))
+        measure_pairs = partial(compare_with_torchtitan, part)
+        part.measure(case, partial(first_that_fits, part, case, work, modes, measure_pairs))
+
+
+def compare_with_torchtitan(
+    part: Part, work: GpuWorkload, cache: Path, result: dict[str, Any]
+) -> None:
+    """Run titanlite and torchtitan in pairs, and update the medians after each pair."""
+    if part.cpu:
+        raise CaseFailed("torchtitan needs a GPU")
+    if importlib.util.find_spec("torchtitan") is None:
+        raise CaseFailed("torchtitan is not installed")
+
+    sides = {
+        "titanlite": partial(run_titanlite, extra_features=False),
+        "torchtitan": run_torchtitan,
+    }
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    result["runs"] = runs
+    for pair in range(part.options.pairs):
+        # torchtitan runs first, because it may need a mode with less memory.
+        order = ("torchtitan", "titanlite") if pair % 2 == 0 else ("titanlite", "torchtitan")
+        for side in order:
+            runs[side].append(sides[side](part, work, cache / side))
+        for name in ("tokens/s", "memory reserved, GiB"):
+            for side in sides:
+                result[f"{side}: {name}"] = statistics.median(run[name] for run in runs[side])
+            pairs = zip(runs["titanlite"], runs["torchtitan"], strict=True)
+            ratios = [ours[name] / theirs[name] for ours, theirs in pairs]
+            result[f"ratio of {name}"] = statistics.median(ratios)
 
 
 def first_that_fits(
@@ -363,13 +408,23 @@ def first_that_fits(
     run: Callable[[GpuWorkload, Path, dict[str, Any]], None],
     result: dict[str, Any],
 ) -> None:
-    """Run a case with the first mode of activation checkpointing that fits into memory."""
+    """Run a case with the first mode of activation checkpointing that fits into memory.
+
+    Args:
+        part: Part of the case.
+        case: Name of the case.
+        work: Its workload. Modes before `work.activation_checkpoint` are not tried.
+        modes: Modes of activation checkpointing, sorted by speed.
+        run: Measures a workload, given the folder for compiled code and the result to extend.
+        result: Result of the case.
+    """
     for mode in modes[modes.index(work.activation_checkpoint) :]:
         work = replace(work, activation_checkpoint=mode)
         result["work"] = asdict(work)
+        cache = part.cache / re.sub(r"\W+", "-", f"{case} {mode}")
         try:
-            return run(work, part.cache / re.sub(r"\W+", "-", f"{case} {mode}"), result)
-        except OutOfMemory:
+            return run(work, cache, result)
+        except OutOfGpuMemory:
             if mode == modes[-1]:
                 raise
             result.setdefault("out of memory with", []).append(mode)
@@ -405,10 +460,11 @@ def torchtitan_steps(output: str) -> list[dict[str, float]]:
     """Parse the step lines of the torchtitan log."""
     pattern = r"step: *(\d+) +loss: *([\d.]+|nan|inf) .* memory: *([\d.]+)GiB.* tps: *([\d,]+) "
     names = ("step", "loss", "memory", "tps")
-    found = re.findall(pattern, output)
-    return [
-        dict(zip(names, (float(x.replace(",", "")) for x in line), strict=True)) for line in found
-    ]
+    steps = []
+    for texts in re.findall(pattern, output):
+        values = [float(text.replace(",", "")) for text in texts]
+        steps.append(dict(zip(names, values, strict=True)))
+    return steps
 
 
 def run_titanlite(
@@ -421,11 +477,10 @@ def run_titanlite(
     part.run([sys.executable, "-P", "-m", "titanlite", "train", *options], **caches(cache))
     lines = read_lines(folder / "metrics.jsonl")
     steady = [line for line in lines if line["step"] > 2 * work.window] or lines
-    rate = statistics.median(line["tps"] for line in steady)
-    shares = [line["mfu"] for line in steady if line["mfu"] is not None]
+    mfu_values = [line["mfu"] for line in steady if line["mfu"] is not None]
     return {
-        "tokens/s": rate,
-        "MFU": statistics.median(shares) if shares else None,
+        "tokens/s": statistics.median(line["tps"] for line in steady),
+        "MFU": statistics.median(mfu_values) if mfu_values else None,
         "memory reserved, GiB": max(line["memory"] for line in lines),
         "memory allocated, GiB": max(line["memory_peak"] for line in lines),
         "first step": lines[0]["time"] - launched,
@@ -445,36 +500,35 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def profile(part: Part) -> None:
     """Profile kernels, idle time and lower bounds of a step (gpu_profile.py)."""
-
-    def traced(case: str, work: GpuWorkload, cache: Path, result: dict[str, Any]) -> None:
-        folder = Path(tempfile.mkdtemp(dir=part.folder))
-        found = folder / "found.json"
-        trace = part.out / f"gpu_profile_{case.replace(' ', '-')}.json.gz"
-        command = [sys.executable, "-P", ROOT / "benchmarks/gpu_profile.py", found, trace]
-        try:
-            part.run(
-                [
-                    *command,
-                    *titanlite_options(work, folder / "run", part.text, extra_features=True),
-                ],
-                **caches(cache),
-            )
-        finally:
-            result |= json.loads(found.read_text()) if found.exists() else {}
-
-    for case, work in part.works(WORKLOADS):
+    for case, work in part.workloads(WORKLOADS):
         if work.compile:
             # This sets the length of the schedule. Only a dozen steps run.
             work = replace(work, steps=1000)
-            part.measure(
-                case, partial(first_that_fits, part, case, work, AC_MODES, partial(traced, case))
-            )
+            run = partial(run_profile, part, case)
+            part.measure(case, partial(first_that_fits, part, case, work, AC_MODES, run))
+
+
+def run_profile(
+    part: Part, case: str, work: GpuWorkload, cache: Path, result: dict[str, Any]
+) -> None:
+    """Run gpu_profile.py, and add the measurements that it has written to the result."""
+    folder = Path(tempfile.mkdtemp(dir=part.folder))
+    measurements = folder / "measurements.json"
+    trace = part.out / f"gpu_profile_{case.replace(' ', '-')}.json.gz"
+    program = [sys.executable, "-P", ROOT / "benchmarks/gpu_profile.py", measurements, trace]
+    options = titanlite_options(work, folder / "run", part.text, extra_features=True)
+    try:
+        part.run([*program, *options], **caches(cache))
+    finally:
+        if measurements.exists():
+            result |= json.loads(measurements.read_text())
 
 
 PARTS = {part.__name__: part for part in (smoke, checks, titanlite, torchtitan, profile)}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -484,7 +538,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--cache",
         type=Path,
-        help="folder of compiled code: profile takes what titanlite left there",
+        help="folder for compiled code, which the part `profile` reuses from `titanlite`",
     )
     parser.add_argument(
         "--only", action="append", help="cases with this in their name; may be given several times"
@@ -493,9 +547,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", type=int, default=2, help="torchtitan: runs of each side")
     options = parser.parse_args(argv)
     if options.device == "cuda" and shutil.which("nvidia-smi") is None:
-        parser.error(
-            "there is no NVIDIA GPU here; `--device cpu` runs the same scripts on a tiny model"
-        )
+        parser.error("found no NVIDIA GPU; to test the scripts with a tiny model, use --device cpu")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the chosen parts. Return 1 if a case could not be measured."""
+    options = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends child processes
     failed: list[str] = []
     for name in PARTS if options.part == "all" else [options.part]:

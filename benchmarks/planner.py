@@ -235,8 +235,8 @@ def parallel(name: str, degree: int, **keys: Any) -> dict[str, Any]:
 COMPILED: Mapping[str, Any] = {"compile": {"enable": True}}
 # A pipeline cannot share the embedding with the output layer.
 UNTIED: Mapping[str, Any] = {"model": {"tied_embeddings": False}}
-FP8 = {**COMPILED, "float8": {"enable": True, **FP8_ALL_GATHER}}
-FP8_ROWWISE = {**COMPILED, "float8": {"enable": True, "recipe_name": "rowwise"}}
+FP8: Mapping[str, Any] = {**COMPILED, "float8": {"enable": True, **FP8_ALL_GATHER}}
+FP8_ROWWISE: Mapping[str, Any] = {**COMPILED, "float8": {"enable": True, "recipe_name": "rowwise"}}
 # Four microbatches on four ranks, with the optimizer state in CPU memory.
 OFFLOAD = {"training": {"enable_cpu_offload": True, "global_batch_size": 32}}
 INTERLEAVED = parallel("pipeline", 4, pipeline_parallel_schedule="Interleaved1F1B")
