@@ -1,6 +1,7 @@
-"""Run torchtitan 0.2.2 on a CPU, with its own arguments and the model shape in the variable MODEL.
+"""Run torchtitan 0.2.2 on a CPU, with the command line of torchtitan.
 
-torchtitan assumes CUDA if there is no accelerator, so this module substitutes `torch.cpu`.
+The environment variable MODEL contains the sizes of the model as JSON. torchtitan assumes CUDA if
+there is no accelerator, so this module substitutes `torch.cpu`.
 """
 
 import json
@@ -12,27 +13,44 @@ import torch
 from torch import _utils
 from torch.distributed.fsdp import FSDPModule
 
-LIKE_A_GPU = {
-    **vars(torch.cpu),
-    "get_device_name": lambda _: "CPU",
-    "get_device_properties": lambda _: SimpleNamespace(
-        total_memory=os.sysconf("SC_PHYS_PAGES") * 4096
-    ),
-    "memory_stats": lambda _: {
-        "reserved_bytes.all.peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    },
-    "reset_peak_memory_stats": lambda: None,
-    "empty_cache": lambda: None,
-}
 
-of_torch = _utils._get_available_device_type, _utils._get_device_module
+def get_device_properties(_device: object) -> SimpleNamespace:
+    """Return the memory of this computer in place of that of a GPU."""
+    return SimpleNamespace(total_memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def memory_stats(_device: object) -> dict[str, int]:
+    """Return the peak of the resident set in place of that of the GPU allocator."""
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"reserved_bytes.all.peak": peak_kib * 1024}
+
+
+CPU_MODULE = SimpleNamespace(
+    **{
+        **vars(torch.cpu),
+        "get_device_name": lambda _: "CPU",
+        "get_device_properties": get_device_properties,
+        "memory_stats": memory_stats,
+        "reset_peak_memory_stats": lambda: None,
+        "empty_cache": lambda: None,
+    }
+)
+
+# torchtitan selects its device when this module is imported.
+get_device_type = _utils._get_available_device_type
+get_device_module = _utils._get_device_module
 _utils._get_available_device_type = lambda: "cpu"
-_utils._get_device_module = lambda _: SimpleNamespace(**LIKE_A_GPU)
+_utils._get_device_module = lambda _: CPU_MODULE
 import torchtitan.tools.utils  # pyright: ignore[reportMissingImports]  # noqa: E402, F401
 
-_utils._get_available_device_type, _utils._get_device_module = of_torch
+_utils._get_available_device_type = get_device_type
+_utils._get_device_module = get_device_module
+
 from torchtitan.distributed import utils  # pyright: ignore[reportMissingImports]  # noqa: E402
-from torchtitan.models.llama3 import TransformerModelArgs, llama3_args  # pyright: ignore  # noqa: E402
+from torchtitan.models.llama3 import (  # pyright: ignore  # noqa: E402
+    TransformerModelArgs,
+    llama3_args,
+)
 from torchtitan.train import Trainer, main  # pyright: ignore[reportMissingImports]  # noqa: E402
 
 

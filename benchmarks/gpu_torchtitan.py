@@ -1,8 +1,11 @@
 """Model sizes that torchtitan 0.2.2 lacks, for its option `experimental.custom_import`."""
 
-from torchtitan.models.llama3 import TransformerModelArgs, llama3_args  # pyright: ignore[reportMissingImports]
+from torchtitan.models.llama3 import (  # pyright: ignore[reportMissingImports]
+    TransformerModelArgs,
+    llama3_args,
+)
 
-# Llama 3.2 1B but for its tied embeddings, which the torchtitan Llama 3 does not have.
+# Llama 3.2 1B with untied embeddings, because the Llama 3 of torchtitan cannot tie them.
 llama3_args["1B"] = TransformerModelArgs(
     dim=2048,
     n_layers=16,

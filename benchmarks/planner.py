@@ -238,8 +238,10 @@ UNTIED: Mapping[str, Any] = {"model": {"tied_embeddings": False}}
 FP8: Mapping[str, Any] = {**COMPILED, "float8": {"enable": True, **FP8_ALL_GATHER}}
 FP8_ROWWISE: Mapping[str, Any] = {**COMPILED, "float8": {"enable": True, "recipe_name": "rowwise"}}
 # Four microbatches on four ranks, with the optimizer state in CPU memory.
-OFFLOAD = {"training": {"enable_cpu_offload": True, "global_batch_size": 32}}
-INTERLEAVED = parallel("pipeline", 4, pipeline_parallel_schedule="Interleaved1F1B")
+OFFLOAD: Mapping[str, Any] = {"training": {"enable_cpu_offload": True, "global_batch_size": 32}}
+INTERLEAVED: Mapping[str, Any] = parallel(
+    "pipeline", 4, pipeline_parallel_schedule="Interleaved1F1B"
+)
 
 GHOST_CASES = {
     "1b, 4,096 tokens": Case(1, make_short_job("1b", "selective")),
