@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Measure titanlite on one GPU of 80 GB or more: benchmarks/gpu.sh smoke | checks | titanlite |
-# torchtitan | profile | all [...]
-# Each part ends within nine minutes and needs no network. Options are passed to
-# benchmarks/gpu_parts.py.
+# Measure titanlite on one GPU of 80 GB or more. Each part ends within nine minutes and needs no
+# network. Arguments are passed to benchmarks/gpu_parts.py.
+#
+#     benchmarks/gpu.sh smoke | checks | titanlite | torchtitan | profile | all [OPTIONS]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh .

@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# Kill training at every point of a save in each layout (one and two ranks, synchronous and asynchronous saves) and at N
-# random times in all layouts. Check that all weights and losses are bitwise equal to those of an undisturbed run. Then
-# kill the launcher 100 times, and send it 100 signals, during the first two seconds of a run on two ranks. Check that
-# no process and no file is left, and that all exit codes are documented.
+# Kill training runs, and check that nothing is lost:
+#
+# - Kill training at every point of a save in each layout (one and two ranks, synchronous and
+#   asynchronous saves), and at N random times in all layouts. All weights and losses must be
+#   bitwise equal to those of an undisturbed run.
+# - Kill the launcher 100 times, and send it 100 signals, during the first two seconds of a run on
+#   two ranks. No process and no file may remain, and all exit codes must be documented.
 #
 #     benchmarks/kill.sh N [SEED]
 set -euo pipefail
