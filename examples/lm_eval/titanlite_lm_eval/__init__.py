@@ -8,6 +8,7 @@ sequences, and receives all results. Evaluation does not change the training sta
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -56,63 +57,86 @@ class Benchmarks(Hook):
 
     observes_only = True
 
-    def __init__(self, keys: Evaluation) -> None:
-        self._config = keys
+    def __init__(self, config: Evaluation) -> None:
+        self._config = config
 
     def built(self, trainer: Trainer) -> None:
-        self._steps, log_freq = trainer.job.training.steps, trainer.job.metrics.log_freq
-        if self._config.freq % log_freq or not self._config.tasks:
+        """Load the tasks."""
+        self._trainer = trainer
+        self._last_step = trainer.job.training.steps
+        log_freq = trainer.job.metrics.log_freq
+        if self._config.freq % log_freq != 0 or not self._config.tasks:
             raise UserError(
                 "[evaluation] needs tasks, and a freq that is a multiple of metrics.log_freq = "
                 f"{log_freq}."
             )
-        self._trainer = trainer
-        self._model = _Model(trainer)
-        try:
-            self._tasks = get_task_dict(
-                [*self._config.tasks], TaskManager(include_path=self._config.include_path)
-            )
-        except Exception as error:  # the harness raises any kind of error
-            raise UserError(f"evaluation.tasks: {type(error).__name__}: {error}") from error
-        for task in _leaves(self._tasks):
-            task.set_fewshot_seed(seed=1234)  # as its own program does
-            if task.OUTPUT_TYPE == "generate_until":
-                remedy = "Leave it out, and run it on an exported checkpoint (`titanlite export`)."
-                raise UserError(
-                    f"evaluation.tasks: {task.config.task} asks the model to write. {remedy}"
-                )
+        self._model = _HarnessModel(trainer)
+        self._tasks = _load_tasks(self._config)
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        if step % self._config.freq and step != self._steps:
+        """Return the scores after an evaluation step."""
+        if step % self._config.freq != 0 and step != self._last_step:
             return {}
         with self._trainer.evaluation_mode():
-            found: Any = evaluate(
+            report: Any = evaluate(
                 self._model,
                 self._tasks,
                 self._config.limit or None,
                 bootstrap_iters=0,
                 log_samples=False,
             )
-        results = found["results"] if found else {}  # the first rank of a machine has them
-        scores = (
-            (f"{task}/{key}", value)
-            for task, values in results.items()
-            for key, value in values.items()
-        )
-        return {
-            "benchmarks": {
-                k.removesuffix(",none"): v for k, v in scores if "," in k and "_stderr" not in k
-            }
-        }
+        # The harness returns the report only on the first rank of a node.
+        results = report["results"] if report else {}
+        return {"benchmarks": _name_scores(results)}
 
 
-def _leaves(tasks: Mapping[Any, Any]) -> Iterator[Any]:
+def _load_tasks(config: Evaluation) -> Mapping[Any, Any]:
+    """Load the tasks and their data.
+
+    Raises:
+        UserError: If a task is unknown, its data cannot be read, or it requires generated text.
+    """
+    try:
+        manager = TaskManager(include_path=config.include_path)
+        tasks = get_task_dict([*config.tasks], manager)
+    except Exception as error:  # the harness raises any kind of error
+        raise UserError(f"evaluation.tasks: {type(error).__name__}: {error}") from error
+
+    for task in _flatten_groups(tasks):
+        task.set_fewshot_seed(seed=1234)  # the default of the lm_eval command
+        if task.OUTPUT_TYPE == "generate_until":
+            raise UserError(
+                f"evaluation.tasks: {task.config.task} requires generated text. Leave it out, and "
+                "run it on an exported checkpoint (`titanlite export`)."
+            )
+    return tasks
+
+
+def _flatten_groups(tasks: Mapping[Any, Any]) -> Iterator[Any]:
     """Yield all tasks, including the tasks in groups."""
     for task in tasks.values():
-        yield from _leaves(task) if isinstance(task, dict) else (task,)
+        if isinstance(task, dict):
+            yield from _flatten_groups(task)
+        else:
+            yield task
 
 
-class _Model(LM):
+def _name_scores(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return all scores with names such as "hellaswag/acc", without their standard errors.
+
+    Args:
+        results: Task -> key -> value. The key of a score is its name, a comma and its filter.
+    """
+    scores = {}
+    for task, values in results.items():
+        for key, value in values.items():
+            if "," in key and "_stderr" not in key:
+                name = f"{task}/{key}"
+                scores[name.removesuffix(",none")] = value
+    return scores
+
+
+class _HarnessModel(LM):
     """Computes log-likelihoods for the harness.
 
     Each text starts with the token that starts a document.
@@ -120,59 +144,83 @@ class _Model(LM):
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__()
-        self._trainer, self._tokenizer = trainer, trainer.tokenizer
-        self._length = trainer.job.training.seq_len
+        self._trainer = trainer
+        self._tokenizer = trainer.tokenizer
+        self._seq_len = trainer.job.training.seq_len
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        begin, encode = self._tokenizer.bos_id, self._tokenizer.encode
+        """Score the answer of each request, given its context."""
         windows = []
-        for context, answer in (request.args for request in requests):
-            head, whole = (
-                encode(context.rstrip()),
-                encode(context + answer),
-            )  # a space belongs to the word after it
-            tokens = [self._tokenizer.eos_id if begin is None else begin, *whole][
-                -(self._length + 1) :
-            ]
-            windows.append(Window(np.array(tokens), min(len(whole) - len(head), len(tokens) - 1)))
-        return self._scores(windows)
+        for request in requests:
+            context, answer = request.args
+            windows.append(self._make_window(context, answer))
+        return self._score_windows(windows)
+
+    def _make_window(self, context: str, answer: str) -> Window:
+        """Tokenize a context and an answer, and leave out the start of a text that is too long."""
+        first_id = self._tokenizer.bos_id
+        if first_id is None:
+            first_id = self._tokenizer.eos_id
+        # Tokenizers join a space with the word after it, so the answer begins with the space.
+        context_ids = self._tokenizer.encode(context.rstrip())
+        text_ids = self._tokenizer.encode(context + answer)
+        window_ids = [first_id, *text_ids][-(self._seq_len + 1) :]
+        num_scored = min(len(text_ids) - len(context_ids), len(window_ids) - 1)
+        return Window(np.array(window_ids), num_scored)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
         """Score whole texts with the same windows as `titanlite eval`."""
-        windows, owners, sums = list[Window](), list[int](), np.zeros(len(requests))
-        for i, request in enumerate(requests):
-            windows += TextWindows(
-                cast(Any, [request.args]), self._tokenizer, self._length, self._length // 2
-            )
-            owners += [i] * (len(windows) - len(owners))
-        np.add.at(sums, owners, [score for score, _ in self._scores(windows)])
-        return sums.tolist()
+        windows: list[Window] = []
+        window_counts = []
+        for request in requests:
+            text = cast(Any, [request.args])
+            stride = self._seq_len // 2
+            text_windows = list(TextWindows(text, self._tokenizer, self._seq_len, stride))
+            windows += text_windows
+            window_counts.append(len(text_windows))
+
+        scores = iter(self._score_windows(windows))
+        totals = []
+        for count in window_counts:
+            total = 0.0
+            for score, _ in islice(scores, count):
+                total += score
+            totals.append(total)
+        return totals
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
-        raise AssertionError("refused before the start")
+        """Reject requests for generated text, which `_load_tasks` excludes."""
+        raise AssertionError("tasks that require generated text are rejected at the start")
 
-    def _scores(self, windows: Sequence[Window]) -> list[tuple[float, bool]]:
-        """Score windows.
+    def _score_windows(self, windows: Sequence[Window]) -> list[tuple[float, bool]]:
+        """Score windows on all ranks.
 
         Returns:
             For each window the sum of the log-probabilities of its scored tokens, and whether each
             of them is the most likely token.
         """
-        trainer, device, places = self._trainer, self._trainer.device, list[Tensor]()
-        sums = torch.zeros(
-            2, len(windows), dtype=torch.float64, device=device
-        )  # and how many tokens are not
+        trainer = self._trainer
+        device = trainer.device
+        log_probs = torch.zeros(len(windows), dtype=torch.float64, device=device)
+        num_wrong = torch.zeros(len(windows), dtype=torch.float64, device=device)
+        # For each microbatch, the indices of its windows.
+        window_indices: list[Tensor] = []
 
-        def add(number: int, row: Tensor, labels: Tensor, logits: Tensor) -> None:
-            window, scores = places[number][row], logits.log_softmax(dim=1)
-            sums[0].index_add_(0, window, scores.gather(1, labels[:, None])[:, 0].double())
-            sums[1].index_add_(0, window, (scores.argmax(dim=1) != labels).double())
+        def add_scores(microbatch: int, sequences: Tensor, labels: Tensor, logits: Tensor) -> None:
+            indices = window_indices[microbatch][sequences]
+            scores = logits.log_softmax(dim=1)
+            label_scores = scores.gather(1, labels[:, None])[:, 0]
+            log_probs.index_add_(0, indices, label_scores.double())
+            num_wrong.index_add_(0, indices, (scores.argmax(dim=1) != labels).double())
 
-        for microbatches, numbers in window_batches(
-            windows, trainer.run, trainer.mesh.data_rank, device
-        ):
-            places[:] = [torch.tensor(each, dtype=torch.int64, device=device) for each in numbers]
-            use_logits(trainer, microbatches, add)
-            self._trainer.report_progress()
-        dist.all_reduce(sums, group=trainer.mesh.loss_group)
-        return [(score, not others) for score, others in sums.T.tolist()]
+        batches = window_batches(windows, trainer.run, trainer.mesh.data_rank, device)
+        for microbatches, indices_of_microbatches in batches:
+            window_indices.clear()
+            for indices in indices_of_microbatches:
+                window_indices.append(torch.tensor(indices, dtype=torch.int64, device=device))
+            use_logits(trainer, microbatches, add_scores)
+            trainer.report_progress()
+
+        totals = torch.stack((log_probs, num_wrong))
+        dist.all_reduce(totals, group=trainer.mesh.loss_group)
+        return [(log_prob, wrong == 0) for log_prob, wrong in totals.T.tolist()]
