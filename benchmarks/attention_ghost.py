@@ -25,7 +25,7 @@ JOB = (
 LENGTHS = (8192, 32768)
 BACKENDS = ("flex", "varlen")
 MODES = {"eager": "", "compiled": "--compile.enable"}
-STEPS = 2  # that tests/ghost/steps.py measures
+NUM_STEPS = 2  # number of steps that tests/ghost/steps.py measures
 LAUNCHES = ("kernel", "triton", "matmul", "cudnn", "memset")
 
 
@@ -57,22 +57,29 @@ def measure(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def make_row(mode: str, length: int, results: dict[str, dict[str, Any]]) -> str:
-    """Return the row of the table for one sequence length."""
-    cells: list[str] = [mode, f"{length:,}"]
+    """Return the table row of one sequence length. Exit with 1 if a job failed.
+
+    Args:
+        mode: Key of MODES.
+        length: Tokens per sequence.
+        results: Result of `measure`.
+    """
     jobs = [results[f"{mode} {length} {backend}"] for backend in BACKENDS]
     for job in jobs:
         if "error" in job:
             sys.exit(job["error"])
         if job["recompilations"] or job["alarms"]:
             sys.exit(f"{mode}, {length} tokens: a recompilation or a race")
+
+    cells = [mode, f"{length:,}"]
     for job in jobs:
         launches = [event for event in job["events"] if event.split()[0] in LAUNCHES]
-        cells.append(f"{len(launches) / STEPS:,.0f}")
+        cells.append(f"{len(launches) / NUM_STEPS:,.0f}")
     for job in jobs:
         cells.append(f"{job['allocated'] / 2**20:,.0f}")
     for job in jobs:
         waits = [event for event in job["events"] if re.match("wait|copy .*pageable", event)]
-        cells.append(f"{len(waits) / STEPS:.0f}")
+        cells.append(f"{len(waits) / NUM_STEPS:.0f}")
     return f"| {' | '.join(cells)} |"
 
 
@@ -80,8 +87,9 @@ def main() -> None:
     """Measure all jobs and print the table."""
     with tempfile.TemporaryDirectory() as folder:
         results = measure(Path(folder))
-    print("| blocks | tokens | launches, flex | varlen | MiB, flex | varlen "
-          "| host syncs, flex | varlen |")  # fmt: skip
+    columns = ["blocks", "tokens", "launches, flex", "varlen", "MiB, flex", "varlen"]
+    columns += ["host syncs, flex", "varlen"]
+    print(f"| {' | '.join(columns)} |")
     print("|---" + "|---:" * 7 + "|")
     for mode in MODES:
         for length in LENGTHS:

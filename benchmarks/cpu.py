@@ -130,7 +130,7 @@ The following table explains the columns of all tables in this section.
 | tokens/s | median speed of all steps after the first 3 |
 | memory | largest resident set of a training process |
 | all processes | memory of training, launcher and data processes; shared pages count once |
-| first step | seconds from the start of the command to the end of step 1, with a warm compiler cache |
+| first step | seconds from the command to the end of step 1, with a warm compiler cache |
 | cold | the same with an empty compiler cache |
 """
 

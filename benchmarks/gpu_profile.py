@@ -4,8 +4,8 @@
 
 A lower bound is the FLOPs of a part divided by the speed of a large matmul, or its bytes divided by
 the speed of a large copy, both measured on this GPU. FLOPs are counted as in
-`titanlite.observe.flops`, without recomputation. Bytes count weights, gradients and optimizer
-state.
+`titanlite.observe.flops`, without recomputed activations. Bytes count weights, gradients and
+optimizer state.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def main() -> None:
         write(Path(out), result)
 
         seconds_of_parts = time_parts(trainer, device)
-        floors = part_floors(trainer, rates)
+        bounds = lower_bounds(trainer, rates)
         result["step, ms"] = 1e3 * sum(seconds_of_parts.values())
         result["parts"] = {
-            name: {"ms": 1e3 * seconds, **floors.get(name, {})}
+            name: {"ms": 1e3 * seconds, **bounds.get(name, {})}
             for name, seconds in seconds_of_parts.items()
         }
         write(Path(out), result)
@@ -137,6 +137,8 @@ def watch_parts(trainer: Trainer, clock: Clock) -> None:
     def wrapped(
         function: Callable[..., Any], after: str, before: str | None = None
     ) -> Callable[..., Any]:
+        """Mark the end of part `before` before a call, and the end of `after` after it."""
+
         def call(*args: Any, **kwargs: Any) -> Any:
             if before is not None:
                 clock.mark(before)
@@ -157,7 +159,7 @@ def watch_parts(trainer: Trainer, clock: Clock) -> None:
     trainer.step = wrapped(trainer.step, "rest", before="")
 
 
-def part_floors(trainer: Trainer, rates: dict[str, float]) -> dict[str, dict[str, float]]:
+def lower_bounds(trainer: Trainer, rates: dict[str, float]) -> dict[str, dict[str, float]]:
     """Return lower bounds of each part in milliseconds, from FLOPs and bytes.
 
     Args:
@@ -198,10 +200,12 @@ def part_floors(trainer: Trainer, rates: dict[str, float]) -> dict[str, dict[str
     }
 
     copy_rate = rates["copy, bytes/s"]
-    floors = {name: {"floor by bytes, ms": 1e3 * size / copy_rate} for name, size in sizes.items()}
+    bounds = {
+        name: {"lower bound by bytes, ms": 1e3 * size / copy_rate} for name, size in sizes.items()
+    }
     for name, seconds in seconds_by_flops.items():
-        floors[name]["floor by FLOPs, ms"] = 1e3 * seconds
-    return floors
+        bounds[name]["lower bound by FLOPs, ms"] = 1e3 * seconds
+    return bounds
 
 
 def summarize_kernels(events: list[dict[str, Any]], device: str) -> dict[str, Any]:
