@@ -272,20 +272,33 @@ def compare(
         speeds = " / ".join(f"{runs[side][-1].tokens_per_second:,.0f}" for side in sides)
         print(f"{case}, pair {pair + 1} of {num_pairs}: {speeds} tokens/s", file=sys.stderr)
 
-    values: dict[str, dict[str, list[float]]] = {}
-    ratios: dict[str, float] = {}
-    for field in fields(Measured):
-        by_side = {side: [getattr(run, field.name) for run in runs[side]] for side in sides}
-        pairs = zip(by_side["titanlite"], by_side[baseline.name], strict=True)
-        values[field.name] = by_side
-        ratios[field.name] = statistics.median(ours / theirs for ours, theirs in pairs)
+    measurements = group_by_measurement(runs)
     return {
         "work": asdict(work),
         "pairs": num_pairs,
-        "ratios": ratios,
+        "ratios": {name: median_ratio(*by_side.values()) for name, by_side in measurements.items()},
         "cold_first_step": cold,
-        "runs": values,
+        "runs": measurements,
     }
+
+
+def group_by_measurement(
+    runs: dict[str, list[Measured]],
+) -> dict[str, dict[str, list[float]]]:
+    """Turn {side: runs} into {measurement: {side: value of each run}}."""
+    measurements = {}
+    for field in fields(Measured):
+        by_side = {}
+        for side, side_runs in runs.items():
+            by_side[side] = [getattr(run, field.name) for run in side_runs]
+        measurements[field.name] = by_side
+    return measurements
+
+
+def median_ratio(values: list[float], baseline_values: list[float]) -> float:
+    """Return the median ratio of pairs of runs."""
+    pairs = zip(values, baseline_values, strict=True)
+    return statistics.median(value / baseline for value, baseline in pairs)
 
 
 def measure_start_up(folder: Path, num_repeats: int) -> dict[str, Any]:

@@ -238,21 +238,33 @@ def run_torchtitan(work: Workload, text: Path, cache: Path) -> Measured:
         command = [sys.executable, *program, *to_options(settings), *flags]
         process = run_command([*command, "--job.dump_folder", name], variables, Path(name))
 
-    (size,) = set(re.findall(r"size: ([\d,]+) total parameters", process.output))
-    expected_size = num_params(Architecture(**sizes))
+    check_torchtitan_size(process.output, Architecture(**sizes))
+    ends, last_loss = parse_torchtitan_log(process.output, work.ranks)
+    times = window_times(work, [process.launched, *ends])
+    first_step = ends[0] - process.launched
+    return summarize(work, process, times, first_step, last_loss)
+
+
+def check_torchtitan_size(output: str, arch: Architecture) -> None:
+    """Raise RuntimeError if the model of torchtitan has a different number of parameters."""
+    (size,) = set(re.findall(r"size: ([\d,]+) total parameters", output))
+    expected_size = num_params(arch)
     if int(size.replace(",", "")) != expected_size:
         raise RuntimeError(f"torchtitan trains {size} parameters, titanlite {expected_size:,}")
 
+
+def parse_torchtitan_log(output: str, num_ranks: int) -> tuple[list[float], float]:
+    """Return the time of each step line of the first rank, in seconds since the epoch.
+
+    Also return the loss of the last step line. All ranks log to the same output.
+    """
     log_line = re.compile(r"^\[titan\] (\S+ [\d:]+,\d+) .* step: *\d+ +loss: *(\S+)", re.MULTILINE)
-    steps = log_line.findall(process.output)
-    times_of_first_rank = [logged for logged, _ in steps[:: work.ranks]]
-    ends = [
-        datetime.strptime(logged, "%Y-%m-%d %H:%M:%S,%f").timestamp()
-        for logged in times_of_first_rank
-    ]
-    times = window_times(work, [process.launched, *ends])
-    first_step = ends[0] - process.launched
-    return summarize(work, process, times, first_step, float(steps[-1][1]))
+    steps = log_line.findall(output)
+    ends = []
+    for logged, _ in steps[::num_ranks]:
+        ends.append(datetime.strptime(logged, "%Y-%m-%d %H:%M:%S,%f").timestamp())
+    last_loss = float(steps[-1][1])
+    return ends, last_loss
 
 
 def to_options(settings: dict[str, object]) -> list[object]:

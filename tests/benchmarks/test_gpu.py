@@ -123,7 +123,8 @@ def test_a_profile_contains_kernels_and_lower_bounds_of_each_part(tmp_path):
     )
 
     for part in parts[1:-1]:
-        assert 0 < measured["parts"][part]["lower bound by bytes, ms"] < measured["parts"][part]["ms"]
+        times = measured["parts"][part]
+        assert 0 < times["lower bound by bytes, ms"] < times["ms"]
     assert len(measured["kernels"]) == 10
 
     page = "\n".join(performance_page.gpu_tables({"8b": measured}))
