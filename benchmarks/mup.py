@@ -154,7 +154,8 @@ def check_coordinates() -> bool:
             if mup:
                 drifts.append(drift)
             label = "with muP" if mup else "without"
-            rows.append([f"{name}, {label}", *(f"{c:.3f}" for c in changes), f"{drift:.1f}"])
+            cells = [f"{change:.3f}" for change in changes]
+            rows.append([f"{name}, {label}", *cells, f"{drift:.1f}"])
     header = ["change of", *(f"width {width}" for width in COORDINATE_WIDTHS), "largest / smallest"]
     print("\n".join(table(header, rows)), flush=True)
     return max(drifts) <= MAX_DRIFT
@@ -166,12 +167,14 @@ def check_learning_rates(steps: int) -> bool:
     best_with_mup = []
     for mup in (True, False):
         for width in LR_WIDTHS:
-            losses = {e: measure_loss(width, mup, e, steps) for e in EXPONENTS}
+            losses = {exponent: measure_loss(width, mup, exponent, steps) for exponent in EXPONENTS}
             best = min(losses, key=losses.__getitem__)
             if mup:
                 best_with_mup.append(best)
+            cells = [f"{loss:.3f}" for loss in losses.values()]
+            best_index = EXPONENTS.index(best)
+            cells[best_index] = f"**{cells[best_index]}**"
             label = "with muP" if mup else "without"
-            cells = (f"**{x:.3f}**" if e == best else f"{x:.3f}" for e, x in losses.items())
             rows.append([f"width {width}, {label}", *cells])
     header = ["loss at learning rate", *(f"2^{exponent}" for exponent in EXPONENTS)]
     print("\n".join(table(header, rows)), flush=True)
@@ -179,7 +182,7 @@ def check_learning_rates(steps: int) -> bool:
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print both tables, and exit with 1 if muP fails a check."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

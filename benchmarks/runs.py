@@ -362,16 +362,19 @@ def run_command(
 
 def pss_of_tree(root: int) -> int:
     """Return the memory of a process and its descendants in bytes. Shared pages count once."""
-    pids = [root]
+    remaining_pids = [root]
     total = 0
-    for pid in pids:
+    while remaining_pids:
+        pid = remaining_pids.pop()
         try:
             children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         except OSError:  # the process has just ended
             continue
-        pids += [int(child) for child in children]
-        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+        remaining_pids += [int(child) for child in children]
+        for line in lines:
+            if line.startswith("Pss:"):
+                total += int(line.split()[1]) * 1024
     return total
 
 
