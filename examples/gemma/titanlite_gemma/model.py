@@ -18,11 +18,13 @@ class GemmaNorm(nn.RMSNorm):
     """RMSNorm in fp32 that multiplies by 1 + weight."""
 
     def reset_parameters(self) -> None:
+        """Set the weights to 0, so that the norm multiplies by 1."""
         nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        normalised = F.rms_norm(x.float(), self.normalized_shape, eps=self.eps)
-        return (normalised * (1 + self.weight.float())).type_as(x)
+        """Normalize x."""
+        normalized = F.rms_norm(x.float(), self.normalized_shape, eps=self.eps)
+        return (normalized * (1 + self.weight.float())).type_as(x)
 
 
 class GatedFeedForward(FeedForward):
@@ -33,6 +35,7 @@ class GatedFeedForward(FeedForward):
         self.activation = ACTIVATIONS[arch.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
+        """Compute the output of the network."""
         return self.w2(self.activation(self.w1(x)) * self.w3(x))
 
 
@@ -50,7 +53,7 @@ class Gemma(Llama):
     """A Gemma model. The embedding is scaled by the square root of its width."""
 
     block = GemmaBlock
-    norm_start = 0.0  # they are added to 1
+    norm_start = 0.0  # the initial weights of norms, which are added to 1
     draws_random_numbers = False  # so activation checkpointing need not save the random state
 
     def __init__(self, arch: GemmaArchitecture, blocks: range | None = None) -> None:
@@ -59,6 +62,7 @@ class Gemma(Llama):
             self.norm = GemmaNorm(arch.dim, eps=arch.norm_eps)
 
     def embed(self, x: Tensor) -> Tensor:
+        """Scale the embeddings x."""
         return x * self.arch.dim**0.5
 
     def init_std(self, name: str) -> float:
