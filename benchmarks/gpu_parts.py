@@ -59,6 +59,14 @@ from runs import RESULTS, ROOT, commit, read_parts, write_text
 CHECKS = ("tests/gpu", "tests/checkpoint/test_save_gpu.py", "tests/optim/test_clip.py")
 # Time limit of one program, so that a hang leaves time for the other cases.
 RUN_SECONDS = 180.0
+# Settings of all workloads on a CPU.
+TINY_SETTINGS: dict[str, Any] = {
+    "flavor": "debugmodel",
+    "tiny": True,
+    "local_batch_size": 2,
+    "seq_len": 64,
+    "steps": 4,
+}
 
 
 class CaseFailed(Exception):
@@ -70,7 +78,23 @@ class OutOfGpuMemory(CaseFailed):
 
 
 class Part:
-    """Time limit, folders and files of one part."""
+    """A part of the GPU benchmarks: its time limit, its folders and its results.
+
+    Attributes:
+        name: Name of the part.
+        options: Command line options.
+        folder: Temporary folder for the output of runs.
+        cpu: Whether the part runs on a CPU.
+        deadline: Time at which the part must end.
+        out: Folder of the results.
+        cache: Folder for compiled code.
+        path: File of the results.
+        log: File with the output of all programs.
+        cases: Name -> result, including earlier results.
+        about: Description of the measurement.
+        text: Folder with the training text.
+        failed: Names of the cases that could not be measured.
+    """
 
     def __init__(self, name: str, options: argparse.Namespace, work_folder: Path) -> None:
         self.name = name
@@ -179,19 +203,8 @@ class Part:
         """Yield the cases, with tiny models on a CPU."""
         for name, work in works.items():
             if self.cpu:
-                yield (
-                    name,
-                    replace(
-                        work,
-                        flavor="debugmodel",
-                        tiny=True,
-                        local_batch_size=2,
-                        seq_len=64,
-                        steps=4,
-                    ),
-                )
-            else:
-                yield name, work
+                work = replace(work, **TINY_SETTINGS)
+            yield name, work
 
 
 def run_group(
