@@ -236,8 +236,10 @@ def main() -> None:
             if mode == "disabled":
                 load_rows.append(load_row(gigabytes, measure_loads(trained, folder)))
             shutil.rmtree(folder)
-        save_rows += [save_row(gigabytes, times, saves[0]) for times in saves]
-        print(*save_rows[-len(modes) :], load_rows[-1], sep="\n", flush=True)
+        new_rows = [save_row(gigabytes, times, saves[0]) for times in saves]
+        for row in [*new_rows, load_rows[-1]]:
+            print("  ".join(row), flush=True)
+        save_rows += new_rows
     options.out.write_text(format_page(introduction, save_rows, load_rows))
     dist.destroy_process_group()
 
