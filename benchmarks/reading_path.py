@@ -118,6 +118,7 @@ def code_lines(node: ast.FunctionDef, lines: list[str]) -> set[int]:
 
 
 def is_empty(line: str) -> bool:
+    """Return whether a line has no code, but at most a comment."""
     return not line.strip() or line.strip().startswith("#")
 
 
