@@ -16,7 +16,7 @@ from train_variants import merge, train_variants
 # halve the loss.
 MODEL = {"n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 97}
 TRAINING = {"steps": 10, "local_batch_size": 8}
-RATE = 1e-3
+LEARNING_RATE = 1e-3
 
 
 class Numbers(NamedTuple):
@@ -31,6 +31,7 @@ class Numbers(NamedTuple):
     largest_weight: float
 
 
+IDENTICAL = Numbers(0, 0, 0, 0)
 # fp32 sums in another order differ by 1e-7. Adam divides a gradient by its own size, so if it is
 # nearly zero, rounding can change its sign and a whole update. Measured: at most 0.015 updates, 1e-5
 # in the mean.
@@ -95,12 +96,15 @@ SCHEDULES = [
     "InterleavedZeroBubble",
     "ZBVZeroBubble",
 ]
+PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {}
+for schedule in SCHEDULES:
+    PIPELINES[f"pp2 {schedule}"] = 2, layout(pp=2, schedule=schedule, batch=1)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks and overrides
     "fsdp2": (2, layout(batch=4)),
     "replicate2": (2, layout(replicate=2, batch=4)),
     "tp2": (2, layout(tp=2)),
     "cp2": (2, layout(cp=2)),
-    **{f"pp2 {name}": (2, layout(pp=2, schedule=name, batch=1)) for name in SCHEDULES},
+    **PIPELINES,
     "fsdp4": (4, layout(batch=2)),
     "hsdp 2x2": (4, layout(replicate=2, batch=2)),
     "tp4": (4, layout(tp=4)),
@@ -117,7 +121,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks and overrides
     "pp2 x hsdp 2x2": (8, layout(pp=2, replicate=2, batch=1)),
     "pp2 x cp2 x tp2": (8, layout(pp=2, cp=2, tp=2, batch=1)),
 }
-if tuple(map(int, version("torch").split(".")[:2])) < (2, 13):  # load_run rejects ZBV there
+TORCH_VERSION = tuple(map(int, version("torch").split(".")[:2]))
+if TORCH_VERSION < (2, 13):  # load_run rejects ZBV there
     LAYOUTS = {name: row for name, row in LAYOUTS.items() if "ZBV" not in name}
 
 DOCUMENTS = {"documents": True}
@@ -272,9 +277,11 @@ def all_rows() -> list[Row]:
     alone["float8 mxfp8"] = MXFP8
     references = alone | {name: overrides for name, (overrides, _) in PRECISION.items()}
     rows = [Row("one process", 1, one)]
-    rows += [Row(name, 1, merge(one, extra), name) for name, extra in references.items()]
-    rows += [Row(name, 1, merge(one, extra)) for name, extra in SCHEDULING.items()]
-    rows.append(Row("base of muP", 1, merge(one, BASE_OF_MUP), tolerance=Numbers(0, 0, 0, 0)))
+    for name, extra in references.items():
+        rows.append(Row(name, 1, merge(one, extra), name))
+    for name, extra in SCHEDULING.items():
+        rows.append(Row(name, 1, merge(one, extra)))
+    rows.append(Row("base of muP", 1, merge(one, BASE_OF_MUP), tolerance=IDENTICAL))
     rows += [Row(name, ranks, overrides) for name, (ranks, overrides) in LAYOUTS.items()]
     for name, extra in SCHEDULING.items():
         if name not in FEATURES:
@@ -330,7 +337,8 @@ class Difference(NamedTuple):
     numbers: Numbers
 
     def within(self, tolerance: Numbers) -> bool:
-        return self.same_start and all(a <= b for a, b in zip(self.numbers, tolerance, strict=True))
+        pairs = zip(self.numbers, tolerance, strict=True)
+        return self.same_start and all(number <= limit for number, limit in pairs)
 
 
 def run(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
@@ -340,7 +348,7 @@ def run(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
     """
     by_ranks: dict[int, dict[str, Any]] = {}
     for row in rows:
-        base = {"model": MODEL, "training": TRAINING, "optimizer": {"lr": RATE}}
+        base = {"model": MODEL, "training": TRAINING, "optimizer": {"lr": LEARNING_RATE}}
         by_ranks.setdefault(row.ranks, {})[row.name] = merge(base, row.overrides)
     results: dict[str, dict[str, Any]] = {}
     for ranks, variants in sorted(by_ranks.items()):
@@ -359,7 +367,11 @@ def compare(result: dict[str, Any], reference: dict[str, Any]) -> Difference:
     expected = reference["weights"]
     assert weights.keys() == expected.keys()
     changes = [(weights[name] - expected[name]).flatten() for name in weights]
-    updates = torch.cat(changes).abs() / RATE
-    loss = max(relative("losses"), relative("evaluated"))
-    numbers = Numbers(loss, relative("norms"), updates.mean().item(), updates.max().item())
+    updates = torch.cat(changes).abs() / LEARNING_RATE
+    numbers = Numbers(
+        loss=max(relative("losses"), relative("evaluated")),
+        norm=relative("norms"),
+        mean_weight=updates.mean().item(),
+        largest_weight=updates.max().item(),
+    )
     return Difference(result["initial"] == reference["initial"], numbers)

@@ -286,7 +286,11 @@ def test_malicious_index_with_valid_checksums_is_rejected(two_saved, alter, mess
     assert not hasattr(Metadata, "planted")
 
 
-@pytest.mark.parametrize("content", [Malicious(), {"a": 1}], ids=["code", "no tensor"])
+@pytest.mark.parametrize(
+    "content",
+    [Malicious(), {"a": 1}],
+    ids=["code", "no tensor"],
+)
 def test_malicious_tensor_file_with_valid_checksums_runs_no_code(two_saved, content):
     """The message does not suggest to load it without a check."""
     folder, run = two_saved

@@ -47,7 +47,12 @@ def build(arch: Architecture) -> Llama:
     return model
 
 
-def write_hf(out: Path, model: Llama, dtype: str = "float32", shard_bytes: int = 10**9) -> None:
+def write_hf(
+    out: Path,
+    model: Llama,
+    dtype: str = "float32",
+    shard_bytes: int = 10**9,
+) -> None:
     weights = huggingface.Weights(model.arch, {}, model.get_parameter)
     huggingface.export_hf(weights, out, dtype, shard_bytes=shard_bytes)
 
@@ -81,7 +86,8 @@ def test_exported_model_has_the_same_logits_in_transformers_and_imports_unchange
 
     assert len(list(origin.glob("*.safetensors"))) == files
 
-    stored = {name: value.to(getattr(torch, dtype)) for name, value in model.state_dict().items()}
+    torch_dtype = getattr(torch, dtype)
+    stored = {name: value.to(torch_dtype) for name, value in model.state_dict().items()}
     model.load_state_dict(stored)  # rounded
 
     assert_same_logits(model, LlamaForCausalLM.from_pretrained(origin, dtype=torch.float32))
@@ -128,14 +134,17 @@ def test_export_of_a_trained_checkpoint_includes_its_tokenizer(tmp_path, capsys)
 
 def interleave(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Order the rotary channels of a query or key matrix as Meta does."""
-    return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).reshape(weight.shape)
+    halves = weight.unflatten(0, (-1, 2, head_dim // 2))
+    return halves.transpose(1, 2).reshape(weight.shape)
 
 
 def write_meta(folder: Path, model: Llama, parts: int) -> None:
     """Write a model in Meta's format, cut into tensor-parallel shards."""
     arch = model.arch
     folder.mkdir()
-    shards: list[dict[str, torch.Tensor]] = [{"rope.freqs": torch.ones(4)} for _ in range(parts)]
+    shards: list[dict[str, torch.Tensor]] = []
+    for _ in range(parts):
+        shards.append({"rope.freqs": torch.ones(4)})
     for name, value in model.state_dict().items():
         if name.endswith(("wq.weight", "wk.weight")):
             value = interleave(value, arch.head_dim)
@@ -154,7 +163,10 @@ def write_meta(folder: Path, model: Llama, parts: int) -> None:
     (folder / "params.json").write_text(json.dumps(params))
 
 
-@pytest.mark.parametrize(("parts", "tied"), [(1, True), (2, True), (2, False)])
+@pytest.mark.parametrize(
+    ("parts", "tied"),
+    [(1, True), (2, True), (2, False)],
+)
 def test_import_of_meta_files_is_exact(tmp_path, parts, tied):
     sizes = {"vocab_size": 132, "max_seq_len": 131072, "rope_scaling_factor": 8.0}
     model = build(dataclasses.replace(PLAIN, tied_embeddings=tied, **sizes))
@@ -207,7 +219,8 @@ def test_run_starts_from_hugging_face_or_imported_weights_but_resumes_from_neith
         run.checkpoints(tmp_path / "ckpt").load()
 
     huggingface.load_hf_weights(tmp_path / "hf", run.model)
-    expected = {name: value.bfloat16().float() for name, value in model.state_dict().items()}
+    weights = model.state_dict()
+    expected = {name: value.bfloat16().float() for name, value in weights.items()}
 
     assert_equal(run.copy_weights(), expected)
 

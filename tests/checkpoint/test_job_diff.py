@@ -28,6 +28,7 @@ SEED = "dataset.seed = 5\n"
 OTHER_DATA = "dataset.source = 'text'\ntraining = {seq_len = 64, seed = 1}"
 A = "[[dataset.sources]]\nsource = 'jsonl'\npath = 'a'\n"
 B = A.replace("'a'", "'b'")
+TEXT_A = A.replace("jsonl", "text")
 HEAVY_A = f"{A}weight = 2.0\n"
 WARN = "dataset.on_change = 'warn'\n"
 WEIGHT = "dataset.sources.0.weight: 1.0 -> 2.0"
@@ -56,7 +57,7 @@ WEIGHT = "dataset.sources.0.weight: 1.0 -> 2.0"
         (A + A, A + B, None, COMPATIBLE, ["dataset.sources.1.path: a -> b"]),
         (A, A + A, None, AFFECTS_TRAINING, ["dataset.sources: 1 tables -> 2 tables"]),
         # The loader's message replaces that about the option.
-        (A, A.replace("jsonl", "text"), (["hard"], []), INCOMPATIBLE, ["hard"]),
+        (A, TEXT_A, (["hard"], []), INCOMPATIBLE, ["hard"]),
         (A, HEAVY_A, None, AFFECTS_TRAINING, [WEIGHT]),
         (A, HEAVY_A, SAME_DATA, INCOMPATIBLE, [WEIGHT]),
         (A, WARN + HEAVY_A, SAME_DATA, AFFECTS_TRAINING, [WEIGHT]),
@@ -72,7 +73,8 @@ def test_options_of_a_plugin_affect_training():
 
 def test_a_model_of_another_version_is_not_compared_by_its_options():
     """Tensor shapes decide whether the checkpoint matches the model."""
-    check_effect(parse_job("") | {"model": {"gone": 1}}, parse_job(""), None, COMPATIBLE, [])
+    before = parse_job("") | {"model": {"gone": 1}}
+    check_effect(before, parse_job(""), None, COMPATIBLE, [])
 
 
 def check_effect(before, now, data, effect, lines) -> None:

@@ -45,7 +45,11 @@ def write_checkpoint(folder: Path, step: int) -> Path:
     return publish_checkpoint(unfinished, step, entries, INFO)
 
 
-def reseal(path: Path, body: dict[str, Any] | None = None, **contents: bytes) -> None:
+def reseal(
+    path: Path,
+    body: dict[str, Any] | None = None,
+    **contents: bytes,
+) -> None:
     """Replace the manifest or files of a checkpoint, and update all checksums."""
     body = body or read_manifest(path)
     for name, content in contents.items():
@@ -112,7 +116,8 @@ def test_manifest_of_another_step_is_damage_but_a_newer_format_is_not(tmp_path):
     path = write_checkpoint(tmp_path, 100)
     body = read_manifest(path)
     for name in ("../a.bin", "/etc/passwd"):
-        reseal(path, body | {"files": {**body["files"], name: body["files"]["a.bin"]}})
+        files = body["files"] | {name: body["files"]["a.bin"]}
+        reseal(path, body | {"files": files})
         assert damage_of(path) == ["manifest.json: files outside of the folder"]
     reseal(path, body | {"step": 99})
 
@@ -205,7 +210,10 @@ def test_verify_prints_one_checkpoint_as_json(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out) == expected
 
 
-@pytest.mark.parametrize(("name", "code"), [("elsewhere", 2), ("x" * 256, 2), ("", 4)])
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("elsewhere", 2), ("x" * 256, 2), ("", 4)],
+)
 def test_verify_rejects_a_path_without_checkpoints(tmp_path, name, code):
     assert main(["verify", str(tmp_path / name)]) == code
 

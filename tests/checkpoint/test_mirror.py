@@ -91,8 +91,9 @@ def flip_bit(step: int) -> None:
     """Flip a bit in a tensor file at the mirror."""
     storage = bucket()
     name = f"bucket/run/step-{step:08d}/__0_0.distcp"
-    content = storage.cat(name)
-    storage.pipe(name, content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
+    content = bytearray(storage.cat(name))
+    content[-100] ^= 1
+    storage.pipe(name, bytes(content))
 
 
 def test_another_node_resumes_from_the_newest_valid_checkpoint_of_the_mirror(server, tmp_path):
@@ -423,8 +424,14 @@ def test_data_tokenizer_and_model_in_a_bucket_equal_local_ones(
     for folder in ("data/", "data/parts/", "data/shards/"):
         boto3.client("s3").put_object(Bucket="bucket", Key=folder)
 
-    def train(out: Path, place: object, steps: int, *mirror: str, code: int = 0) -> None:
-        write_job(job, place)
+    def train(
+        out: Path,
+        data_folder: object,
+        steps: int,
+        *mirror: str,
+        code: int = 0,
+    ) -> None:
+        write_job(job, data_folder)
         schedule = ("--training.steps", steps, "--lr_scheduler.total_steps", 12)
         options = (*schedule, "--checkpoint.last_save_in_hf", *mirror)
         titanlite("train", "--job.config_file", job, "--job.dump_folder", out, *options, code=code)

@@ -73,7 +73,8 @@ def test_resume_with_other_dtypes_casts_weights_and_moments(tmp_path, sections):
         expected = saved.copy_state()
         loaded.checkpoints(tmp_path / name).load()
         state = loaded.copy_state()
-        assert_equal(state, {key: expected[key].to(value.dtype) for key, value in state.items()})
+        converted = {key: expected[key].to(value.dtype) for key, value in state.items()}
+        assert_equal(state, converted)
 
     assert torch.bfloat16 in {tensor.dtype for tensor in half.copy_state().values()}
 
@@ -140,7 +141,12 @@ def test_resume_logs_changes_and_rejects_incompatible_jobs(tmp_path):
     job["dataset"]["path"] = "elsewhere"
     job["optimizer"]["lr"] = 1.0
 
-    def resume(run: TinyRun, hard: str = "", soft: str = "", **options: Any) -> list[str]:
+    def resume(
+        run: TinyRun,
+        hard: str = "",
+        soft: str = "",
+        **options: Any,
+    ) -> list[str]:
         """Resume with data that differs as described."""
         changes = [hard] if hard else [], [soft] if soft else []
         options["compare_data"] = lambda _: changes

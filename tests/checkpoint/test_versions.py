@@ -8,10 +8,11 @@ from ranks import titanlite
 from small_runs import read_losses
 
 VERSIONS = Path(__file__).with_name("versions")
+ARCHIVES = sorted(VERSIONS.glob("*.tar.xz"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("archive", sorted(VERSIONS.glob("*.tar.xz")), ids=lambda path: path.name)
+@pytest.mark.parametrize("archive", ARCHIVES, ids=lambda path: path.name)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_resume_of_a_run_of_an_earlier_version_repeats_its_losses(
     archive: Path, ranks: int, tmp_path, monkeypatch

@@ -93,7 +93,12 @@ class Checkpoints:
 class TinyRun:
     """A model and its optimizer. Keyword arguments are sections that change `JOB`."""
 
-    def __init__(self, seed: int = 0, device: str = "cpu", **sections: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        device: str = "cpu",
+        **sections: Mapping[str, Any],
+    ) -> None:
         world_size = dist.get_world_size()
         training = {"local_batch_size": BATCH_SIZE // world_size, "seed": seed}
         job = schema.JobConfig.model_validate(merge(JOB, {"training": training}, sections))
@@ -141,7 +146,8 @@ class TinyRun:
         return tensors
 
     def copy_weights(self) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in self.copy_state().items() if name[0].isalpha()}
+        state = self.copy_state()
+        return {name: tensor for name, tensor in state.items() if name[0].isalpha()}
 
     def has_empty_optimizer(self) -> bool:
         states = self.optimizer.state.values()

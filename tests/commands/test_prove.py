@@ -68,7 +68,10 @@ def test_a_folder_that_cannot_be_used_is_named_by_its_option(tmp_path):
 
 @pytest.mark.parametrize(
     ("ranks", "number"),
-    [(1, signal.SIGTERM), pytest.param(2, signal.SIGINT, marks=pytest.mark.long)],
+    [
+        (1, signal.SIGTERM),
+        pytest.param(2, signal.SIGINT, marks=pytest.mark.long),
+    ],
 )
 def test_a_stopped_proof_deletes_its_temporary_files(ranks, number, tmp_path):
     options = ("prove", *job_words(tmp_path / "out"), "--world-size", ranks, "--steps", 1000)

@@ -95,7 +95,12 @@ def run(*options: object, code: int = 0) -> None:
     assert cli.main([str(word) for word in options]) == code
 
 
-def run_generate(capsys: Output, folder: Path, *options: str, code: int = 0) -> tuple[str, str]:
+def run_generate(
+    capsys: Output,
+    folder: Path,
+    *options: str,
+    code: int = 0,
+) -> tuple[str, str]:
     """Run `titanlite generate`, and return standard output and standard error."""
     run("generate", "--checkpoint", folder, "--max-new-tokens", 12, *options, code=code)
     out, err = capsys.readouterr()
@@ -121,11 +126,12 @@ def loaded(trained) -> LoadedCheckpoint:
 def files(tmp_path_factory) -> list[Path]:
     """Write the first of TEXTS to a text file, and the others to JSON lines."""
     folder = tmp_path_factory.mktemp("data")
-    text = folder / "a.txt"
-    lines = folder / "b.jsonl"
-    text.write_text(TEXTS[0])
-    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[1:]))
-    return [text, lines]
+    text_file = folder / "a.txt"
+    text_file.write_text(TEXTS[0])
+    json_file = folder / "b.jsonl"
+    lines = [json.dumps({"text": text}) + "\n" for text in TEXTS[1:]]
+    json_file.write_text("".join(lines))
+    return [text_file, json_file]
 
 
 def test_average_writes_the_weighted_mean_as_a_checkpoint(trained, files, tmp_path):
@@ -300,7 +306,8 @@ def test_an_exported_model_computes_the_same_in_transformers_and_after_an_import
     for prompt in PROMPTS:
         ids = torch.tensor([[TOKENIZER.bos_id, *TOKENIZER.encode(prompt)]])
         output = theirs.generate(ids, max_new_tokens=30, do_sample=False, eos_token_id=None)
-        assert complete(imported, prompt) == TOKENIZER.decode(output[0, ids.shape[1] :].tolist())
+        new_ids = output[0, ids.shape[1] :].tolist()
+        assert complete(imported, prompt) == TOKENIZER.decode(new_ids)
     weights = checkpoint_weights(imported.folder)
     arch = build_architecture(job.model)
 

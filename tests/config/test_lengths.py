@@ -46,7 +46,8 @@ def count_steps(tokens: int, batch_sizes: list[int]) -> int:
 @pytest.mark.parametrize("seed", range(12))
 def test_lengths_are_the_most_steps_that_fit_into_the_tokens(seed: int):
     rng = random.Random(seed)
-    changes = {rng.randrange(1, 90): 4 * rng.randint(1, 6) for _ in range(rng.randrange(4))}
+    num_changes = rng.randrange(4)
+    changes = {rng.randrange(1, 90): 4 * rng.randint(1, 6) for _ in range(num_changes)}
     stages = [
         f"[[dataset.stages]]\nstart_step = {step}\nglobal_batch_size = {size}\n"
         for step, size in changes.items()

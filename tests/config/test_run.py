@@ -54,7 +54,8 @@ ARCHITECTURE = job_tables(
     "max_seq_len = 33 ; norm_eps = 1e-6 ; rope_theta = 123.0 ; rope_scaling_factor = 2.0 ; "
     "tied_embeddings = true ; rope_low_freq_factor = 1.5 ; rope_high_freq_factor = 5.0 ; "
     "rope_original_max_seq_len = 16 ; rope_scaling = 'yarn' ; rope_beta_fast = 31.0 ; "
-    "rope_beta_slow = 2.0 ; rope_attention_factor = 1.1 ; head_dim = 24 ; qkv_bias = true ; qk_norm = 'head' ; "
+    "rope_beta_slow = 2.0 ; rope_attention_factor = 1.1 ; "
+    "head_dim = 24 ; qkv_bias = true ; qk_norm = 'head' ; "
     "norm_placement = 'after' ; sliding_window = 7 ; full_attention_interval = 4 ; "
     "no_rope_interval = 3 ; logit_softcap = 9.0 ; mup_base_dim = 48 ; mup_base_head_dim = 12 ; "
     "architecture = 'llama'"
@@ -79,6 +80,7 @@ def test_the_width_of_a_head_follows_the_number_of_heads_unless_the_flavor_sets_
 
 
 HSDP = "parallelism.tensor_parallel_degree = 2 ; parallelism.data_parallel_replicate_degree = 2"
+HSDP_DEGREES = Degrees(pipeline=1, replicate=2, shard=4, context=1, tensor=2)
 PIPELINE = "parallelism.pipeline_parallel_degree = 2"
 SPLIT = f"{PIPELINE} ; parallelism.pipeline_parallel_split_points = ['layers.5']"
 BF16_STATE = "training.dtype = 'bfloat16' ; optimizer.state_dtype = 'float32'"
@@ -87,7 +89,7 @@ BF16_STATE = "training.dtype = 'bfloat16' ; optimizer.state_dtype = 'float32'"
 @pytest.mark.parametrize(
     ("ranks", "job", "name", "value"),
     [
-        (16, HSDP, "degrees", Degrees(pipeline=1, replicate=2, shard=4, context=1, tensor=2)),
+        (16, HSDP, "degrees", HSDP_DEGREES),
         (8, "training.local_batch_size = 3", "global_batch_size", 24),
         (8, HSDP, "global_batch_size", 32),
         (8, "training.local_batch_size = 3 ; training.global_batch_size = 48", "microbatches", 2),
@@ -192,8 +194,8 @@ for _ in range(300):
 
 
 def test_several_processes_can_write_the_same_output_file(tmp_path):
-    commands = [[sys.executable, "-c", WRITE_OFTEN, str(tmp_path), str(i)] for i in range(2)]
-    processes = [subprocess.Popen(command) for command in commands]
+    command = [sys.executable, "-c", WRITE_OFTEN, str(tmp_path)]
+    processes = [subprocess.Popen([*command, name]) for name in ("0", "1")]
 
     assert [process.wait(timeout=60) for process in processes] == [0, 0]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["out.txt"]

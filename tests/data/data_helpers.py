@@ -57,7 +57,8 @@ def write_megatron(path, documents, dtype="uint16", cuts=1):
     starts = (np.cumsum(lengths, dtype="<i8") - lengths) * np.dtype(dtype).itemsize
     bounds = np.arange(0, len(pieces) + 1, cuts, dtype="<i8")
     codes = ["", "uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"]
-    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, codes.index(dtype), len(pieces), len(bounds))
+    code = codes.index(dtype)
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(pieces), len(bounds))
     path.write_bytes(np.concatenate(pieces).tobytes())
     arrays = (lengths, starts, bounds)
     path.with_suffix(".idx").write_bytes(header + b"".join(array.tobytes() for array in arrays))

@@ -155,7 +155,10 @@ CHANGE = r"text\.jsonl has changed while"
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("hangs", "code", "reason"),
-    [pytest.param(True, 1, HANG, marks=pytest.mark.long), (False, 2, CHANGE)],
+    [
+        pytest.param(True, 1, HANG, marks=pytest.mark.long),
+        (False, 2, CHANGE),
+    ],
 )
 def test_a_run_whose_worker_hangs_or_whose_file_changes_is_saved(
     job, tmp_path, hangs, code, reason
@@ -181,7 +184,10 @@ BAD = r"text\.jsonl, line \d+: not valid JSON"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "ranks",
+    [1, pytest.param(2, marks=pytest.mark.long)],
+)
 def test_a_run_that_a_bad_record_ends_resumes_if_such_records_are_skipped(job, tmp_path, ranks):
     def train(folder: Path, *options: str, code: int) -> str:
         if ranks > 1:  # the launcher prints an error of all ranks once

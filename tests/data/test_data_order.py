@@ -140,7 +140,11 @@ def test_sequences_and_states_are_the_same_in_each_version(references, name):
 
 @pytest.mark.parametrize(
     "sizes",
-    [(2, 4), (3, 1), pytest.param((24, 6), marks=pytest.mark.long)],
+    [
+        (2, 4),
+        (3, 1),
+        pytest.param((24, 6), marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.parametrize("name", DIGESTS)
 def test_sequences_and_states_are_the_same_on_any_layout_and_after_restarts(
@@ -179,15 +183,24 @@ def test_another_seed_reads_other_sequences(datasets, references):
 def read_all(dataset, seq_len):
     """Return the inputs and labels of all sequences of a dataset with max_epochs."""
     loader = make_loader(dataset, global_batch_size=1, seq_len=seq_len)
-    batches = [batch.microbatches[0] for batch in loader]
-    return [(batch.input_ids[0].tolist(), batch.labels[0].tolist()) for batch in batches]
+    sequences = []
+    for batch in loader:
+        micro = batch.microbatches[0]
+        tokens = micro.input_ids[0].tolist()
+        labels = micro.labels[0].tolist()
+        sequences.append((tokens, labels))
+    return sequences
 
 
 SIZES = st.lists(st.integers(0, 60), min_size=7, max_size=40)
 
 
 @settings(max_examples=25, deadline=None)
-@given(sizes=SIZES, seq_len=st.integers(1, 20), epochs=st.integers(1, 2))
+@given(
+    sizes=SIZES,
+    seq_len=st.integers(1, 20),
+    epochs=st.integers(1, 2),
+)
 def test_concat_predicts_each_token_exactly_once(tmp_path_factory, sizes, seq_len, epochs):
     texts = [f"{i}" + " a" * size for i, size in enumerate(sizes)]
     dataset = jsonl_dataset(tmp_path_factory.mktemp("concat"), texts, max_epochs=epochs)
@@ -276,9 +289,15 @@ def test_documents_in_a_sequence_are_scored_independently(tmp_path, packing):
     torch.testing.assert_close(packed, alone, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(("count", "holdout"), [(1, 0.0), (3, 0.0), (40, 0.5), (200, 0.5)])
+@pytest.mark.parametrize(
+    ("count", "holdout"),
+    [(1, 0.0), (3, 0.0), (40, 0.5), (200, 0.5)],
+)
 def test_a_batch_from_few_documents_contains_no_sequence_twice(tmp_path, count, holdout):
-    texts = [" ".join(map(str, range(1000 * i, 1000 * i + 800))) for i in range(count)]
+    texts = []
+    for start in range(0, 1000 * count, 1000):
+        numbers = map(str, range(start, start + 800))
+        texts.append(" ".join(numbers))
     ranks = RankLoaders(jsonl_dataset(tmp_path, texts), 1, global_batch=64, holdout=holdout)
 
     for _ in range(3 if count == 1 else 10):
@@ -304,7 +323,8 @@ def test_data_with_max_epochs_ends_at_the_same_step_on_all_ranks(datasets, epoch
     assert all(torch.equal(other, sequences[0]) for other in sequences)
 
 
-WEIGHT = st.one_of(st.just(0.0), st.integers(1, 1000).map(lambda n: n / 100))
+POSITIVE_WEIGHT = st.integers(1, 1000).map(lambda hundredths: hundredths / 100)
+WEIGHT = st.one_of(st.just(0.0), POSITIVE_WEIGHT)
 WEIGHTS = st.lists(WEIGHT, min_size=2, max_size=5).filter(any)
 
 
@@ -340,7 +360,14 @@ def test_stages_change_the_weights_and_each_sequence_has_one_source(tmp_path):
         assert not any("<a" in text and "<b" in text for text in texts)
         counts.append(ranks.state()["schedule"]["rows"])
 
-    assert counts == [[4, 4], [8, 8], [10, 14], [12, 20], [12, 28], [12, 36]]
+    assert counts == [
+        [4, 4],
+        [8, 8],
+        [10, 14],
+        [12, 20],
+        [12, 28],
+        [12, 36],
+    ]
 
 
 CHANGES = {
@@ -383,7 +410,8 @@ def test_changed_sources_cannot_resume(datasets, references, tmp_path):
 def test_only_a_tokenizer_with_the_same_ids_can_resume(datasets, references, tmp_path):
     state = references["concat"][1][0]
     smaller = tmp_path / "tokenizer.model"
-    smaller.write_bytes(TOKENIZER.path.read_bytes().rpartition(b"\n")[0].rpartition(b"\n")[0])
+    lines = TOKENIZER.path.read_bytes().splitlines()
+    smaller.write_bytes(b"\n".join(lines[:-1]))
     same = load_tokenizer(TOKENIZER.path.with_suffix(".json"))
 
     RankLoaders(datasets["concat"], 1, tokenizer=same).load(state)
@@ -420,8 +448,9 @@ def test_tokens_and_epochs_of_each_source_count_all_ranks(tmp_path):
         assert all(other[key] == stats[0][key] for other in stats)
     a, b, unused = stats[0]["source_tokens"]
     total = 24 * 8 * 32
+    expected = {a: total // 4, b: total * 3 // 4, unused: 0}
 
-    assert stats[0]["source_tokens"] == {a: total // 4, b: total * 3 // 4, unused: 0}
+    assert stats[0]["source_tokens"] == expected
 
     # Each of the 40 texts ends with EOS.
     num_tokens = len(TOKENIZER.encode("".join(some_texts(40)))) + 40

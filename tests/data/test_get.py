@@ -57,7 +57,13 @@ def run(capsys: Output, *options: str, code: int = 0) -> str:
     return out + re.sub(r"[\s│]+", " ", err)
 
 
-def get(capsys: Output, hub: Hub, data: str, *options: str, code: int = 0) -> str:
+def get(
+    capsys: Output,
+    hub: Hub,
+    data: str,
+    *options: str,
+    code: int = 0,
+) -> str:
     """Run `titanlite get data` with the hub."""
     return run(capsys, "get", "data", data, "--from", hub.url, *options, code=code)
 
@@ -102,7 +108,12 @@ def test_a_folder_can_replace_the_hub_and_files_are_downloaded_once(hub, tmp_pat
     (tmp_path / "mirror" / "train-0.jsonl").mkdir(parents=True)
     for name, content in hub.files["datasets/me/mine"].items():
         (tmp_path / "mirror" / name).write_bytes(content)
-    for out, origin in ("one", hub.url), ("one", hub.url), ("two", str(tmp_path / "mirror")):
+    downloads = [
+        ("one", hub.url),
+        ("one", hub.url),
+        ("two", str(tmp_path / "mirror")),
+    ]
+    for out, origin in downloads:
         output = run(capsys, "get", "data", "me/mine", "--from", origin, "--out", out)
         assert [path.name for path in Path(out).glob("[!.]*")] == ["train.jsonl"]
         assert f'source = "jsonl"\npath = "{out}/**/*.jsonl"' in output
@@ -221,7 +232,9 @@ def test_ctrl_c_stops_a_download_and_the_same_command_resumes_it(hub):
 )
 def test_a_failed_download_reports_how_to_fix_it(hub, command, named, capsys):
     hub.gated = {"models/meta-llama/Llama-3.1-8B"}
-    assert named in run(capsys, "get", *command.format(hub=hub.url).split(), code=2)
+    options = command.format(hub=hub.url).split()
+
+    assert named in run(capsys, "get", *options, code=2)
 
 
 DEBUG = "debug_model.toml"

@@ -98,7 +98,8 @@ def test_a_mixture_with_masks_predicts_and_resumes_only_their_ranges(
 
 
 def test_data_show_prints_the_number_of_tokens_that_do_not_count(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", ["word " * 20] * 9, mask=[[[0, 5]]] * 9)
+    mask = [[0, 5]]
+    write_jsonl(tmp_path / "a.jsonl", ["word " * 20] * 9, mask=[mask] * 9)
     keys = {"loss_mask_column": "mask", "packing": "best_fit"}
     dataset = make_dataset("jsonl", tmp_path / "a.jsonl", **keys)
     shown = show_step(make_run(dataset, seq_len=64), 1, 0)
@@ -123,11 +124,21 @@ def test_parquet_and_compressed_lines_have_the_same_labels(tmp_path):
 
 @pytest.mark.parametrize(
     "mask",
-    [None, "all", [1, 2], [[0, 4], [3, 5]], [[2, 1]], [[0, 10_000]], [[-1, 2]], [["0", "2"]]],
+    [
+        None,
+        "all",
+        [1, 2],
+        [[0, 4], [3, 5]],
+        [[2, 1]],
+        [[0, 10_000]],
+        [[-1, 2]],
+        [["0", "2"]],
+    ],
     ids=str,
 )
 def test_a_bad_mask_is_a_bad_record(tmp_path, mask):
-    path = write_jsonl(tmp_path / "a.jsonl", TEXTS, mask=[*MASKS[:1], mask, *MASKS[2:]])
+    masks = [*MASKS[:1], mask, *MASKS[2:]]
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS, mask=masks)
     dataset = make_dataset("jsonl", path, loss_mask_column="mask")
     with pytest.raises(UserError, match=r"a\.jsonl, line 2: .*'mask'.*on_bad_record"):
         make_loader(dataset)

@@ -81,7 +81,8 @@ def test_threads_and_kills_change_no_byte(tmp_path):
     job = make_run(text).job.model_dump_json(exclude_none=True)
 
     def run(out, threads, *last):
-        command = [sys.executable, "-c", CODE, job, str(tmp_path / out), str(threads), *last]
+        folder = str(tmp_path / out)
+        command = [sys.executable, "-c", CODE, job, folder, str(threads), *last]
         return subprocess.run(command, cwd=ROOT, check=False).returncode
 
     assert run("one", 1) == 0
@@ -140,7 +141,8 @@ def test_each_source_of_a_mixture_gets_its_own_folder(tmp_path):
         prepared.append(DataSource(source="shards", path=str(folder), weight=weight))
     text = RankLoaders(mixture, 1).batch()
     tokens = RankLoaders(Dataset(sources=tuple(prepared), num_workers=0), 1).batch()
-    num_equal = sum(torch.equal(a, b) for a, b in zip(text, tokens, strict=True))
+    pairs = zip(text, tokens, strict=True)
+    num_equal = sum(torch.equal(a, b) for a, b in pairs)
 
     # Only sequences of the first source are equal: shards order sequential sources differently.
     assert num_equal >= 5

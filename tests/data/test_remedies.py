@@ -58,7 +58,8 @@ def test_the_command_that_a_message_names_converts_the_file(
     # In UTF-16 files, only the first line is a bad record, so skipping it is also suggested.
     if not name.startswith("utf16"):
         assert "on_bad_record" not in message
-    subprocess.run(command.replace("FILE", name).replace("NEW", "new"), shell=True, check=True)
+    command = command.replace("FILE", name).replace("NEW", "new")
+    subprocess.run(command, shell=True, check=True)
 
     (made,) = (path for path in tmp_path.iterdir() if path.name != name)
     if name.endswith("sv"):
@@ -90,7 +91,8 @@ def test_a_source_whose_records_are_all_skipped_is_an_error_with_the_reason(tmp_
 @pytest.mark.parametrize("holdout", ["1e-4", "1e-9", "0.999999"])
 def test_a_holdout_without_a_document_names_one_that_has_enough(holdout, tmp_path, capsys):
     file = tmp_path / "text.jsonl"
-    file.write_text("".join(json.dumps({"text": f"{i} {WORDS}"}) + "\n" for i in range(400)))
+    lines = [json.dumps({"text": f"{i} {WORDS}"}) + "\n" for i in range(400)]
+    file.write_text("".join(lines))
     options = f"--dataset.source jsonl --dataset.path {file} --validation.freq 2".split()
     options.append("--validation.holdout")
     enough = re.search(r"validation.holdout to ([\d.]+)", check(capsys, 2, *options, holdout))
@@ -139,7 +141,10 @@ print(peak - baseline)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suffix", ["jsonl", pytest.param("jsonl.gz", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "suffix",
+    ["jsonl", pytest.param("jsonl.gz", marks=pytest.mark.long)],
+)
 def test_a_line_of_any_length_is_a_bad_record_and_takes_little_memory(suffix, tmp_path):
     # A child process measures its own peak memory. Without the variables, glibc would keep a number
     # of freed blocks that depends on the machine.

@@ -27,12 +27,15 @@ JSON = ASSETS / "tokenizer.json"
 BOTH = load_tokenizer(MODEL), load_tokenizer(JSON)
 
 PIECES = [*" =-\t\na0_#é\r\u3000", "\r\n", " \n", "aa", "'s"]
-RUNS = st.builds(lambda piece, count: piece * count, st.sampled_from(PIECES), st.integers(1, 70))
+RUNS = st.builds(
+    lambda piece, count: piece * count,
+    st.sampled_from(PIECES),
+    st.integers(1, 70),
+)
 SPECIAL = "<|begin_of_text|>,<|end_of_text|>,<|reserved_special_token_3|>,<|eot_id|>,<|".split(",")
 CODE = "def ,return,self.x,import os,    ,class,'ll,'S,\u017f,'\u017f,123456".split(",")
-ANY_TEXT = st.lists(
-    st.one_of(st.text(max_size=30), RUNS, st.sampled_from(SPECIAL + CODE)), max_size=12
-).map("".join)
+ANY_PIECE = st.one_of(st.text(max_size=30), RUNS, st.sampled_from(SPECIAL + CODE))
+ANY_TEXT = st.lists(ANY_PIECE, max_size=12).map("".join)
 
 
 @settings(max_examples=400, deadline=None)
@@ -49,11 +52,13 @@ def test_both_formats_give_equal_ids_and_the_text_back(text):
 
 def test_both_formats_split_characters_runs_and_programs_in_the_same_way():
     model, other = BOTH
-    assigned = [
-        c for c in map(chr, range(0x110000)) if unicodedata.category(c) not in ("Cs", "Cn", "Co")
-    ]
+    excluded = ("Cs", "Cn", "Co")  # surrogates, unassigned and private use
+    characters = map(chr, range(0x110000))
+    assigned = [c for c in characters if unicodedata.category(c) not in excluded]
     texts = ["".join(c + neighbor for c in assigned) for neighbor in "a -"]
-    texts += [c * count for c in " =a\n\t" for count in (*range(1, 20), 37, 64, 200)]
+    run_lengths = (*range(1, 20), 37, 64, 200)
+    for c in " =a\n\t":
+        texts += [c * length for length in run_lengths]
     texts += map(str, list(open_source(Dataset()))[::11])
     texts += ["a\ud800b", "x" * 300_000, " " * 300_000]
     texts.append("line\n" * 100_000 + "\n \n  x\r\n\r\n y\n\n=====\n\n\n1")
@@ -79,7 +84,8 @@ def test_a_long_text_is_cut_only_where_no_id_changes(tokenizer):
 def test_fingerprints_of_earlier_versions_are_recognized(tmp_path):
     """Version 0.1 hashed the file. Version 0.2 gave both formats the same fingerprint."""
     model, other = BOTH
-    assert [found[:14] for found in model.fingerprints] == ["ids:cbc823eb5a", "e8f9d8852a8b9f"]
+    prefixes = [fingerprint[:14] for fingerprint in model.fingerprints]
+    assert prefixes == ["ids:cbc823eb5a", "e8f9d8852a8b9f"]
     assert other.fingerprints[1].startswith("1b4abe1e931d046d")
     assert not model.is_known_as(other.fingerprint)
 
@@ -93,8 +99,9 @@ def test_fingerprints_of_earlier_versions_are_recognized(tmp_path):
         ({"model": saved["model"] | {"ignore_merges": False}}, False),
     ):
         (tmp_path / "tokenizer.json").write_text(json.dumps(saved | change, indent=2))
-        found = load_tokenizer(tmp_path / "tokenizer.json")
-        assert found.is_known_as(other.fingerprint) == found.is_known_as(model.fingerprint) == same
+        changed = load_tokenizer(tmp_path / "tokenizer.json")
+        assert changed.is_known_as(other.fingerprint) == same
+        assert changed.is_known_as(model.fingerprint) == same
 
 
 @pytest.mark.parametrize(
@@ -196,7 +203,8 @@ TEXTS = [
 def keys(tmp_path_factory):
     """Return options that read 200 texts and skip a bad line."""
     file = tmp_path_factory.mktemp("text") / "text.jsonl"
-    file.write_text("\n".join([*(json.dumps({"text": text}) for text in TEXTS), "no json"]))
+    lines = [json.dumps({"text": text}) for text in TEXTS]
+    file.write_text("\n".join([*lines, "no json"]))
     return ["--dataset.source", "jsonl", "--dataset.path", file, "--dataset.on_bad_record", "skip"]
 
 
@@ -232,7 +240,8 @@ def test_both_files_of_a_trained_tokenizer_give_the_same_ids(keys, tmp_path):
     for tokenizer in both:
         assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (600, 344, 345)
 
-    assert both[0].decode([344 + i for i in range(256)]) == "".join(llama3_special_tokens())
+    special_ids = list(range(344, 344 + 256))
+    assert both[0].decode(special_ids) == "".join(llama3_special_tokens())
 
     @settings(max_examples=200, deadline=None)
     @given(st.text(max_size=60))

@@ -37,7 +37,10 @@ def find_documents(sequences):
     return [part.split(">")[0] for part in parts if ">" in part]
 
 
-@pytest.mark.parametrize(("size", "local"), [(2, 3), (3, 1), (4, 8), (8, 1)])
+@pytest.mark.parametrize(
+    ("size", "local"),
+    [(2, 3), (3, 1), (4, 8), (8, 1)],
+)
 @pytest.mark.parametrize("holdout", [0.0, 0.2])
 def test_sequences_and_counts_are_the_same_on_any_number_of_ranks(dataset, size, local, holdout):
     dataset = dataset.model_copy(update={"document_mask": holdout > 0})

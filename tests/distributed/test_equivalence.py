@@ -62,6 +62,8 @@ def test_rules_accept_exactly_the_compared_combinations(layout):
         "training": {"global_batch_size": 8},
         "activation_checkpoint": {"mode": "none"},
     }
-    for feature, (more, *_) in FEATURES.items():
-        job = JobConfig.model_validate(merge(base, overrides, more))
-        assert bool(list(check_layout(Run(job, ranks)))) == ((layout, feature) in REFUSED), feature
+    for feature, (feature_options, *_) in FEATURES.items():
+        job = JobConfig.model_validate(merge(base, overrides, feature_options))
+        problems = list(check_layout(Run(job, ranks)))
+        is_rejected = (layout, feature) in REFUSED
+        assert bool(problems) == is_rejected, feature

@@ -51,7 +51,10 @@ def kill(*_: object) -> None:
 
 
 def wrap(
-    owner: Any, name: str, before: Callable[..., None], after: Callable[..., None] = lambda *_: None
+    owner: Any,
+    name: str,
+    before: Callable[..., None],
+    after: Callable[..., None] = lambda *_: None,
 ) -> None:
     original = getattr(owner, name)
 

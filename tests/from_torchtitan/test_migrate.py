@@ -110,7 +110,10 @@ def in_empty_folder(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def migrate(text: str, version: tables.Version | None = None) -> tuple[Migration, dict[str, Any]]:
+def migrate(
+    text: str,
+    version: tables.Version | None = None,
+) -> tuple[Migration, dict[str, Any]]:
     """Migrate a job file, validate the new one, and return the migration and the new keys."""
     result = Migration(text.encode(), version)
     content = tomli.loads(result.text)
@@ -200,11 +203,19 @@ def test_a_resolved_config_of_03_is_migrated():
     assert result.renamed["hf_assets_path"] == "tokenizer.path"
 
 
+PYTHON_CONFIG = """
+from torchtitan.trainer import Trainer
+
+def llama3_8b():
+    return Trainer.Config()
+""".lstrip()
 OTHER_FORMATS = {
-    '{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}': "config.json of a Hugging Face model",
+    '{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}': (
+        "config.json of a Hugging Face model"
+    ),
     '{"job": {}, "model": {"name": "llama3"}, "training": {}}': "JSON copy of a torchtitan job",
     '{"version": "1.0"}': "is JSON",
-    "from torchtitan.trainer import Trainer\n\ndef llama3_8b():\n    return Trainer.Config()\n": "is Python",
+    PYTHON_CONFIG: "is Python",
 }
 
 
@@ -225,7 +236,10 @@ DEFAULTS = (
 )
 HF = "checkpoint.enable = true ; checkpoint.initial_load_in_hf = true ; model.hf_assets_path = 'a'"
 OUR_HF = "checkpoint.initial_load_path = 'a' ; checkpoint.initial_load_in_hf = true"
-PARTS = 'parallelism.module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]'
+PARTS = (
+    "parallelism.module_fqns_per_model_part = "
+    '[["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]'
+)
 STAGES = "parallelism.pipeline_parallel_degree = 2 ; parallelism.data_parallel_shard_degree = 4"
 LONG_WARMUP = "training.steps = 5 ; lr_scheduler.warmup_steps = 9 ; lr_scheduler.total_steps = 1000"
 VALIDATED = "validation.source = 'c4' ; validation.split = 'validation' ; validation.freq = 7"

@@ -24,11 +24,18 @@ from titanlite.model.formats import parameter_shapes
 from titanlite.model.llama import Llama
 from titanlite.torchtitan.weights import torchtitan_weights
 
-SIZES: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48}
+SIZES: dict[str, Any] = {
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "ffn_dim": 48,
+}
 ARCH = Architecture(
     **SIZES, vocab_size=64, max_seq_len=8192, rope_theta=10000.0, rope_scaling_factor=8.0
 )
-TOKENS = torch.randint(0, 64, (2, 300), generator=torch.Generator().manual_seed(1))
+GENERATOR = torch.Generator().manual_seed(1)
+TOKENS = torch.randint(0, 64, (2, 300), generator=GENERATOR)
 # Logits are about 4, and the channels of a head are added in another order.
 TOLERANCE = 1e-5
 
@@ -47,7 +54,8 @@ def save(folder: str, kind: str) -> None:
     state: dict[str, Any] = dict(make_weights())
     if dist.is_initialized():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        state = {name: distribute_tensor(w, mesh, [Shard(0)]) for name, w in state.items()}
+        for name, weight in state.items():
+            state[name] = distribute_tensor(weight, mesh, [Shard(0)])
     beside = {
         "optimizer": {
             "state.output.weight.exp_avg": torch.zeros(3),
@@ -67,7 +75,9 @@ def save(folder: str, kind: str) -> None:
 
 def rotate(x: Tensor, factor: float) -> Tensor:
     """Apply rotary embeddings to pairs of adjacent channels of (B, T, H, D), as in torchtitan."""
-    frequencies = 10000.0 ** -(torch.arange(0, x.shape[-1], 2) / x.shape[-1])
+    head_dim = x.shape[-1]
+    exponents = torch.arange(0, head_dim, 2) / head_dim
+    frequencies = 10000.0**-exponents
     turns = 8192 * frequencies / (2 * math.pi)  # within the original context
     share = ((turns - 1.0) / (4.0 - 1.0)).clamp(0, 1)
     frequencies = frequencies * share + frequencies / factor * (1 - share)
@@ -91,7 +101,8 @@ def compute_logits(factor: float) -> Tensor:
     for layer in range(ARCH.n_layers):
         at = f"layers.{layer}.attention"
         h = norm(x, f"{at}_norm")
-        q, k, v = (linear(h, f"{at}.w{name}").unflatten(-1, (-1, 8)) for name in "qkv")
+        q, k, v = (linear(h, f"{at}.w{name}") for name in "qkv")
+        q, k, v = (channels.unflatten(-1, (-1, 8)) for channels in (q, k, v))
         q = rotate(q, factor).transpose(1, 2)
         k = rotate(k, factor).transpose(1, 2)
         v = v.transpose(1, 2)
@@ -129,8 +140,9 @@ def test_imported_checkpoints_have_the_same_logits_as_in_torchtitan(kind, factor
         assert len(list((steps / kind).glob("*.distcp"))) == 2
     (tmp_path / "job.toml").write_text("[model]\nrope_theta = 10000.0")
     job = ["--job.config_file", str(tmp_path / "job.toml"), *model_options(factor)]
+    folders = ["--torchtitan", str(steps / kind), "--out", str(tmp_path)]
 
-    assert main(["import", "--torchtitan", str(steps / kind), "--out", str(tmp_path), *job]) == 0
+    assert main(["import", *folders, *job]) == 0
 
     model = Llama(checkpoint_weights(tmp_path / "step-00000000").arch)
     assert (model.arch.rope_scaling_factor, model.arch.vocab_size) == (factor, 64)

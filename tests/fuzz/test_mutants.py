@@ -43,12 +43,22 @@ ALL = pytest.param(1500, marks=pytest.mark.long, id="long")
 _DEEP: Any = []
 for _ in range(400):
     _DEEP = [_DEEP]
-_NUMBERS = (-1, 0, 1, 2, 3, 7, 2**31, 2**63, 2**64, 10**40, 10**400, 0.5, 1e308, 1e-320, -0.0)
+_NUMBERS = (
+    *(-1, 0, 1, 2, 3, 7),
+    *(2**31, 2**63, 2**64, 10**40, 10**400),
+    *(0.5, 1e308, 1e-320, -0.0),
+)
 _WORDS = "x 0 ../../etc/passwd (a+)+$ * (?<n llama3 default Split BPE \x1b[2J\u202e \ud800".split(
     " "
 )
-_VALUES = (*_NUMBERS, *_WORDS, float("nan"), float("inf"), None, True, False, "", "a" * 10**5)
-_VALUES += ([], {}, [[]], [None], {"": {}}, _DEEP)
+_VALUES = (
+    *_NUMBERS,
+    *_WORDS,
+    *(float("nan"), float("inf")),
+    *(None, True, False, "", "a" * 10**5),
+    *([], {}, [[]], [None], {"": {}}, _DEEP),
+)
+_JUNK = (b"\0", b"-", b"9" * 20, b"{", b"]", b'"', b"\n", b"\xff", b"\x1b")
 
 
 def mutant(good: bytes, number: int, is_json: bool = False) -> bytes:
@@ -66,19 +76,30 @@ def mutant(good: bytes, number: int, is_json: bool = False) -> bytes:
     return good
 
 
+def _choose_key(table: Any, rng: random.Random) -> Any:
+    """Return a random key of a dict, or a random index of a list."""
+    if isinstance(table, dict):
+        return rng.choice(list(table))
+    return rng.randrange(len(table))
+
+
 def _change_value(root: dict[str, Any], rng: random.Random) -> bytes:
     """Delete, rename or replace a random value within `root`."""
     table: Any = root
     while True:
-        key: Any = rng.choice(list(table)) if isinstance(table, dict) else rng.randrange(len(table))
-        if not isinstance(table[key], dict | list) or not table[key] or rng.random() < 0.3:
+        key = _choose_key(table, rng)
+        value = table[key]
+        is_leaf = not isinstance(value, dict | list) or not value
+        if is_leaf or rng.random() < 0.3:
             break
-        table = table[key]
+        table = value
     match rng.randrange(4):
         case 0:
             del table[key]
         case 1 if isinstance(table, dict):
-            table[rng.choice(("x", "", key.upper(), f"{key}s", *root))] = table.pop(key)
+            del table[key]
+            new_key = rng.choice(("x", "", key.upper(), f"{key}s", *root))
+            table[new_key] = value
         case 2:
             table[key] = copy.deepcopy(rng.choice([*root.values()]))
         case _:
@@ -89,9 +110,12 @@ def _change_value(root: dict[str, Any], rng: random.Random) -> bytes:
 def _change_bytes(data: bytes, rng: random.Random) -> bytes:
     start = rng.randrange(len(data) + 1)
     end = start + rng.choice((1, 1, 4, 64))
-    junk = rng.choice((b"\0", b"-", b"9" * 20, b"{", b"]", b'"', b"\n", b"\xff", b"\x1b"))
-    middle = rng.choice((b"", data[start:end] * 2, rng.randbytes(end - start), junk))
-    return data[:start] + middle + data[end if rng.random() < 0.9 else len(data) :]
+    repeated = data[start:end] * 2
+    junk = rng.choice(_JUNK)
+    random_bytes = rng.randbytes(end - start)
+    middle = rng.choice((b"", repeated, random_bytes, junk))
+    tail = data[end:] if rng.random() < 0.9 else b""
+    return data[:start] + middle + tail
 
 
 def succeeds(number: int, function: Callable[[], object]) -> bool:

@@ -131,12 +131,16 @@ def test_a_step_never_waits_for_the_gpu(tmp_path, options):
 def random_heads(dtype: torch.dtype, width: int) -> list[Tensor]:
     """Return queries with four heads, and keys and values with two: (2, H, 512, width)."""
     generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(2, count, 512, width, generator=generator) for count in (4, 2, 2)]
-    return [x.to(DEVICE, dtype).requires_grad_() for x in drawn]
+    heads = []
+    for count in (4, 2, 2):
+        x = torch.randn(2, count, 512, width, generator=generator)
+        heads.append(x.to(DEVICE, dtype).requires_grad_())
+    return heads
 
 
 def with_gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(out.shape, generator=generator).to(out)
     return [out, *torch.autograd.grad((out * weight).sum(), inputs)]
 
 
@@ -146,16 +150,25 @@ def assert_close(actual: list[Tensor], expected: list[Tensor], tolerance: float)
 
 
 # With float32 inputs, kernels use TF32, which has a mantissa of 10 bits.
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 2e-3), (torch.bfloat16, 2e-2)],
+)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_flex_attention_of_documents_equals_sdpa_with_a_mask(dtype, tolerance, compiled):
     attend = torch.compile(attention, fullgraph=True) if compiled else attention
     inputs = random_heads(dtype, 64)
     for seed in range(2):  # other documents, the same kernel
         generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(0, 5, (2, 512), generator=generator).sort(dim=1).values
-        expected = with_gradients(attention(*inputs, document_mask(ids).to(DEVICE)), inputs)  # pyright: ignore
-        actual = with_gradients(attend(*inputs, flex_document_mask(ids.to(DEVICE))), inputs)  # pyright: ignore
+        ids = torch.randint(0, 5, (2, 512), generator=generator)
+        ids = ids.sort(dim=1).values
+        q, k, v = inputs
+        dense_mask = document_mask(ids).to(DEVICE)
+        block_mask = flex_document_mask(ids.to(DEVICE))
+
+        expected = with_gradients(attention(q, k, v, dense_mask), inputs)
+        actual = with_gradients(attend(q, k, v, block_mask), inputs)
+
         assert_close(actual, expected, tolerance)
 
 

@@ -26,7 +26,10 @@ STARTS = {
 
 
 def train(folder: str) -> None:
-    common = "--model.n_kv_heads 2 --lr_scheduler.decay_ratio 0 --checkpoint.interval 1 --checkpoint.keep_latest_k 0"
+    common = (
+        "--model.n_kv_heads 2 --lr_scheduler.decay_ratio 0 "
+        "--checkpoint.interval 1 --checkpoint.keep_latest_k 0"
+    )
     for until, layout in STARTS.items():
         # The first checkpoint with an average has the hook name of an earlier version.
         saved_name = "Ema" if until == 4 else "ema"

@@ -35,18 +35,32 @@ def run(options: str = "", world_size: int = 8) -> Run:
     return Run(JobConfig.model_validate(merge(job, job_tables(options))), world_size)
 
 
-def matmul(m: int, k: int, n: int, dtype: str = "bfloat16", count: int = 1) -> Work:
-    size = 2 * (m * k + k * n + m * n)
-    flops = 2 * m * k * n
-    return Work("forward", "aten.mm", dtype, (m, k, n), None, count, count * flops, count * size)
+def matmul(
+    m: int,
+    k: int,
+    n: int,
+    dtype: str = "bfloat16",
+    count: int = 1,
+) -> Work:
+    size = count * 2 * (m * k + k * n + m * n)
+    flops = count * 2 * m * k * n
+    return Work("forward", "aten.mm", dtype, (m, k, n), None, count, flops, size)
 
 
 def moving(size: int, phase: str = "forward") -> Work:
     return Work(phase, "aten.add", "bfloat16", (), None, 1, 0, size)
 
 
-def sent(op: str, size: int, group: str, ranks: int = 8, span: int = 8, count: int = 1) -> Work:
-    return Work("forward", op, "", (), Group(group, ranks, span), count, 0, size)
+def sent(
+    op: str,
+    size: int,
+    group_name: str,
+    ranks: int = 8,
+    span: int = 8,
+    count: int = 1,
+) -> Work:
+    group = Group(group_name, ranks, span)
+    return Work("forward", op, "", (), group, count, 0, size)
 
 
 def trace(*work: Work, peak: float = 40.0, rank: int = 0) -> RankTrace:
@@ -84,9 +98,17 @@ MEMORY_SECONDS = GB10 / (3350e9 * BANDWIDTH)
 
 
 def plan(
-    *work: Work, options: str = "", peak: float = 40.0, ranks: int = 8, gpu: Any = H100
+    *work: Work,
+    options: str = "",
+    peak: float = 40.0,
+    ranks: int = 8,
+    gpu: Any = H100,
 ) -> Forecast:
-    traces = [trace(*work, LARGE, peak=peak), trace(peak=peak - 1, rank=1)]
+    """Return the forecast of two ranks. Rank 0 does `work` and a large matmul."""
+    traces = [
+        trace(*work, LARGE, peak=peak),
+        trace(peak=peak - 1, rank=1),
+    ]
     return forecast(run(options, ranks), traces, gpu.of_rank(ranks))
 
 
@@ -159,7 +181,9 @@ def test_ranks_of_a_pipeline_wait_for_each_other(schedule, share):
         "parallelism.pipeline_parallel_degree = 4 ; training.local_batch_size = 1 ; "
         f"training.global_batch_size = 32 ; parallelism.pipeline_parallel_schedule = '{schedule}'"
     )
-    result = forecast(run(options), [trace(LARGE, rank=rank) for rank in range(4)], H100)
+    traces = [trace(LARGE, rank=rank) for rank in range(4)]
+
+    result = forecast(run(options), traces, H100)
 
     assert result.parts.get("pipeline bubble", 0.0) == pytest.approx(share * SECONDS, rel=0.01)
 
@@ -233,7 +257,9 @@ def test_tokens_and_mfu_follow_from_the_step():
     assert result.tokens_per_second == pytest.approx(2 * 8192 / result.step_seconds)
     assert math.isclose(sum(result.parts.values()), result.step_seconds)
 
-    one, two, four = (plan(gpu=CPU, ranks=ranks) for ranks in (1, 2, 4))
+    one = plan(gpu=CPU, ranks=1)
+    two = plan(gpu=CPU, ranks=2)
+    four = plan(gpu=CPU, ranks=4)
     assert four.step_seconds == pytest.approx(2 * two.step_seconds, rel=0.01)
     assert two.mfu == pytest.approx(one.mfu, rel=0.01)
 
@@ -315,8 +341,9 @@ def test_the_search_lists_valid_jobs_that_fit_fastest_first(monkeypatch):
 def test_the_search_traces_the_original_job_first(monkeypatch):
     monkeypatch.setattr(advice, "trace_run", trace_by_formula)
 
-    ((settings, _),), traced, _ = advice.search(run(), H100, map, max_jobs=1)
+    results, traced, _ = advice.search(run(), H100, map, max_jobs=1)
 
+    ((settings, _),) = results
     assert (settings, traced) == ({}, 1)
 
 

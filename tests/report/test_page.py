@@ -32,7 +32,11 @@ def data_of(*folders: Path) -> dict[str, Any]:
     return json.loads(data)
 
 
-def create_full_run(folder: Path, *events: tuple[str, int | None, str], **changes: Any) -> Path:
+def create_full_run(
+    folder: Path,
+    *events: tuple[str, int | None, str],
+    **changes: Any,
+) -> Path:
     """Write all files of a run."""
     run = create_run(folder, *events, **changes)
     (run / "validation.jsonl").write_text(VALIDATION)
@@ -79,12 +83,16 @@ def test_events_after_which_a_later_start_resumed_are_marked_and_a_kill_is_found
     (tmp_path / "events.jsonl").write_text("".join(lines))
     lines = []
     for step in (10, 20, 30, 20, 40, 50):
-        lines.append(line(step, time=1e9 + step / 10, step_time=360.0, parts={"a": step}))
+        now = 1e9 + step / 10
+        lines.append(line(step, time=now, step_time=360.0, parts={"a": step}))
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
 
     (run,) = data_of(tmp_path)["runs"]
 
-    assert run["curves"]["x"] == {"step": [10, 20, 30, 40, 50], "hours": [1, 2, 3, 4, 5]}
+    assert run["curves"]["x"] == {
+        "step": [10, 20, 30, 40, 50],
+        "hours": [1, 2, 3, 4, 5],
+    }
     assert run["curves"]["y"]["parts/a"]["mean"] == [10, 20, 30, 40, 50]
 
     events = [f"{event['kind']} {event['step']:.0f}" for event in run["events"]]
@@ -139,7 +147,10 @@ def test_text_from_files_is_in_the_data_only_and_printable(tmp_path):
 def test_a_long_run_keeps_its_mean_and_each_spike(tmp_path):
     create_run(tmp_path)
     unusual = {12_345: 99.0, 54_321: -7.0, **dict.fromkeys(range(50_000, 50_070))}
-    lines = [line(step, loss=unusual.get(step, 1.0), step_time=1.0) for step in range(1, 100_001)]
+    lines = []
+    for step in range(1, 100_001):
+        loss = unusual.get(step, 1.0)
+        lines.append(line(step, loss=loss, step_time=1.0))
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
 
     curves = data_of(tmp_path)["runs"][0]["curves"]
@@ -158,11 +169,12 @@ def test_a_long_run_keeps_its_mean_and_each_spike(tmp_path):
 
 def test_a_page_of_many_runs_stays_small(tmp_path):
     text = "x" * 5000
+    events = [("failure", 1, text), ("save", 1, text)]
     metrics = {f"number {i}": 0.123456789 for i in range(20)}
     lines = "".join(line(step, **metrics) for step in range(1, 501))
     runs = []
     for number in range(50):
-        run = create_run(tmp_path / str(number), *[("failure", 1, text), ("save", 1, text)] * 100)
+        run = create_run(tmp_path / str(number), *events * 100)
         (run / "metrics.jsonl").write_text(lines)
         (run / "samples.jsonl").write_text(SAMPLE.replace("Once", text))
         runs.append(run)
@@ -206,7 +218,9 @@ def damage(content: bytes, rng: random.Random) -> bytes:
 
 def test_damaged_files_still_have_a_view_and_a_page(tmp_path):
     events = ("save", 20, ""), ("start", 20, ""), ("stop", None, "")
-    metrics = [line(step, tokens=step, elapsed=step, grad_norm=None) for step in range(1, 60)]
+    metrics = []
+    for step in range(1, 60):
+        metrics.append(line(step, tokens=step, elapsed=step, grad_norm=None))
     for seed in range(40):
         rng = random.Random(seed)
         run = create_full_run(tmp_path / str(seed), *events)
@@ -268,7 +282,9 @@ def open_in_browser(file: Path, page: str) -> str:
 
 @pytest.fixture
 def two_run_page(tmp_path) -> str:
-    lines = [line(step, tokens=step * 100, elapsed=step, time=1e9 + step) for step in range(1, 501)]
+    lines = []
+    for step in range(1, 501):
+        lines.append(line(step, tokens=step * 100, elapsed=step, time=1e9 + step))
     runs = []
     for name in ("a", "b"):
         events = ("failure", 250, EVIL), ("finish", 500, "Finished")

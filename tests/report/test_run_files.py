@@ -42,15 +42,19 @@ def event_line(kind: str, step: int | None, text: str, **changes: Any) -> str:
 
 
 def create_run(
-    folder: Path, *events: tuple[str, int | None, str], steps: int = 100, **start: Any
+    folder: Path,
+    *events: tuple[str, int | None, str],
+    steps: int = 100,
+    **start: Any,
 ) -> Path:
     """Write the files of a run that has logged 50 of its steps. `start` changes the start event."""
     folder.mkdir(parents=True, exist_ok=True)
     config = f'[job]\ndescription = "mine"\n[training]\nsteps = {steps}\n'
     (folder / "config.toml").write_text(config)
-    (folder / "metrics.jsonl").write_text("".join(line(step) for step in range(10, 60, 10)))
-    place = {"host": "elsewhere", "process": 1}
-    lines = [event_line("start", 0, "starts", **(place | start))]
+    metrics = [line(step) for step in range(10, 60, 10)]
+    (folder / "metrics.jsonl").write_text("".join(metrics))
+    start = {"host": "elsewhere", "process": 1} | start
+    lines = [event_line("start", 0, "starts", **start)]
     lines += [event_line(*event) for event in events]
     (folder / "events.jsonl").write_text("".join(lines))
     return folder
@@ -62,6 +66,8 @@ def read_state(folder: Path) -> tuple[str, str, int]:
 
 
 SAVED = ("save", 50, "saved step 50")
+DATA = ("data", None, "")
+TRACEBACK = "Traceback (most recent call last):\n  File x\nValueError: boom\nTo resume: ..."
 
 
 @pytest.mark.parametrize(
@@ -69,34 +75,52 @@ SAVED = ("save", 50, "saved step 50")
     [
         ([], ("running", "", 50)),
         ([SAVED, ("finish", 100, "Finished after step 100.")], ("finished", "", 100)),
-        ([SAVED, ("finish", 60, "Finished after step 60: No gain.")], ("finished", "No gain.", 60)),
-        ([SAVED, ("stop", None, "Stopped by SIGTERM\nTo resume: ...")], ("stopped", "Stopped by SIGTERM", 50)),
+        (
+            [SAVED, ("finish", 60, "Finished after step 60: No gain.")],
+            ("finished", "No gain.", 60),
+        ),
+        (
+            [SAVED, ("stop", None, "Stopped by SIGTERM\nTo resume: ...")],
+            ("stopped", "Stopped by SIGTERM", 50),
+        ),
         ([("guard", None, "Step 51: loss is nan")], ("stopped", "Step 51: loss is nan", 50)),
         ([("refusal", None, "line 3: no JSON")], ("failed", "line 3: no JSON", 50)),
-        ([SAVED, ("stop", 50, ""), ("data", None, ""), ("refusal", None, "x:\n  y\nz")], ("refused", "x: y", 50)),
-        ([("finish", 100, ""), ("data", None, ""), ("refusal", None, "y"), ("refusal", None, "x")],
-         ("finished", "a later start was refused: x", 100)),
-        ([("failure", None, "Traceback (most recent call last):\n  File x\nValueError: boom\nTo resume: ...")],
-         ("crashed", "ValueError: boom", 50)),
-        ([("failure", None, "killed"), ("restart", None, "again")], ("running", "its launcher is restarting it", 50)),
+        (
+            [SAVED, ("stop", 50, ""), DATA, ("refusal", None, "x:\n  y\nz")],
+            ("refused", "x: y", 50),
+        ),
+        (
+            [
+                ("finish", 100, ""),
+                DATA,
+                ("refusal", None, "y"),
+                ("refusal", None, "x"),
+            ],
+            ("finished", "a later start was refused: x", 100),
+        ),
+        ([("failure", None, TRACEBACK)], ("crashed", "ValueError: boom", 50)),
+        (
+            [("failure", None, "killed"), ("restart", None, "again")],
+            ("running", "its launcher is restarting it", 50),
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_last_event_determines_the_state_of_a_run(tmp_path, events, expected):
     assert read_state(create_run(tmp_path, *events)) == expected
 
 
 def test_a_run_on_this_machine_has_crashed_if_its_process_is_gone(tmp_path):
     with subprocess.Popen(["sleep", "600"]) as process:
-        place = {"host": socket.gethostname(), "process": process.pid}
-        assert read_state(create_run(tmp_path, **place))[0] == "running"
+        start = {"host": socket.gethostname(), "process": process.pid}
+        assert read_state(create_run(tmp_path, **start))[0] == "running"
         # A run that started earlier had another process with this number.
-        create_run(tmp_path, **place, time=time.time() - 60)
+        create_run(tmp_path, **start, time=time.time() - 60)
         assert read_state(tmp_path)[0] == "crashed"
         process.kill()
 
-    assert read_state(create_run(tmp_path, **place))[0] == "crashed"
+    assert read_state(create_run(tmp_path, **start))[0] == "crashed"
 
-    create_run(tmp_path, ("data", None, "of the next start"), **place)
+    create_run(tmp_path, ("data", None, "of the next start"), **start)
     assert read_state(tmp_path)[0] == "running"
 
 
@@ -240,7 +264,8 @@ def test_the_view_erases_all_rows_into_which_a_narrower_window_has_broken_its_li
     text = Text("\n".join(["x" * 90] * 3), no_wrap=True, overflow="ellipsis")
     with View(text, console=console, auto_refresh=False):
         # A line that was drawn 45 wide takes two rows of a window that is 44 wide.
-        for width, rows in ((100, 3), (45, 6), (44, 6), (100, 3)):
+        widths_and_rows = [(100, 3), (45, 6), (44, 6), (100, 3)]
+        for width, rows in widths_and_rows:
             drawn = len(file.getvalue())
             console.width = width
             console.print("a line of the log")
@@ -254,7 +279,8 @@ class Terminal(io.StringIO):
         super().__init__()
         self.width = width
         self.rows = [""]
-        self.row = self.column = 0
+        self.row = 0
+        self.column = 0
 
     def write(self, text: str) -> int:
         for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|.|\n", text):
@@ -265,11 +291,14 @@ class Terminal(io.StringIO):
             elif part == "\r":
                 self.column = 0
             elif part == "\n" or (self.column == self.width and len(part) == 1):
-                self.row, self.column = self.row + 1, 0
+                self.row += 1
+                self.column = 0
                 self.rows += [""] * (self.row - len(self.rows) + 1)
             if len(part) == 1 and part.isprintable():
                 shown = self.rows[self.row].ljust(self.column)
-                self.rows[self.row] = shown[: self.column] + part + shown[self.column + 1 :]
+                before = shown[: self.column]
+                after = shown[self.column + 1 :]
+                self.rows[self.row] = before + part + after
                 self.column += 1
         return len(text)
 
@@ -293,7 +322,12 @@ def test_the_echo_of_ctrl_c_below_a_full_line_leaves_no_second_view():
 
 
 @pytest.mark.parametrize(
-    ("values", "bars"), [([], ""), ([3.0], "▄"), (range(1000, -1, -1), "█▇▆▅▄▃▂▁")]
+    ("values", "bars"),
+    [
+        ([], ""),
+        ([3.0], "▄"),
+        (range(1000, -1, -1), "█▇▆▅▄▃▂▁"),
+    ],
 )
 def test_a_sparkline_has_a_bar_for_each_group_of_values(values, bars):
     assert sparkline([float(value) for value in values], 8) == bars
