@@ -34,7 +34,9 @@ def launch(count: int, *options: str) -> int:
     seconds = float(os.environ.get("STOP_SECONDS", "60"))
     restarts = int(os.environ.get("MAX_RESTARTS", "0"))
     hint = "To resume: outputs/\x1b]0;mine\x07"
-    return Ranks([__file__, *options], range(count), count, seconds, restarts, lambda: hint).run()
+    command = [__file__, *options]
+    ranks = Ranks(command, range(count), count, seconds, restarts, lambda: hint)
+    return ranks.run()
 
 
 def ready(handler: Any = None) -> None:

@@ -178,7 +178,10 @@ def titanlite(*options: object, ranks: int = 1, code: int = 0) -> str:
 
 
 def start_small(
-    out: Path, *options: object, ranks: int = 1, before: Callable[[], None] | None = None
+    out: Path,
+    *options: object,
+    ranks: int = 1,
+    before: Callable[[], None] | None = None,
 ) -> World:
     """Start `titanlite train` with the small job and the output folder `out`.
 
@@ -213,7 +216,8 @@ def small_trainer(folder: str, hooks: Hook | list[Hook], *options: str) -> Train
     job.parent.mkdir(exist_ok=True)
     job.write_text(SMALL_WITHOUT_WORKERS)
     files = ["--job.config_file", str(job), "--job.dump_folder", f"{folder}/out"]
-    run = load_run([*files, *" ".join(options).split()], int(os.environ["WORLD_SIZE"]))
+    arguments = [*files, *" ".join(options).split()]
+    run = load_run(arguments, int(os.environ["WORLD_SIZE"]))
     return Trainer(run, torch.device("cpu"), hooks if isinstance(hooks, list) else [hooks])
 
 
@@ -234,7 +238,12 @@ def descendants(pid: int) -> list[int]:
     return pids
 
 
-def _run(environment: dict[str, str], folder: str, body: Callable[..., Any], args: Any) -> None:
+def _run(
+    environment: dict[str, str],
+    folder: str,
+    body: Callable[..., Any],
+    args: Any,
+) -> None:
     """Run `body` in a new rank process."""
     output = os.open(f"{folder}/output", os.O_WRONLY | os.O_APPEND)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
@@ -269,7 +278,11 @@ def _in_a_group(function: Callable[..., Any], args: Sequence[Any], store: Path) 
     return result
 
 
-def _command(options: list[str], before: Callable[[], None] | None, store: Path) -> None:
+def _command(
+    options: list[str],
+    before: Callable[[], None] | None,
+    store: Path,
+) -> None:
     from titanlite import cli
 
     os.environ[STORE] = str(store)

@@ -64,7 +64,13 @@ def start(job_file: Path, folder: Path, *options: str, ranks: int = 1) -> "subpr
     )
 
 
-def launch_job(job_file: Path, folder: Path, *options: str, ranks: int = 1, code: int = 0) -> str:
+def launch_job(
+    job_file: Path,
+    folder: Path,
+    *options: str,
+    ranks: int = 1,
+    code: int = 0,
+) -> str:
     """Run a job, check the exit code, and return the output."""
     process = start(job_file, folder, *options, ranks=ranks)
     out, err = process.communicate(timeout=300)

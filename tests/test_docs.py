@@ -33,8 +33,11 @@ PROGRAMS = {
     for page in ROOT.glob("docs/**/*.md")
 }
 # Each run of the tutorials would otherwise take minutes.
-SHORT = " --training.steps 4 --checkpoint.interval 4 --training.seq_len 64 --training.local_batch_size 1"
-SHORT += " --model.n_layers 1"
+SHORT = (
+    " --training.steps 4 --checkpoint.interval 4 --training.seq_len 64 "
+    "--training.local_batch_size 1 --model.n_layers 1"
+)
+PYTHON = shlex.quote(sys.executable)
 
 
 def run(command: str, folder: Path, **variables: str) -> str:
@@ -51,7 +54,8 @@ def run(command: str, folder: Path, **variables: str) -> str:
 def read_blocks(page: str) -> list[tuple[str, str, str]]:
     """Return language, title and text of each code block on a page."""
     block = r'^```(\w*)(?: title="(.*?)")?\n(.*?)^```$'
-    return re.findall(block, (ROOT / "docs" / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = (ROOT / "docs" / page).read_text()
+    return re.findall(block, text, flags=re.DOTALL | re.MULTILINE)
 
 
 def read_samples(page: str) -> list[str]:
@@ -108,11 +112,14 @@ def shorten(job: str) -> str:
     return re.sub(r"(?m)^steps = \d+", "steps = 4", job)
 
 
+CASES = [
+    pytest.param(name, marks=pytest.mark.long) if name in LONG_TUTORIALS else name
+    for name in TUTORIALS
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.long] * (name in LONG_TUTORIALS)) for name in TUTORIALS],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_the_commands_of_a_tutorial_print_the_documented_output(name: str, tmp_path):
     page = f"{name}.md"
     code_blocks = read_blocks(page)
@@ -201,34 +208,34 @@ def test_every_command_of_the_readme_works_in_a_fresh_clone(tmp_path):
     assert sum("run_train.sh" in command for command in commands) >= 2
 
 
+def read_numbers(line: str) -> list[float]:
+    """Return all numbers with a decimal point."""
+    return [float(number) for number in re.findall(r"\d+\.\d+", line)]
+
+
+def lines_with_numbers(text: str) -> list[str]:
+    return [line.rstrip() for line in text.splitlines() if read_numbers(line)]
+
+
 def test_the_documented_plan_is_up_to_date():
     """Numbers may differ by 10%, because versions of torch run different kernels."""
     page = (ROOT / "docs/guides/memory_and_speed.md").read_text()
-    output = run(
-        f"{shlex.quote(sys.executable)} -m {page.partition('```bash')[2].partition('```')[0].strip()}",
-        ROOT,
-    )
+    command = page.partition("```bash")[2].partition("```")[0].strip()
+    output = run(f"{PYTHON} -m {command}", ROOT)
     shown = read_samples("guides/memory_and_speed.md")[0]
 
     assert find_missing_lines(shown, output) == []
 
-    tables = [
-        [line.rstrip() for line in text.splitlines() if re.search(r"\d\.\d", line)]
-        for text in (shown, output)
-    ]
-    for numbers in zip(*tables, strict=False):  # warnings of libraries come last
-        found, expected = [
-            [float(each) for each in re.findall(r"\d+\.\d+", line)] for line in numbers
-        ]
-        assert found == pytest.approx(expected, rel=0.1, abs=0.02), numbers
+    # Warnings of libraries come last.
+    lines = zip(lines_with_numbers(shown), lines_with_numbers(output), strict=False)
+    for documented, printed in lines:
+        expected = pytest.approx(read_numbers(printed), rel=0.1, abs=0.02)
+        assert read_numbers(documented) == expected, (documented, printed)
 
 
 def test_the_documented_migration_is_up_to_date(tmp_path):
     (tmp_path / "llama3_8b.toml").write_text(OF_02)
-    output = run(
-        f"{shlex.quote(sys.executable)} -m titanlite migrate llama3_8b.toml --out my_8b.toml",
-        tmp_path,
-    )
+    output = run(f"{PYTHON} -m titanlite migrate llama3_8b.toml --out my_8b.toml", tmp_path)
 
     assert find_missing_lines(read_samples("reference/from_torchtitan.md")[0], output) == []
 
@@ -252,14 +259,15 @@ def test_the_readme_names_files_that_exist():
         assert (ROOT / link).exists(), link
 
 
+PAGES_WITH_PROGRAMS = sorted(page for page, programs in PROGRAMS.items() if programs)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "page", sorted(page for page, found in PROGRAMS.items() if found), ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", PAGES_WITH_PROGRAMS, ids=lambda page: page.name)
 def test_documented_python_programs_run(page: Path, tmp_path):
     """All code blocks of a page form one program, which runs in an empty folder."""
     (tmp_path / "program.py").write_text("\n".join(PROGRAMS[page]))
-    run(f"{shlex.quote(sys.executable)} program.py", tmp_path)
+    run(f"{PYTHON} program.py", tmp_path)
 
 
 def test_documented_signatures_match_the_functions():
@@ -269,7 +277,9 @@ def test_documented_signatures_match_the_functions():
     for line in documented:
         function = pkgutil.resolve_name(line.partition("(")[0])
         signature = inspect.signature(function)
-        names_only = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+        names_only = []
+        for parameter in signature.parameters.values():
+            names_only.append(parameter.replace(annotation=parameter.empty))
         plain = signature.replace(parameters=names_only, return_annotation=signature.empty)
         assert line == f"{function.__module__}.{function.__name__}{plain}"
 
@@ -297,7 +307,7 @@ def test_the_reference_has_every_key_with_its_type_default_and_text():
 def test_the_site_builds_without_warnings_and_loads_nothing_from_the_network(
     tmp_path,
 ):
-    build = f"{shlex.quote(sys.executable)} -m mkdocs build --strict --site-dir {shlex.quote(str(tmp_path))}"
+    build = f"{PYTHON} -m mkdocs build --strict --site-dir {shlex.quote(str(tmp_path))}"
     assert "WARNING" not in run(build, ROOT, NO_MKDOCS_2_WARNING="1")
 
     written = {path.relative_to(tmp_path).with_suffix(".md") for path in tmp_path.rglob("*.html")}

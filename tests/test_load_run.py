@@ -107,7 +107,11 @@ def test_a_job_without_a_file_is_not_described_as_the_debug_model():
     assert load_job(["--model.flavor", "3b"]).job.description == ""
 
 
-@pytest.mark.parametrize("file", sorted(JOB_FILES.glob("*.toml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    sorted(JOB_FILES.glob("*.toml")),
+    ids=lambda file: file.stem,
+)
 def test_each_job_file_starts_with_its_command_and_holds_only_what_differs(file: Path):
     text = file.read_text()
     first, second, *_ = text.splitlines()
@@ -188,7 +192,10 @@ def test_a_job_in_a_checkpoint_may_contain_dropped_but_no_unknown_options(tmp_pa
         # The held-out text is not trained on, even without validation.
         "[validation]\nfreq = 0\nholdout = 0.1\n",
         '[validation]\nfreq = 5\nsource = "c4"\n',
-        '[job]\ndescription = "\u6771\u4eac \\u001b \\\\ \\""\n[samples]\nfreq = 0\nprompts = ["", " x\\n"]\n',
+        (
+            '[job]\ndescription = "\u6771\u4eac \\u001b \\\\ \\""\n'
+            '[samples]\nfreq = 0\nprompts = ["", " x\\n"]\n'
+        ),
     ],
 )
 def test_a_written_config_with_all_defaults_loads_to_the_same_job(text: str):
@@ -210,8 +217,8 @@ def test_all_mistakes_of_file_command_line_and_rules_are_reported_together_with_
 
     assert report_text.startswith("7 mistakes")
 
-    for place in ("2: training.seq_len", "3: [modle]", "6: model.n_heads", "8: optimizer.lrr"):
-        assert f"job.toml:{place}" in report_text
+    for key in ("2: training.seq_len", "3: [modle]", "6: model.n_heads", "8: optimizer.lrr"):
+        assert f"job.toml:{key}" in report_text
     for name in ("metrics.log_freq", "--checkpoint.kep", "model.vocab_size"):
         assert f"command line: {name}" in report_text
 
@@ -226,7 +233,10 @@ def test_a_rule_is_skipped_if_a_value_that_it_reads_is_wrong_already():
 
 
 def test_a_wrong_job_in_python_is_rejected_with_the_messages_of_a_job_file():
-    text = "steps = 5\nmodel = 7\n[training]\nsteps = 0\nseq_len = 0.5\n[modell]\n[optimizer]\nlr = nan\n"
+    text = (
+        "steps = 5\nmodel = 7\n[training]\nsteps = 0\nseq_len = 0.5\n"
+        "[modell]\n[optimizer]\nlr = nan\n"
+    )
     Path("job.toml").write_text(text)
 
     with pytest.raises(UserError) as caught:
@@ -235,7 +245,8 @@ def test_a_wrong_job_in_python_is_rejected_with_the_messages_of_a_job_file():
     of_file = re.sub(r"job.toml:\d+:", "JobConfig:", report())
     assert re.sub(r"\s+", " ", str(caught.value)) == of_file
 
-    for value in (5, None, "training", [], {5: {}}, {("a", "b"): 1}):
+    wrong_keys = ({5: {}}, {("a", "b"): 1})
+    for value in (5, None, "training", [], *wrong_keys):
         with pytest.raises(UserError, match=r"^JobConfig: [^\n]*$"):
             JobConfig.model_validate(value)
 
@@ -323,7 +334,10 @@ def test_the_nearest_valid_values_in_a_report_work(key: str, line: str, ranks: i
 @pytest.mark.parametrize(("torch", "is_valid"), [("2.11.0+cu130", False), ("2.13.0", True)])
 def test_a_schedule_that_an_older_torch_lacks_is_rejected(torch, is_valid, monkeypatch):
     monkeypatch.setattr("titanlite.rules.version", lambda name: torch)
-    line = f"{PIPELINE} ZBVZeroBubble --training.global_batch_size 32 --activation_checkpoint.mode none"
+    line = (
+        f"{PIPELINE} ZBVZeroBubble "
+        "--training.global_batch_size 32 --activation_checkpoint.mode none"
+    )
 
     report_text = report(line, ranks=2)
 

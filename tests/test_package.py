@@ -18,8 +18,11 @@ from packaging.utils import canonicalize_name
 import titanlite
 
 ROOT = Path(__file__).parents[1]
-SHORT = "--training.steps 2 --training.seq_len 32 --training.local_batch_size 1 --training.global_batch_size 2 "
-SHORT += "--model.n_layers 1 --lr_scheduler.warmup_steps 1 --metrics.no-enable_tensorboard"
+SHORT = (
+    "--training.steps 2 --training.seq_len 32 --training.local_batch_size 1 "
+    "--training.global_batch_size 2 --model.n_layers 1 --lr_scheduler.warmup_steps 1 "
+    "--metrics.no-enable_tensorboard"
+)
 
 
 def test_all_names_of_the_python_api_can_be_imported():
@@ -31,7 +34,8 @@ def test_all_names_of_the_python_api_can_be_imported():
 def test_constraints_pin_every_dependency_to_a_supported_version():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    groups = [project["dependencies"], extras["dev"], extras["s3"], extras["wandb"], extras["docs"]]
+    groups = [project["dependencies"]]
+    groups += [extras[name] for name in ("dev", "s3", "wandb", "docs")]
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
 
@@ -113,8 +117,9 @@ print(getattr(build_meta, sys.argv[1])(sys.argv[2]))
 
 def build(kind: str, source: Path, out: Path) -> Path:
     """Build a wheel or an sdist with the backend of pyproject.toml, without a network."""
-    name = call([sys.executable, "-P", "-c", BUILD, f"build_{kind}", out], source).splitlines()[-1]
-    return out / name
+    command = [sys.executable, "-P", "-c", BUILD, f"build_{kind}", out]
+    file_name = call(command, source).splitlines()[-1]
+    return out / file_name
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ from titanlite.load_run import load_run
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gemma")]
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gemma"
 
-OWN = '[job]\nplugins = ["gemma"]\n[gemma]\nhidden_act = "relu"\n[model]\narchitecture = "gemma"'
-JOB = SMALL_WITHOUT_WORKERS.replace("[model]", OWN).replace("n_kv_heads = 1", "n_kv_heads = 2")
+GEMMA = '[job]\nplugins = ["gemma"]\n[gemma]\nhidden_act = "relu"\n[model]\narchitecture = "gemma"'
+JOB = SMALL_WITHOUT_WORKERS.replace("[model]", GEMMA).replace("n_kv_heads = 1", "n_kv_heads = 2")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,8 +37,8 @@ def trained(installed, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("gemma")
     (folder / "job.toml").write_text(JOB)
     titanlite(*train_options(folder, "alone"))
-    export = f"export --checkpoint {folder}/alone --out {folder}/alone/hf --dtype float32 --job.plugins gemma"
-    titanlite(*export.split())
+    paths = ("--checkpoint", folder / "alone", "--out", folder / "alone/hf")
+    titanlite("export", *paths, "--dtype", "float32", "--job.plugins", "gemma")
     return folder / "alone"
 
 

@@ -98,8 +98,8 @@ def test_training_steps_of_olmo3_equal_those_of_transformers_and_adamw(model, tm
         norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1000.0)
         optimizer.step()
         # fp32 sums in another order
-        found = entry["loss"], entry["grad_norm"]
-        assert found == pytest.approx((loss.item(), norm.item()), rel=1e-5)
+        logged = entry["loss"], entry["grad_norm"]
+        assert logged == pytest.approx((loss.item(), norm.item()), rel=1e-5)
     loader.close()
 
 

@@ -39,7 +39,8 @@ def test_a_step_after_a_rollback_needs_its_checkpoint(tmp_path):
     # With these texts, the gradient norm rises in step 4. Those of the standard library depend on
     # the version of Python.
     data = tmp_path / "data.txt"
-    data.write_text("\n\n".join("x " * (i * 7919 % 97) + str(i) for i in range(5000)))
+    texts = ["x " * (i * 7919 % 97) + str(i) for i in range(5000)]
+    data.write_text("\n\n".join(texts))
     options = (
         "--guards.on_spike roll_back --guards.spike_history 3 --guards.spike_deviations 1e-6 "
         f"--guards.max_roll_backs 9 --dataset.source text --dataset.path {data}"

@@ -54,7 +54,13 @@ def job_file(tmp_path) -> Path:
     return path
 
 
-def run(job_file: Path, folder: Path, *options: str, ranks: int = 1, code: int = 0) -> str:
+def run(
+    job_file: Path,
+    folder: Path,
+    *options: str,
+    ranks: int = 1,
+    code: int = 0,
+) -> str:
     """Train on each rank, check the exit codes, and return the output."""
     command = ("train", "--job.config_file", job_file, "--job.dump_folder", folder, *options)
     return titanlite(*command, ranks=ranks, code=code)
@@ -179,7 +185,10 @@ def test_a_failed_last_save_is_reported_and_the_next_start_trains_to_the_end(tmp
     assert "Saved step 12" in start_small(*options).wait_for_exit(0)
 
 
-@pytest.mark.parametrize("signalled", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "signalled",
+    [True, pytest.param(False, marks=pytest.mark.long)],
+)
 def test_a_run_whose_terminal_closes_saves_its_last_step(job_file, tmp_path, signalled):
     ours, theirs = pty.openpty()
     out = tmp_path / "out"
@@ -465,7 +474,11 @@ def test_a_run_whose_data_ends_saves_and_its_validation_does_not_depend_on_the_r
     source = f'[dataset]\nsource = "jsonl"\npath = "{tmp_path}/text.jsonl"\nmax_epochs = 1\n'
     job_file.write_text(SMALL + source + "[validation]\nfreq = 20\nsequences = 5\nholdout = 0.2\n")
 
-    def train_to_end(name: str, *options: str, ranks: int = 1) -> list[dict[str, Any]]:
+    def train_to_end(
+        name: str,
+        *options: str,
+        ranks: int = 1,
+    ) -> list[dict[str, Any]]:
         """Train until the data ends, and return the lines of validation.jsonl."""
         out = tmp_path / name
         output = run(job_file, out, "--training.steps", "1000", *options, ranks=ranks)

@@ -204,7 +204,9 @@ optimizer.name = 'Adam' => AdamW
 
 def job_cases(table: str, command: str) -> Iterator[Case]:
     for text, named in lines(table):
-        ranks, text = text[1:].split(" ", 1) if text.startswith("@") else ("1", text)
+        ranks = "1"
+        if text.startswith("@"):
+            ranks, text = text[1:].split(" ", 1)
         key = named or text.partition(" =")[0]
         yield Case(command.format(ranks), key, "bad.toml", text.replace(" ; ", "\n"))
 

@@ -94,7 +94,9 @@ def merge(*tables: dict[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for table in tables:
         for key, value in table.items():
-            merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
+            if isinstance(value, dict):
+                value = merged.get(key, {}) | value
+            merged[key] = value
     return merged
 
 
@@ -199,7 +201,9 @@ def train_and_record(trainer: trainer_module.Trainer) -> dict[str, Any]:
     }
 
 
-def train_variants(variants: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def train_variants(
+    variants: dict[str, dict[str, Any]],
+) -> dict[str, dict[str, Any]]:
     """Train all variants, and return the results of the first rank by name.
 
     A variant overrides TINY. "documents" is not a job key.

@@ -80,6 +80,6 @@ def test_a_model_of_another_version_is_not_compared_by_its_options():
 def check_effect(before, now, data, effect, lines) -> None:
     """Check that all changes have `effect` or are compatible, and compare those with `effect`."""
     changes = compare_jobs(before, now, data=data)
-    reported = [line for given, line in changes if given == effect]
+    reported = [line for change_effect, line in changes if change_effect == effect]
     assert lines in (reported, len(reported))
-    assert {given for given, _ in changes} <= {effect, COMPATIBLE}
+    assert {change_effect for change_effect, _ in changes} <= {effect, COMPATIBLE}

@@ -392,13 +392,13 @@ def test_unusable_url_is_an_error_before_the_start(server, tmp_path, url, reason
     assert not (tmp_path / "one").exists()
 
 
-def write_job(file: Path, place: object) -> None:
+def write_job(file: Path, data_folder: object) -> None:
     """Write a job that reads one source of each kind and the tokenizer from a folder or bucket."""
     kinds = {"*.jsonl": "jsonl", "*.gz": "jsonl", "*.txt": "text"}
     kinds |= {"*.parquet": "parquet", "shards": "shards"}
-    text = f'{SMALL}\n[tokenizer]\npath = "{place}/tokenizer.model"\n'
+    text = f'{SMALL}\n[tokenizer]\npath = "{data_folder}/tokenizer.model"\n'
     for pattern, kind in kinds.items():
-        text += f'[[dataset.sources]]\nsource = "{kind}"\npath = "{place}/{pattern}"\n'
+        text += f'[[dataset.sources]]\nsource = "{kind}"\npath = "{data_folder}/{pattern}"\n'
     file.write_text(text)
 
 

@@ -84,7 +84,8 @@ def best_of(folder: Path) -> str:
 def test_best_checkpoint_is_linked_and_kept_until_a_better_one_is_saved(tmp_path):
     run = TinyRun()
     folder = tmp_path / "checkpoint"
-    losses = {1: 5.0, 2: 3.0, 3: 4.0, 4: 3.0, 5: 3.5, 6: 2.0, 8: 1.0}
+    losses = {1: 5.0, 2: 3.0, 3: 4.0, 4: 3.0, 5: 3.5}
+    losses |= {6: 2.0, 8: 1.0}
     for steps, best, kept, keys in (
         (range(1, 6), 2, [2, 5], {"async_mode": "async"}),
         ([6], 6, [6], {}),

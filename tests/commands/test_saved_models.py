@@ -482,9 +482,9 @@ def test_generate_reads_prompts_from_files_and_standard_input(
 
     out = run_generate(capsys, trained, "--prompts", str(lines), "--json")[0]
     results = [json.loads(line) for line in out.splitlines()]
-    found = [f"{result['prompt']}{result['completion']}\n" for result in results[:2]]
+    completed = [f"{result['prompt']}{result['completion']}\n" for result in results[:2]]
 
-    assert "".join(found) == expected
+    assert "".join(completed) == expected
     assert results[2]["prompt"] == "two\nlines"
     assert (results[0]["tokens"], results[0]["end"]) == (12, "length")
 

@@ -65,9 +65,9 @@ def test_a_hang_ends_in_a_report_that_names_the_late_rank(mishaps, tmp_path):
         assert launcher.returncode not in (0, 2, 3, 4, 75), output
         texts, collective = HANGS[mishap]
         # torch may print warnings before the two reports.
-        late, rest = re.split(r"^(?=Rank )", output, flags=re.M)[1:3]
+        late, waiting = re.split(r"^(?=Rank )", output, flags=re.M)[1:3]
         assert all(text in late for text in texts), output
-        assert collective is None or f", waits in {collective}" in rest, output
+        assert collective is None or f", waits in {collective}" in waiting, output
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds stopped processes in Linux's /proc")

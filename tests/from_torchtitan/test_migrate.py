@@ -167,13 +167,14 @@ FLAVORS = [
 def test_a_flavor_is_the_same_model(model, flavor, version):
     text = f"[model]\nname = '{model}'\nflavor = '{flavor}'\n[training]\nseq_len = 16384"
     result, _ = migrate(text, version)
-    found = asdict(build_architecture(JobConfig.model_validate(tomli.loads(result.text)).model))
-    wanted = asdict(tables.TORCHTITAN_FLAVORS[model][flavor])
-    wanted["rope_scaling_factor"] = 8.0 if (model, version) == ("llama3", "0.2") else 1.0
+    job = JobConfig.model_validate(tomli.loads(result.text))
+    arch = asdict(build_architecture(job.model))
+    expected = asdict(tables.TORCHTITAN_FLAVORS[model][flavor])
+    expected["rope_scaling_factor"] = 8.0 if (model, version) == ("llama3", "0.2") else 1.0
 
-    assert found.pop("max_seq_len") >= 16384
+    assert arch.pop("max_seq_len") >= 16384
 
-    different = {key: value for key, value in found.items() if wanted[key] != value}
+    different = {key: value for key, value in arch.items() if expected[key] != value}
     assert different in ({}, {"vocab_size": 4096})
 
 

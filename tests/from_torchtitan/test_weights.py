@@ -166,10 +166,10 @@ def test_weights_that_were_gathered_in_fp8_are_read_and_weights_keep_their_dtype
     dcp_save(wrapped, checkpoint_id=str(tmp_path))
 
     name = "layers.1.feed_forward.w2.weight"
-    found = torchtitan_weights(tmp_path, Model(**SIZES)).read(name)
+    weight = torchtitan_weights(tmp_path, Model(**SIZES)).read(name)
 
-    assert type(found) is Tensor
-    assert torch.equal(found, make_weights()[name].bfloat16())
+    assert type(weight) is Tensor
+    assert torch.equal(weight, make_weights()[name].bfloat16())
 
 
 def import_and_fail(capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -> str:

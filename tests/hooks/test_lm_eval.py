@@ -20,13 +20,19 @@ OPTIONS = (
     "--metrics.log_freq=2",
     "--training.local_batch_size=1",
 )
-TASK = 'dataset_path: json\ntest_split: test\ntarget_delimiter: ""\ndataset_kwargs: {data_files: {test: lines.jsonl}}\n'
+TASK = """\
+dataset_path: json
+test_split: test
+target_delimiter: ""
+dataset_kwargs: {data_files: {test: lines.jsonl}}
+"""
 TASKS = {
     "rolling": 'output_type: loglikelihood_rolling\ndoc_to_text: ""\ndoc_to_target: "{{text}}"\n'
     "metric_list: [metric: bits_per_byte]\n",
     "pairs": 'output_type: loglikelihood\ndoc_to_text: "{{text}}"\ndoc_to_target: "{{answer}}"\n'
     "metric_list: [{metric: perplexity}, {metric: acc}]\n",
-    "written": 'output_type: generate_until\ndoc_to_text: "{{text}}"\ndoc_to_target: "{{answer}}"\n',
+    "written": 'output_type: generate_until\ndoc_to_text: "{{text}}"\n'
+    'doc_to_target: "{{answer}}"\n',
 }
 
 

@@ -15,6 +15,8 @@ from titanlite.train.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 
+Ratios = dict[str, float]
+
 ALL_ON = ("--metrics.details", "gradients", "updates", "--metrics.enable_tensorboard")
 GROUPS = {
     *("tok_embeddings", "norm", "output", "attention_norm", "ffn_norm"),
@@ -76,12 +78,19 @@ def copy_weights(trainer: Trainer) -> list[torch.Tensor]:
     return weights
 
 
-def measure_updates(folder: str, *options: str) -> list[tuple[dict[str, float], dict[str, float]]]:
+def find_group(name: str) -> str:
+    """Return the name of a parameter without the block that it belongs to."""
+    if name.startswith("layers."):
+        return name.split(".", 2)[-1]
+    return name
+
+
+def measure_updates(folder: str, *options: str) -> list[tuple[Ratios, Ratios]]:
     """Return logged update ratios, and ratios computed from the weights around each step."""
     ratios = []
     with small_trainer(folder, Hook(), *options) as trainer:
         names = [name.removesuffix(".weight") for name, _ in trainer.model.named_parameters()]
-        groups = [name.split(".", 2)[-1] if name.startswith("layers.") else name for name in names]
+        groups = [find_group(name) for name in names]
         for _ in range(3):
             before = copy_weights(trainer)
             entry = trainer.step()

@@ -47,7 +47,9 @@ def test_a_profiled_run_writes_scheduled_traces_and_the_metrics_of_an_unprofiled
     plain = read_metrics(tmp_path / "plain")
     profiled = read_metrics(tmp_path / "profiled")
     for name in ("loss", "grad_norm", "tokens"):
-        assert [line[name] for line in plain.values()] == [line[name] for line in profiled.values()]
+        plain_values = [line[name] for line in plain.values()]
+        profiled_values = [line[name] for line in profiled.values()]
+        assert plain_values == profiled_values
 
     folder = tmp_path / "profiled" / "profile"
     prefixes = sorted(path.name[:20] for path in folder.iterdir())

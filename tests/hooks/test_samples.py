@@ -25,7 +25,12 @@ def job(tmp_path_factory) -> Path:
     return path
 
 
-def train(job: Path, folder: Path, *options: object, ranks: int = 1) -> list[dict]:
+def train(
+    job: Path,
+    folder: Path,
+    *options: object,
+    ranks: int = 1,
+) -> list[dict]:
     """Train, and return the lines of samples.jsonl."""
     titanlite("train", "--job.config_file", job, "--job.dump_folder", folder, *options, ranks=ranks)
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
@@ -40,7 +45,8 @@ def alone(job: Path, tmp_path_factory) -> tuple[Path, list[dict]]:
 
 def test_each_prompt_is_completed_every_few_steps_as_by_generate(alone: tuple[Path, list[dict]]):
     folder, samples = alone
-    expected = [(step, prompt) for step in (4, 8, 12) for prompt in ("def f", "import os, sys", "")]
+    prompts = ("def f", "import os, sys", "")
+    expected = [(step, prompt) for step in (4, 8, 12) for prompt in prompts]
 
     assert [(line["step"], line["prompt"]) for line in samples] == expected
     assert all(line["tokens"] == 6 or line["end"] == "document" for line in samples)
@@ -68,7 +74,8 @@ def test_samples_change_no_loss_and_are_repeated_when_a_run_goes_back(
     assert read_losses(folder) == read_losses(without)
 
     archived = (folder / "archived-1" / "samples.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in archived] == [8] * 3 + [12] * 3
+    archived_steps = [json.loads(line)["step"] for line in archived]
+    assert archived_steps == [8, 8, 8, 12, 12, 12]
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,14 @@ def test_a_wrong_job_is_rejected_at_once_without_torch_or_a_folder(tmp_path):
 
 @pytest.mark.parametrize(
     ("visible", "count"),
-    [(None, 2), ("0", 1), ("1,0", 2), ("", 0), ("-1", 0), ("GPU-a,GPU-b,GPU-c", 2)],
+    [
+        (None, 2),
+        ("0", 1),
+        ("1,0", 2),
+        ("", 0),
+        ("-1", 0),
+        ("GPU-a,GPU-b,GPU-c", 2),
+    ],
 )
 def test_more_processes_than_visible_gpus_are_rejected(
     monkeypatch, tmp_path, capsys, visible, count
@@ -253,7 +260,9 @@ exit {code}
 
 
 @pytest.mark.parametrize(
-    ("is_evicted", "rank_code", "code"), [(True, 75, 143), (False, 3, 3)], ids=["evicted", "failed"]
+    ("is_evicted", "rank_code", "code"),
+    [(True, 75, 143), (False, 3, 3)],
+    ids=["evicted", "failed"],
 )
 def test_a_pod_saves_before_it_is_evicted_and_passes_on_other_exit_codes(
     is_evicted, rank_code, code, tmp_path

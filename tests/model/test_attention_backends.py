@@ -34,9 +34,14 @@ def make_options(job_file: Path, backend: str, options: str) -> list[str]:
     return f"{files} --training.steps 4 --model.attention_backend {backend} {options}".split()
 
 
-def train(job_file: Path, backend: str, options: str) -> dict[int, tuple[float, float]]:
+def train(
+    job_file: Path,
+    backend: str,
+    options: str,
+) -> dict[int, tuple[float, float]]:
     """Train in this process; return loss and gradient norm of each step."""
-    with Trainer(load_run(make_options(job_file, backend, options), world_size=1)) as trainer:
+    run = load_run(make_options(job_file, backend, options), world_size=1)
+    with Trainer(run) as trainer:
         trainer.train()
     return results(job_file, backend)
 

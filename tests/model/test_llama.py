@@ -45,7 +45,9 @@ def build(arch, seed=0):
 def test_initial_weights_are_truncated_normals_that_shrink_with_depth():
     arch = dataclasses.replace(BASE, dim=256, n_layers=3, ffn_dim=512, vocab_size=1024)
     # Truncation at 3 sigma lowers the standard deviation.
-    tails = 6 * math.exp(-4.5) / math.sqrt(2 * math.pi) / math.erf(3 / math.sqrt(2))
+    density_at_3_sigma = math.exp(-4.5) / math.sqrt(2 * math.pi)
+    share_within_3_sigma = math.erf(3 / math.sqrt(2))
+    tails = 6 * density_at_3_sigma / share_within_3_sigma
     shrink = math.sqrt(1 - tails)
     for name, parameter in build(arch).named_parameters():
         if "norm" in name:
@@ -100,7 +102,8 @@ def test_casting_the_model_does_not_round_its_rotary_angles():
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_computes_the_same(window):
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 3, (2, 128), generator=generator).sort(dim=1).values
+    ids = torch.randint(0, 3, (2, 128), generator=generator)
+    ids = ids.sort(dim=1).values
     q = torch.randn(2, 4, 128, 16, generator=generator)
     k, v = torch.randn(2, 2, 2, 128, 16, generator=generator)
 

@@ -267,10 +267,16 @@ def mask_of_context_ranks_shows_the_future() -> None:
 def second_context_chunk_is_off_by_one() -> None:
     import torch
 
-    def chunks(original: Callable[..., Any], x: Any, mesh: Any, dim: int = 1) -> Any:
+    def chunks(
+        original: Callable[..., Any],
+        x: Any,
+        mesh: Any,
+        dim: int = 1,
+    ) -> Any:
         parts = x.chunk(2 * mesh.size(), dim)
         rank = mesh.get_local_rank()
-        return torch.cat((parts[rank], parts[2 * mesh.size() - 2 - rank]), dim)
+        second = parts[2 * mesh.size() - 2 - rank]
+        return torch.cat((parts[rank], second), dim)
 
     wrap("titanlite.parallel.forward_backward.local_chunks", chunks)
 
@@ -336,7 +342,12 @@ def tensor_ranks_draw_the_same_weights() -> None:
 
 @mutant(FSDP, r"weight update of .*norm.weight", "Fast-LLM#545")
 def weight_decay_on_norms() -> None:
-    def build(original: Callable[..., Any], model: Any, config: Any, *args: Any) -> Any:
+    def build(
+        original: Callable[..., Any],
+        model: Any,
+        config: Any,
+        *args: Any,
+    ) -> Any:
         optimizer = original(model, config, *args)
         for group in optimizer.param_groups:
             group["weight_decay"] = config.weight_decay
@@ -493,7 +504,12 @@ def lion_uses_one_beta() -> None:
 def gradients_not_reduced_over_replicas() -> None:
     import torch.distributed as dist
 
-    def reduce(original: Callable[..., Any], tensor: Any, *args: Any, **options: Any) -> Any:
+    def reduce(
+        original: Callable[..., Any],
+        tensor: Any,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
         is_gradient = is_parallel() and tensor.dim() == 1 and tensor.numel() > 1000
         return dist.barrier() if is_gradient else original(tensor, *args, **options)
 

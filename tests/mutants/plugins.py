@@ -64,13 +64,21 @@ class FusedAttention(Attention):
         q, k, v = groups.split((self.group_size, 1, 1), dim=-2)
         return q.flatten(2, 3), k.squeeze(-2), v.squeeze(-2)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Any,
+        cache: Any,
+    ) -> Tensor:
         q, k, v = self.split(self.wqkv(x))
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         if cache is not None:
             k, v = cache.append(k, v)
-        return self.wo(self.attend(q, k, v, mask).transpose(1, 2).flatten(-2))
+        heads = self.attend(q, k, v, mask)
+        return self.wo(heads.transpose(1, 2).flatten(-2))
 
 
 class ConcatenatedAttention(FusedAttention):

@@ -12,7 +12,14 @@ from titanlite.config.schema import JobConfig
 from titanlite.model.formats import parameter_shapes
 from titanlite.observe.flops import flops_per_token, num_params, state_bytes
 
-TINY = Architecture(dim=8, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=20, vocab_size=50)
+TINY = Architecture(
+    dim=8,
+    n_layers=3,
+    n_heads=4,
+    n_kv_heads=2,
+    ffn_dim=20,
+    vocab_size=50,
+)
 
 
 def test_flops_of_a_tiny_model_equal_a_count_by_hand():

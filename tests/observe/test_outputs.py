@@ -12,7 +12,12 @@ from titanlite.observe.outputs import OutputFolder
 from titanlite.runtime.logging import Event, setup_logging
 
 
-def start(folder: Path, run: str, resumed_step: int | None = None, steps: int = 10) -> str:
+def start(
+    folder: Path,
+    run: str,
+    resumed_step: int | None = None,
+    steps: int = 10,
+) -> str:
     """Start a run as the trainer does, and return its message about earlier files."""
     output = OutputFolder(folder)
     log = setup_logging(0, folder / "train.log")

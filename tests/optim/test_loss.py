@@ -52,7 +52,11 @@ def small_chunks(monkeypatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("z_loss", "softcap", "compiled"),
-    [(0.0, 0.0, False), (1e-2, 2.0, False), pytest.param(1e-2, 2.0, True, marks=pytest.mark.slow)],
+    [
+        (0.0, 0.0, False),
+        (1e-2, 2.0, False),
+        pytest.param(1e-2, 2.0, True, marks=pytest.mark.slow),
+    ],
 )
 def test_chunked_loss_is_as_exact_as_with_all_logits_at_once(
     small_chunks, dtype, z_loss, softcap, compiled
@@ -156,7 +160,8 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 
 def test_peak_memory_holds_only_the_logits_of_a_chunk():
     """In fp32, all logits take 512 MiB, a chunk 128 MiB, and the weight gradient 8 MiB."""
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, cwd=Path.cwd()
-    )
+    command = [sys.executable, "-c", PEAK]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path.cwd())
+
     assert int(done.stdout) < 220

@@ -38,7 +38,8 @@ def train(model: Llama, optimizer: torch.optim.Optimizer, output_factor: float) 
 
     for _ in range(3):
         logits = model(tokens[:, :-1], head=head)
-        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        targets = tokens[:, 1:].flatten()
+        F.cross_entropy(logits.flatten(0, 1), targets).backward()
         set_learning_rate(optimizer, LR)
         optimizer.step()
         optimizer.zero_grad()

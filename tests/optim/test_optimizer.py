@@ -24,8 +24,9 @@ def train_two_steps(compiled: bool = False, **keys: object) -> torch.Tensor:
     """Train two steps, and return all weights in one vector."""
     model = Llama(ARCH)
     optimizer = build_optimizer(model, schema.Optimizer.model_validate(keys), compiled)
+    tokens = torch.arange(8).view(1, 8)
     for _ in range(2):
-        model(torch.arange(8).view(1, 8)).square().mean().backward()
+        model(tokens).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
@@ -77,9 +78,12 @@ def updates_of_shards() -> list[bool]:
     Parameters are sharded in one or both dimensions, some unevenly.
     """
     equal = []
-    for rows, columns in ((8, 8), (28, 24), (12, 20), (4, 36)):
+    shapes = [(8, 8), (28, 24), (12, 20), (4, 36)]
+    for rows, columns in shapes:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = nn.Sequential(nn.Linear(columns, rows), nn.Linear(rows, columns)).bfloat16()
+        first = nn.Linear(columns, rows)
+        second = nn.Linear(rows, columns)
+        model = nn.Sequential(first, second).bfloat16()
         whole = copy.deepcopy(model)
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
         fully_shard(model, mesh=mesh["dp"])

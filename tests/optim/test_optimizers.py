@@ -20,12 +20,18 @@ MODEL = (
     "--parallelism.fsdp_min_num_params 0 --lr_scheduler.decay_ratio 0 --checkpoint.interval 3 "
     "--optimizer.name "
 )
-FP8 = "--float8.enable --float8.emulate --float8.min-features 0 --float8.enable-fsdp-float8-all-gather"
+FP8 = (
+    "--float8.enable --float8.emulate --float8.min-features 0 "
+    "--float8.enable-fsdp-float8-all-gather"
+)
 HSDP = "--parallelism.data_parallel_replicate_degree 2"
 TP = "--parallelism.tensor_parallel_degree 2"
 PP = "--parallelism.pipeline_parallel_degree 2"
 LAYOUTS = {2: ["", TP, "--training.enable_cpu_offload", FP8], 4: ["", HSDP, f"{PP} {TP}"]}
-TINY = "--model.n_layers 2 --model.dim 64 --training.seq_len 16 --lr_scheduler.warmup_steps 0 --optimizer.name"
+TINY = (
+    "--model.n_layers 2 --model.dim 64 --training.seq_len 16 --lr_scheduler.warmup_steps 0 "
+    "--optimizer.name"
+)
 
 
 def copy_full_tensor(tensor: torch.Tensor | None) -> torch.Tensor:
@@ -126,8 +132,9 @@ def test_muon_on_one_process_is_close_to_torch(tmp_path):
 def test_parameter_groups_use_their_learning_rates_and_weight_decays(tmp_path, name, decayed):
     job = load_run([*TINY.split(), name, "--job.dump_folder", str(tmp_path)], 1).job
     still = ParameterGroup(params=("tok_embeddings.*", "layers.0.*"), lr_factor=0.0)
-    rest = ParameterGroup(params=("layers.1.*", "norm.weight", "output.weight"), weight_decay=0.3)
-    keys = {"groups": (still, rest), "decay_embeddings": decayed}
+    updated_names = ("layers.1.*", "norm.weight", "output.weight")
+    updated = ParameterGroup(params=updated_names, weight_decay=0.3)
+    keys = {"groups": (still, updated), "decay_embeddings": decayed}
     optimizer = job.optimizer.model_copy(update=keys)
 
     with Trainer(job.model_copy(update={"optimizer": optimizer}), standard=False) as trainer:

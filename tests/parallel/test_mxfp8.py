@@ -44,7 +44,8 @@ def test_values_and_gradients_equal_an_emulation(spread):
     layer = build_layer(MXFP8)
     weight = torch.randn(64, 96)
     layer.load_state_dict({"0.weight": weight})
-    x = torch.randn(2, 64, 96) * torch.logspace(0, torch.tensor(spread).log10(), 96)
+    factors = torch.logspace(0, torch.tensor(spread).log10(), 96)
+    x = torch.randn(2, 64, 96) * factors
     # The scale of blocks of zeros must not divide by zero.
     x[0, :, :32] = 0
     x.requires_grad_()

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from torch.distributed import PrefixStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, distributed_c10d  # pyright: ignore
 from torch.nn.attention.flex_attention import create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.float8 import fsdp_utils
@@ -38,7 +38,13 @@ class OpCount(TorchDispatchMode):
         super().__init__()
         self.ops: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         self.ops[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
 
@@ -50,8 +56,9 @@ def count(mode: str, option: str = "op") -> tuple[Counter[str], torch.Tensor]:
     config = schema.ActivationCheckpoint.model_validate(keys)
     if mode != "none":
         apply_activation_checkpointing(model, config)
+    tokens = torch.arange(24).view(2, 12)
     with OpCount() as counter:
-        model(torch.arange(24).view(2, 12)).square().mean().backward()
+        model(tokens).square().mean().backward()
     gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
     return counter.ops, torch.cat(gradients)
 
@@ -86,8 +93,11 @@ def test_context_masks_of_flex_attention_and_of_sdpa_are_equal(rank, documents):
     assert local_chunks(torch.arange(8)[None], group)[0].tolist() == chunks[rank]
 
     tokens = torch.zeros(2, 16, dtype=torch.int64)
-    ids = torch.stack((torch.arange(16) // 5, torch.arange(16) // 7)) if documents else None
-    flex = create_mask(flex_context_mask(tokens, ids, group).mask_mod, 2, 1, 8, 16, device="cpu")
+    ids = None
+    if documents:
+        ids = torch.stack((torch.arange(16) // 5, torch.arange(16) // 7))
+    mask_mod = flex_context_mask(tokens, ids, group).mask_mod
+    flex = create_mask(mask_mod, 2, 1, 8, 16, device="cpu")
     if ids is not None:
         dense = context_mask(ids, group)
     else:  # SDPA needs no mask, because attention is causal
@@ -147,8 +157,13 @@ def test_async_tensor_parallelism_is_enabled_in_the_compiler_and_for_the_group()
     assert run_ranks(1, enable_async_tp) == [(True, True)]
 
 
-# pipeline, replicate, shard, context, tensor
-LAYOUTS = [(1, 1, 2, 1, 2), (1, 1, 2, 2, 1), (2, 1, 1, 1, 2), (1, 2, 2, 1, 1)]
+LAYOUTS = [
+    # pipeline, replicate, shard, context, tensor
+    (1, 1, 2, 1, 2),
+    (1, 1, 2, 2, 1),
+    (2, 1, 1, 1, 2),
+    (1, 2, 2, 1, 1),
+]
 
 
 def list_groups() -> list[tuple[set[str], set[str]]]:

@@ -39,7 +39,9 @@ def compute_loss(run: TinyRun) -> float:
     """Run forward and backward on a fixed batch with a fixed seed, and return the loss."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCAB_SIZE, (4, SEQ_LEN + 1), generator=generator)
-    microbatch = Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    inputs = tokens[:, :-1].contiguous()
+    labels = tokens[:, 1:].contiguous()
+    microbatch = Microbatch(inputs, labels)
     run.optimizer.zero_grad()
     torch.manual_seed(0)
     return run.train_step.forward_backward([microbatch], torch.tensor(4 * SEQ_LEN)).item()
@@ -87,7 +89,8 @@ def test_compiled_activation_checkpointing_repeats_the_random_numbers(mode):
 
     # The central difference has a relative error of about 1e-4. With other dropout masks in the
     # backward pass, the slope differs by more than 20%.
-    assert (losses[0] - losses[1]) / (2 * DISTANCE) == pytest.approx(norm, rel=1e-3)
+    slope = (losses[0] - losses[1]) / (2 * DISTANCE)
+    assert slope == pytest.approx(norm, rel=1e-3)
 
 
 def test_a_memory_budget_is_rejected_only_for_models_with_dropout(capfd):

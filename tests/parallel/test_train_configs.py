@@ -33,10 +33,11 @@ LONG = (
 )
 
 
+CASES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in WORLD]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in WORLD]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_a_job_file_fits_on_its_gpus(name):
     options = ["--quick", "--json", "--gpu", "H100", "--world-size", WORLD[name]]
     flavor = name.partition("_")[2].removesuffix("_float8")

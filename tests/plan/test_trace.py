@@ -76,27 +76,33 @@ def with_blocks(count: int, options: str) -> str:
     return options if "n_layers" in options else f"model.n_layers = {count} ; {options}"
 
 
-def pipeline(schedule: str, blocks: int, *marks: pytest.MarkDecorator, more: str = "") -> Any:
+def layout_cases() -> list[Any]:
+    """Return the jobs of both tables as test cases, which are long except for one."""
+    cases = []
+    for name, job in (LAYOUTS | ONLY_PLANNED).items():
+        marks = [] if name == "muon" else [pytest.mark.long]
+        cases.append(pytest.param(*job, id=name, marks=marks))
+    return cases
+
+
+def pipeline(schedule: str, blocks: int, *marks: pytest.MarkDecorator, extra: str = "") -> Any:
     options = (
         f"model.n_layers = {blocks} ; training.global_batch_size = 24 ; "
         f"parallelism.pipeline_parallel_degree = 2 ; "
-        f"parallelism.pipeline_parallel_schedule = '{schedule}'{more}"
+        f"parallelism.pipeline_parallel_schedule = '{schedule}'{extra}"
     )
-    return pytest.param(4, options, id=schedule + more, marks=marks)
+    return pytest.param(4, options, id=schedule + extra, marks=marks)
 
 
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        *(
-            pytest.param(*job, id=name, marks=[pytest.mark.long] * (name != "muon"))
-            for name, job in (LAYOUTS | ONLY_PLANNED).items()
-        ),
+        *layout_cases(),
         pipeline("1F1B", 8),
         pipeline("GPipe", 12, pytest.mark.long),
         pipeline("Interleaved1F1B", 24, pytest.mark.long),
         pipeline("InterleavedZeroBubble", 24, pytest.mark.long),
-        pipeline("1F1B", 12, pytest.mark.long, more=RESHARDS),
+        pipeline("1F1B", 12, pytest.mark.long, extra=RESHARDS),
     ],
 )
 def test_plans_from_few_blocks_and_microbatches_equal_those_of_whole_jobs(ranks, options):
@@ -138,8 +144,9 @@ def real_bytes(jobs: dict[str, str]) -> dict[str, dict[str, int]]:
         update = TrainStep(run, mesh, sharded, torch.device("cpu"))
         repeats = 1 if world == 1 else 3
         counts = [count_step(run, mesh, sharded, update).peaks for _ in range(repeats)]
-        kinds = min((max(peaks.values(), key=sum) for peaks in counts), key=sum)
-        results[name] = dict(zip(ALL_KINDS[:-1], map(int, kinds), strict=False))
+        peak_kinds = [max(peaks.values(), key=sum) for peaks in counts]
+        lowest = map(int, min(peak_kinds, key=sum))
+        results[name] = dict(zip(ALL_KINDS[:-1], lowest, strict=False))
     return results
 
 
@@ -200,7 +207,10 @@ def test_all_flops_of_a_step_are_counted():
     assert sum(work.flops for work in counted.work) == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize("options", ["", pytest.param(f" ; {COMPILED}", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "options",
+    ["", pytest.param(f" ; {COMPILED}", marks=pytest.mark.long)],
+)
 def test_only_the_visible_scores_of_blocks_with_a_window_are_counted(options):
     windows = "model.sliding_window = 8 ; model.full_attention_interval = 2"
     run = tiny_run(windows + options, 1)

@@ -75,7 +75,10 @@ def test_a_log_does_not_follow_a_link_that_replaces_its_file(tmp_path):
 
 
 def test_messages_cannot_control_the_terminal_or_forge_lines(tmp_path, capsys):
-    description = "mine\x1b[2J\r\u2028\n[12:00:00] step 9  loss 0.0\n[2026-01-01 12:00:00] saved\u202e\x85\ud800"
+    description = (
+        "mine\x1b[2J\r\u2028\n[12:00:00] step 9  loss 0.0\n"
+        "[2026-01-01 12:00:00] saved\u202e\x85\ud800"
+    )
     setup_logging(0, tmp_path / LOG_FILE).info(Event(description, "save", 5, {"took": 0.5}))
     for text in (capsys.readouterr().out, (tmp_path / LOG_FILE).read_text()):
         lines = text.rstrip("\n").split("\n")
