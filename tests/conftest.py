@@ -126,9 +126,10 @@ def cpu_seconds() -> Callable[[Callable[[], object]], float]:
     def measure(call: Callable[[], object]) -> float:
         taken = []
         for _ in range(5):
-            before = os.times()
+            before = sum(os.times()[:4])
             call()
-            taken.append(sum(os.times()[:4]) - sum(before[:4]))
+            after = sum(os.times()[:4])
+            taken.append(after - before)
         return min(taken)
 
     return measure

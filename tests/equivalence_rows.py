@@ -88,6 +88,7 @@ def layout(
     return sections
 
 
+ONE_PROCESS = layout(batch=8)
 SCHEDULES = [
     "1F1B",
     "GPipe",
@@ -204,6 +205,15 @@ MXFP8 = merge(
     FLOAT8,
     options("float8.recipe_name = 'mxfp8'", "float8.emulate = true", "model.dim = 128"),
 )
+# Models that the layouts train, and that one process trains as their reference.
+MODELS = {
+    "documents": DOCUMENTS,
+    "tied": TIED,
+    "vocabulary of 32,000": LARGE,
+    "muP": MUP,
+    "windows": WINDOWS,
+    "float8 mxfp8": MXFP8,
+}
 COMPILED = options("compile.enable = true", "compile.components = ['model']")
 # The table of combinations: feature -> (overrides, row on one process to compare with, tolerance)
 FEATURES: dict[str, tuple[dict[str, Any], str, Numbers]] = {}
@@ -271,22 +281,34 @@ def switched_rows() -> list[Row]:
 
 def all_rows() -> list[Row]:
     """Return all rows, each after its reference."""
-    one = layout(batch=8)
-    alone = {"documents": DOCUMENTS, "tied": TIED, "vocabulary of 32,000": LARGE, "muP": MUP}
-    alone["windows"] = WINDOWS
-    alone["float8 mxfp8"] = MXFP8
-    references = alone | {name: overrides for name, (overrides, _) in PRECISION.items()}
-    rows = [Row("one process", 1, one)]
-    for name, extra in references.items():
-        rows.append(Row(name, 1, merge(one, extra), name))
-    for name, extra in SCHEDULING.items():
-        rows.append(Row(name, 1, merge(one, extra)))
-    rows.append(Row("base of muP", 1, merge(one, BASE_OF_MUP), tolerance=IDENTICAL))
+    rows = one_process_rows()
     rows += [Row(name, ranks, overrides) for name, (ranks, overrides) in LAYOUTS.items()]
     for name, extra in SCHEDULING.items():
         if name not in FEATURES:
             rows.append(row_of("fsdp2", name, extra))
+    rows += model_rows()
+    rows += varlen_rows()
+    rows += switched_rows()
+    rows += combined_rows()
+    return rows
 
+
+def one_process_rows() -> list[Row]:
+    """Return the rows on one process, which are the references of all others."""
+    references = MODELS | {name: overrides for name, (overrides, _) in PRECISION.items()}
+    rows = [Row("one process", 1, ONE_PROCESS)]
+    for name, extra in references.items():
+        rows.append(Row(name, 1, merge(ONE_PROCESS, extra), name))
+    for name, extra in SCHEDULING.items():
+        rows.append(Row(name, 1, merge(ONE_PROCESS, extra)))
+    base_of_mup = merge(ONE_PROCESS, BASE_OF_MUP)
+    rows.append(Row("base of muP", 1, base_of_mup, tolerance=IDENTICAL))
+    return rows
+
+
+def model_rows() -> list[Row]:
+    """Return the rows of MODELS in several layouts."""
+    rows: list[Row] = []
     for reference, tolerance, names in (
         (
             "documents",
@@ -300,20 +322,31 @@ def all_rows() -> list[Row]:
         ("muP", EXACT, ("fsdp2", "tp2", "cp2", "pp2 Interleaved1F1B", "fsdp2 x tp2")),
     ):
         for name in names:
-            rows.append(row_of(name, reference, alone[reference], reference, tolerance))
+            rows.append(row_of(name, reference, MODELS[reference], reference, tolerance))
     compiled_mxfp8 = merge(MXFP8, COMPILED, SCHEDULING["AC op"])
     for name in ("fsdp2", "tp2"):
         suffix = "float8 mxfp8, compile, AC op"
         rows.append(row_of(name, suffix, compiled_mxfp8, "float8 mxfp8", FP8))
-    rows.append(Row("documents, varlen", 1, merge(one, VARLEN), "documents"))
+    return rows
+
+
+def varlen_rows() -> list[Row]:
+    """Return the rows with variable-length attention."""
     varlen_windows = merge(WINDOWS, options("model.attention_backend = 'varlen'"))
-    rows.append(Row("windows, varlen", 1, merge(one, varlen_windows), "windows"))
+    rows = [
+        Row("documents, varlen", 1, merge(ONE_PROCESS, VARLEN), "documents"),
+        Row("windows, varlen", 1, merge(ONE_PROCESS, varlen_windows), "windows"),
+    ]
     for name in ("fsdp2", "tp2", "pp2 1F1B", "pp2 Interleaved1F1B", "pp2 x fsdp2 x tp2"):
         rows.append(row_of(name, "documents, varlen", VARLEN, "documents"))
     compiled_varlen = merge(VARLEN, COMPILED, SCHEDULING["AC op"])
     rows.append(row_of("tp2", "documents, varlen, compile, AC op", compiled_varlen, "documents"))
-    rows += switched_rows()
+    return rows
 
+
+def combined_rows() -> list[Row]:
+    """Return the rows of layouts and features, and of compiled models."""
+    rows: list[Row] = []
     for name in COMBINED:
         rows += [combined(name, other) for other in FEATURES if (name, other) not in REFUSED]
     rows += [combined(name, "compile") for name in ("pp2 x tp2", "cp2 x tp2", "pp2 x fsdp2 x tp2")]

@@ -96,6 +96,14 @@ def write_hostile_text() -> None:
         os._exit(9)
 
 
+def end_rank_1() -> None:
+    """End rank 1 with exit code 0, without a report."""
+    ready()
+    if is_rank_1:
+        os._exit(0)
+    time.sleep(300)
+
+
 MISHAPS: dict[str, Callable[[], Any]] = {
     "guard_on_one": lambda: fail_after_rank_1(GuardError("loss is nan on one rank")),
     "crash": lambda: fail_after_rank_1(ValueError("the root cause")),
@@ -112,7 +120,7 @@ MISHAPS: dict[str, Callable[[], Any]] = {
     ),
     "hostile": write_hostile_text,
     "lost": die_without_report,
-    "exit": lambda: (ready(), os._exit(0) if is_rank_1 else time.sleep(300)),
+    "exit": end_rank_1,
 }
 
 
@@ -170,4 +178,5 @@ if __name__ == "__main__":
     from titanlite.config.errors import ERROR_FOLDER, GuardError, StoppedBySignal
 
     folder = Path(os.environ[ERROR_FOLDER])
-    sys.exit(run_quietly(MISHAPS.get(name) or (lambda: train(name, words))))
+    mishap = MISHAPS.get(name) or (lambda: train(name, words))
+    sys.exit(run_quietly(mishap))

@@ -218,7 +218,8 @@ def small_trainer(folder: str, hooks: Hook | list[Hook], *options: str) -> Train
     files = ["--job.config_file", str(job), "--job.dump_folder", f"{folder}/out"]
     arguments = [*files, *" ".join(options).split()]
     run = load_run(arguments, int(os.environ["WORLD_SIZE"]))
-    return Trainer(run, torch.device("cpu"), hooks if isinstance(hooks, list) else [hooks])
+    hooks = hooks if isinstance(hooks, list) else [hooks]
+    return Trainer(run, torch.device("cpu"), hooks)
 
 
 def free_port() -> int:
@@ -231,9 +232,9 @@ def free_port() -> int:
 def descendants(pid: int) -> list[int]:
     """Return the IDs of a process and all its descendants."""
     command = ["pgrep", "-P", str(pid)]
-    children = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     pids = [pid]
-    for child in children:
+    for child in done.stdout.split():
         pids += descendants(int(child))
     return pids
 

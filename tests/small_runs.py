@@ -88,9 +88,21 @@ def wait_for_step(process: "subprocess.Popen[str]", step: int) -> None:
     raise AssertionError(process.stderr.read() if process.stderr else "")
 
 
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of a JSON lines file."""
+    with path.open() as file:
+        return [json.loads(line) for line in file]
+
+
+def read_printed_json(output: str) -> dict[str, Any]:
+    """Return the first JSON object that a command has printed."""
+    first = next(line for line in output.splitlines() if line.startswith("{"))
+    return json.loads(first)
+
+
 def read_metrics(folder: Path) -> dict[int, dict[str, Any]]:
     """Return the entries of metrics.jsonl by step."""
-    entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    entries = read_jsonl(folder / "metrics.jsonl")
     assert len({entry["step"] for entry in entries}) == len(entries), "a step was logged twice"
     return {entry["step"]: entry for entry in entries}
 

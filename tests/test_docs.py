@@ -141,7 +141,9 @@ def test_the_commands_of_a_tutorial_print_the_documented_output(name: str, tmp_p
     assert [text for text in TUTORIALS[name] if text not in output] == []
 
     samples = read_samples(page)
-    missing = [line for sample in samples for line in find_missing_lines(sample, output)]
+    missing = []
+    for sample in samples:
+        missing += find_missing_lines(sample, output)
     # A model that was trained for a few steps cannot answer questions.
     learned = [] if WHOLE else ["Answer: eight thousand three hundred eleven."]
     assert missing == learned[: len(samples)]
@@ -150,23 +152,15 @@ def test_the_commands_of_a_tutorial_print_the_documented_output(name: str, tmp_p
         assert find_missing_lines(read_samples("guides/monitoring.md")[1], output) == []
     if name == "getting_started/your_text":
         assert (tmp_path / "my-model" / "config.json").exists()
-        assert (
-            "eight thousand three hundred eleven" in output.partition("perplexity")[2] or not WHOLE
-        )
+        answer = output.partition("perplexity")[2]
+        assert "eight thousand three hundred eleven" in answer or not WHOLE
 
 
-@pytest.mark.slow
-def test_every_command_of_the_readme_works_in_a_fresh_clone(tmp_path):
-    """The clone contains a job file and text, and a local hub serves the datasets in README."""
-    clone = copy_repository(tmp_path / "titanlite")
-    (clone / "my_job.toml").write_text(README.partition("```toml\n")[2].partition("```")[0])
-    (clone / "data").mkdir()
-    texts = [json.dumps({"text": path.read_text()}) for path in ROOT.glob("titanlite/**/*.py")]
-    (clone / "data" / "a.jsonl").write_text("\n".join(texts))
-    model = {"tokenizer.json": (ROOT / "assets/tokenizer/tokenizer.json").read_bytes()}
-    data = {"data/train-0.parquet": b"text"}
-    # The stamp prevents ./run_train.sh from installing the package, which is found in
-    # PYTHONPATH.
+def link_environment(clone: Path) -> None:
+    """Use the installed packages of this repository in a clone.
+
+    The stamp prevents ./run_train.sh from installing the package, which is found in PYTHONPATH.
+    """
     (clone / ".venv").mkdir()
     for entry in (ROOT / ".venv").iterdir():
         if not entry.name.startswith("installed"):
@@ -174,12 +168,33 @@ def test_every_command_of_the_readme_works_in_a_fresh_clone(tmp_path):
     packages = (clone / "pyproject.toml").read_text() + (clone / "constraints.txt").read_text()
     checksum = subprocess.check_output(["cksum"], input=packages, text=True)
     (clone / ".venv" / "installed.").write_text(f"{checksum.strip()} {clone}\n")
+
+
+def read_readme_commands() -> list[str]:
+    """Return the shell commands of the README, without comments."""
     shell_code = "".join(re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL))
     commands = []
     for line in shell_code.replace("\\\n", " ").splitlines():
         command = line.split("  #")[0].strip()
         if command and not command.startswith("#"):
             commands.append(command)
+    return commands
+
+
+@pytest.mark.slow
+def test_every_command_of_the_readme_works_in_a_fresh_clone(tmp_path):
+    """The clone contains a job file and text, and a local hub serves the datasets in README."""
+    clone = copy_repository(tmp_path / "titanlite")
+    job_file = README.partition("```toml\n")[2].partition("```")[0]
+    (clone / "my_job.toml").write_text(job_file)
+    (clone / "data").mkdir()
+    source_files = ROOT.glob("titanlite/**/*.py")
+    texts = [json.dumps({"text": path.read_text()}) for path in source_files]
+    (clone / "data" / "a.jsonl").write_text("\n".join(texts))
+    link_environment(clone)
+    model = {"tokenizer.json": (ROOT / "assets/tokenizer/tokenizer.json").read_bytes()}
+    data = {"data/train-0.parquet": b"text"}
+    commands = read_readme_commands()
     with Hub(
         {"models/openai-community/gpt2": model, "datasets/roneneldan/TinyStories": data}
     ) as hub:
@@ -197,13 +212,11 @@ def test_every_command_of_the_readme_works_in_a_fresh_clone(tmp_path):
                 assert re.search(r"step +4/4|Nothing to do", run(command + SHORT, clone, **keys))
             elif command != "./run_tests.sh" and not command.startswith(("git clone", "cd ")):
                 output = run(command, clone, **keys)
-                assert (
-                    "watch" not in command
-                    or find_missing_lines(read_samples("guides/monitoring.md")[0], output) == []
-                )
-                assert all(
-                    prompt in output for prompt in re.findall(r"--prompt '([^']*)'", command)
-                )
+                if "watch" in command:
+                    sample = read_samples("guides/monitoring.md")[0]
+                    assert find_missing_lines(sample, output) == []
+                prompts = re.findall(r"--prompt '([^']*)'", command)
+                assert all(prompt in output for prompt in prompts)
 
     assert sum("run_train.sh" in command for command in commands) >= 2
 

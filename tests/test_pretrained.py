@@ -106,10 +106,9 @@ def test_training_steps_of_olmo3_equal_those_of_transformers_and_adamw(model, tm
 def test_a_model_on_a_hub_is_downloaded_once_and_trained_by_all_ranks(model, tmp_path):
     def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
         options = [sys.executable, "-m", "titanlite", command, "--from", "someone/small", *ROWS]
-        keys = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1", "NGPU": "2"}
-        return subprocess.run(
-            options, cwd=folder, env={**os.environ, **keys}, capture_output=True, text=True
-        )
+        environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+        environment |= {"NO_PROXY": "127.0.0.1", "NGPU": "2"}
+        return subprocess.run(options, cwd=folder, env=environment, capture_output=True, text=True)
 
     files = {file.name: file.read_bytes() for file in model.iterdir()}
     with Hub({"models/someone/small": files}) as hub:

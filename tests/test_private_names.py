@@ -21,6 +21,10 @@ PYTHON_NAMES |= {"_make", "_replace"}  # methods of named tuples
 PYTHON_NAMES |= {"__pydantic_extra__"}  # documented by pydantic
 
 
+def is_private(name: str) -> bool:
+    return name.startswith("_") and name.strip("_") != ""
+
+
 def find_names(code: str) -> tuple[set[str], set[str]]:
     """Return all names in a module, and the private names of other libraries among them.
 
@@ -40,9 +44,11 @@ def find_names(code: str) -> tuple[set[str], set[str]]:
             case ast.ImportFrom(module=str(module), names=aliases):
                 if not module.startswith("titanlite"):
                     foreign |= {*module.split("."), *(alias.name for alias in aliases)}
-            case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=args):
-                if isinstance(args[1], ast.Constant) and isinstance(args[1].value, str):
-                    foreign.add(args[1].value)
+            case ast.Call(
+                func=ast.Name(id="getattr" | "hasattr" | "setattr"),
+                args=[_, ast.Constant(value=str(name)), *_],
+            ):
+                foreign.add(name)
             case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name):
                 defined.add(name)
                 other.add(name)
@@ -58,7 +64,7 @@ def find_names(code: str) -> tuple[set[str], set[str]]:
                 # Strings such as "torch.a.b" name attributes to patch.
                 if re.fullmatch(r"torch(\.\w+)+", name):
                     foreign |= set(name.split("."))
-    private = {name for name in foreign - defined if name.startswith("_") and name.strip("_")}
+    private = {name for name in foreign - defined if is_private(name)}
     return foreign | other, private
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks, small_trainer, start_small, titanlite
-from small_runs import read_metrics
+from small_runs import read_jsonl, read_metrics
 
 from titanlite.hooks.hook import Hook
 
@@ -46,7 +46,7 @@ def test_a_step_after_a_rollback_needs_its_checkpoint(tmp_path):
         f"--guards.max_roll_backs 9 --dataset.source text --dataset.path {data}"
     )
     start_small(out, *WORDS, 5, *options.split()).wait_for_exit(0)
-    events = [json.loads(line) for line in (out / "events.jsonl").open()]
+    events = read_jsonl(out / "events.jsonl")
     roll_backs = [event["step"] for event in events if event["event"] == "roll back"]
 
     assert roll_backs[0] == 4

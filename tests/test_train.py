@@ -27,6 +27,7 @@ from small_runs import (
     SMALL_WITHOUT_WORKERS,
     indent_like_log,
     launch_job,
+    read_jsonl,
     read_metrics,
     start,
     wait_for_step,
@@ -126,7 +127,7 @@ def test_usr2_saves_without_stopping_and_a_run_stopped_by_ctrl_c_resumes(job_fil
     assert f"Resumed after step {last}" in output
     assert sorted(read_metrics(out)) == list(range(1, last + 3))
 
-    events = [json.loads(line) for line in (out / "events.jsonl").open()]
+    events = read_jsonl(out / "events.jsonl")
     starts_and_ends = [
         (event["event"], event["step"])
         for event in events
@@ -485,7 +486,7 @@ def test_a_run_whose_data_ends_saves_and_its_validation_does_not_depend_on_the_r
         last = max(read_metrics(out))
         assert f"The data ends after step {last}:" in output
         assert (out / "checkpoint" / f"step-{last:08d}").is_dir()
-        return [json.loads(line) for line in (out / "validation.jsonl").open()]
+        return read_jsonl(out / "validation.jsonl")
 
     one = train_to_end("one")
     two = train_to_end("two", ranks=2)

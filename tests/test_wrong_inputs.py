@@ -549,13 +549,15 @@ def folder(runs, tmp_path, monkeypatch) -> Iterator[Path]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.command[:50]} {case.named[:30]}")
 def test_a_wrong_input_is_an_error_that_names_it(case, folder, monkeypatch, capsys):
     if case.file:
-        content = case.content
+        content = case.content.encode() if isinstance(case.content, str) else case.content
         (folder / case.file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / case.file).write_bytes(content.encode() if isinstance(content, str) else content)
+        (folder / case.file).write_bytes(content)
     options = shlex.split(case.command)
     while options and re.match(r"[A-Z_]+=", options[0]):
         monkeypatch.setenv(*options.pop(0).split("=", 1))
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    before = {path: path.read_bytes() for path in files}
+
     started = time.process_time()
     code = cli.main(options)
     used = time.process_time() - started

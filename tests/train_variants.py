@@ -131,7 +131,8 @@ def train(job: JobConfig, documents: bool) -> dict[str, Any]:
     mesh = build_mesh(run.degrees, "cpu")
     batch = global_batch(job, run.arch.vocab_size, documents)
     local = job.training.local_batch_size
-    mine = {name: values[mesh.data_rank :: mesh.data_degree] for name, values in batch.items()}
+    of_rank = slice(mesh.data_rank, None, mesh.data_degree)
+    mine = {name: values[of_rank] for name, values in batch.items()}
 
     microbatches = []
     for start in range(0, len(mine["labels"]), local):

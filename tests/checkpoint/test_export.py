@@ -196,7 +196,8 @@ def test_import_rejects_invalid_meta_files(tmp_path, name, value, message, capsy
     write_meta(tmp_path / "meta", build(PLAIN), 1)
     path = tmp_path / "meta" / "consolidated.00.pth"
     content = torch.load(path) | {name: value}
-    torch.save({key: tensor for key, tensor in content.items() if tensor is not None}, path)
+    tensors = {key: tensor for key, tensor in content.items() if tensor is not None}
+    torch.save(tensors, path)
 
     assert run_import("meta", tmp_path / "meta", tmp_path / "out") == 2
 

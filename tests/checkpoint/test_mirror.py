@@ -402,23 +402,31 @@ def write_job(file: Path, data_folder: object) -> None:
     file.write_text(text)
 
 
+def write_data(folder: Path) -> bytes:
+    """Write the same texts in several formats and a tokenizer. Return the texts as JSON lines."""
+    texts = [f"text {i} " * 60 for i in range(200)]
+    lines = "".join(f'{{"text": "{text}"}}\n' for text in texts).encode()
+    (folder / "parts").mkdir(parents=True)
+    names = ["a.jsonl", "a.txt", *(f"parts/{i}" for i in range(65))]
+    for name in names:
+        (folder / name).write_bytes(lines)
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    table = pyarrow.table({"text": texts})
+    pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=20)
+    shutil.copy("assets/tokenizer/tokenizer.model", folder)
+    return lines
+
+
 def test_data_tokenizer_and_model_in_a_bucket_equal_local_ones(
     server, tmp_path, caplog, monkeypatch
 ):
     """The losses are bitwise equal to those with local files."""
     data = tmp_path / "data"
     job = tmp_path / "job.toml"
-    texts = [f"text {i} " * 60 for i in range(200)]
-    lines = "".join(f'{{"text": "{text}"}}\n' for text in texts).encode()
-    (data / "parts").mkdir(parents=True)
-    for name in ("a.jsonl", "a.jsonl.gz", "a.txt", *(f"parts/{i}" for i in range(65))):
-        (data / name).write_bytes(gzip.compress(lines) if name.endswith("gz") else lines)
-    table = pyarrow.table({"text": texts})
-    pyarrow.parquet.write_table(table, data / "a.parquet", row_group_size=20)
     job.write_text(SMALL)
+    lines = write_data(data)
     source = "--dataset.source", "jsonl", "--dataset.path", data / "*.jsonl"
     titanlite("prepare", "--job.config_file", job, *source, "--out", data / "shards")
-    (data / "tokenizer.model").write_bytes(Path("assets/tokenizer/tokenizer.model").read_bytes())
     bucket().put(str(data), "bucket", recursive=True)
     # Web consoles create such empty objects for folders.
     for folder in ("data/", "data/parts/", "data/shards/"):

@@ -165,7 +165,7 @@ def test_resume_logs_changes_and_rejects_incompatible_jobs(tmp_path):
     soft = {"soft": "a has changed"}
     tokenizer = {"tokenizer": "another"}
     fix = f'initial_load_path = "{tmp_path}/step-00000001"'
-    rows: Any = (
+    cases: Any = (
         (TinyRun(model={"n_layers": 3}), {}, r"model\.n_layers: 2 -> 3"),
         (TinyRun(**TIED), {}, r"model\.tied_embeddings: False -> True"),
         (run, soft, r"a has changed(?s:.*)dataset\.on_change = .warn."),
@@ -173,7 +173,7 @@ def test_resume_logs_changes_and_rejects_incompatible_jobs(tmp_path):
         (run, tokenizer, r"tokenizer\.path: .* has other token IDs"),
         (run, tokenizer | {"exclude_from_loading": ("data",)}, r"tokenizer\.path: "),
     )
-    for other, options, message in rows:
+    for other, options, message in cases:
         with pytest.raises(UserError, match=message) as caught:
             resume(other, **options)
         # The job is wrong, so the checkpoint must not be renamed.

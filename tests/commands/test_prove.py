@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from ranks import titanlite
-from small_runs import SMALL_WITHOUT_WORKERS
+from small_runs import SMALL_WITHOUT_WORKERS, read_printed_json
 
 from titanlite.prove.shrink import parse_original, shrink
 
@@ -41,7 +41,7 @@ def job_words(out: Path) -> tuple[object, ...]:
 def prove(out: Path, *options: object, ranks: int = 2) -> dict[str, Any]:
     """Prove the small job, and return the certificate that is printed."""
     printed = titanlite("prove", "--json", *job_words(out), *options, ranks=ranks)
-    return json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
+    return read_printed_json(printed)
 
 
 @pytest.mark.parametrize(

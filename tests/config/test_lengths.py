@@ -47,7 +47,10 @@ def count_steps(tokens: int, batch_sizes: list[int]) -> int:
 def test_lengths_are_the_most_steps_that_fit_into_the_tokens(seed: int):
     rng = random.Random(seed)
     num_changes = rng.randrange(4)
-    changes = {rng.randrange(1, 90): 4 * rng.randint(1, 6) for _ in range(num_changes)}
+    changes = {}
+    for _ in range(num_changes):
+        step = rng.randrange(1, 90)
+        changes[step] = 4 * rng.randint(1, 6)
     stages = [
         f"[[dataset.stages]]\nstart_step = {step}\nglobal_batch_size = {size}\n"
         for step, size in changes.items()

@@ -143,13 +143,21 @@ PACKAGE = Path(schema.__file__).parents[1]
 UNREAD = {"config/schema.py", "rules.py", "checkpoint/job_diff.py", "torchtitan/migrate.py"}
 # This key only decides whether a run may start.
 READ_BY_RULES = {"require_certificate"}
-READ = {
-    node.attr
-    for path in PACKAGE.rglob("*.py")
-    if path.relative_to(PACKAGE).as_posix() not in UNREAD
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
-}
+
+
+def find_read_attributes(code: str) -> set[str]:
+    """Return the names of all attributes that a module reads."""
+    attributes = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            attributes.add(node.attr)
+    return attributes
+
+
+READ = set[str]()
+for path in PACKAGE.rglob("*.py"):
+    if path.relative_to(PACKAGE).as_posix() not in UNREAD:
+        READ |= find_read_attributes(path.read_text(encoding="utf-8"))
 TABLES = [*schema.SECTIONS.values(), schema.DataSource, schema.DataStage, schema.ValidationSource]
 
 

@@ -28,7 +28,11 @@ CPU = torch.device("cpu")
 def some_texts(count, seed=0, words=90, mark=""):
     """Return texts of very different lengths. Each text starts with its number."""
     generator = np.random.default_rng(seed)
-    return [f"<{mark}{i}> " + "word " * int(generator.integers(0, words)) for i in range(count)]
+    texts = []
+    for i in range(count):
+        num_words = int(generator.integers(0, words))
+        texts.append(f"<{mark}{i}> " + "word " * num_words)
+    return texts
 
 
 def write_jsonl(path, texts, **columns):
@@ -42,7 +46,8 @@ def write_jsonl(path, texts, **columns):
 
 
 def write_parquet(path, texts, **columns):
-    pyarrow.parquet.write_table(pyarrow.table({**columns, "text": texts}), path, row_group_size=20)
+    table = pyarrow.table({**columns, "text": texts})
+    pyarrow.parquet.write_table(table, path, row_group_size=20)
 
 
 def encode(text):
@@ -52,16 +57,19 @@ def encode(text):
 
 def write_megatron(path, documents, dtype="uint16", cuts=1):
     """Write a .bin file and its .idx file, with each document cut into `cuts` sequences."""
-    pieces = [piece for ids in documents for piece in np.array_split(np.array(ids, dtype), cuts)]
+    pieces = []
+    for ids in documents:
+        pieces += np.array_split(np.array(ids, dtype), cuts)
     lengths = np.array([len(piece) for piece in pieces], "<i4")
-    starts = (np.cumsum(lengths, dtype="<i8") - lengths) * np.dtype(dtype).itemsize
+    ends = np.cumsum(lengths, dtype="<i8")
+    starts = (ends - lengths) * np.dtype(dtype).itemsize
     bounds = np.arange(0, len(pieces) + 1, cuts, dtype="<i8")
     codes = ["", "uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"]
     code = codes.index(dtype)
     header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(pieces), len(bounds))
     path.write_bytes(np.concatenate(pieces).tobytes())
-    arrays = (lengths, starts, bounds)
-    path.with_suffix(".idx").write_bytes(header + b"".join(array.tobytes() for array in arrays))
+    index = [array.tobytes() for array in (lengths, starts, bounds)]
+    path.with_suffix(".idx").write_bytes(header + b"".join(index))
 
 
 def write_datatrove(path, documents, dtype="uint16"):
@@ -101,7 +109,9 @@ def jsonl_dataset(folder, texts, **keys):
 
 def make_mixture(*sources, **keys):
     """Create a dataset of (JSON lines file, weight) pairs."""
-    specs = [DataSource(source="jsonl", path=str(path), weight=weight) for path, weight in sources]
+    specs = []
+    for path, weight in sources:
+        specs.append(DataSource(source="jsonl", path=str(path), weight=weight))
     return Dataset(sources=tuple(specs), num_workers=0, **keys)
 
 

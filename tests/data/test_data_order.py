@@ -57,27 +57,36 @@ DIGESTS = {
 UNSTABLE_FINGERPRINTS = ("gz", "zst", "mix", "windows", "parquet")
 
 
-@pytest.fixture(scope="module")
-def datasets(tmp_path_factory):
-    """Create the datasets of DIGESTS."""
-    folder = tmp_path_factory.mktemp("data")
+def write_files(folder):
+    """Write the files of all datasets but the first."""
     for i in range(5):
         write_jsonl(folder / f"a{i}.jsonl.gz", TEXTS[i::5])
         write_jsonl(folder / f"a{i}.jsonl.zst", TEXTS[i::5])
     # This file is larger than one shuffle window.
     write_jsonl(folder / "large.jsonl.gz", some_texts(1500, words=20))
-    for name, part in (("a", TEXTS[:100]), ("b", TEXTS[100:])):
+    halves = {"a": TEXTS[:100], "b": TEXTS[100:]}
+    for name, part in halves.items():
         table = hf_datasets.Dataset.from_dict({"text": part})
         table.to_parquet(folder / f"{name}.parquet", batch_size=20)
     write_hub(folder / "hub", TEXTS)
     hf_datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(folder / "arrow")
     hide_bad_records(folder / "bad.jsonl", TEXTS, count=5)
-    lines = {"a": "x" * 99 + "\n", "b": "日本" * 40_000 + "\n", "c": "é" * 999}
+    lines = {
+        "a": "x" * 99 + "\n",
+        "b": "日本" * 40_000 + "\n",
+        "c": "é" * 999,
+    }
     for name, line in lines.items():
         count = 200_000 // len(line.encode()) + 1
         (folder / f"{name}.txt").write_text(line * count, encoding="utf-8", newline="")
     (folder / "d.txt").write_text("small\n", encoding="utf-8-sig")
 
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory):
+    """Create the datasets of DIGESTS."""
+    folder = tmp_path_factory.mktemp("data")
+    write_files(folder)
     plain = jsonl_dataset(folder, some_texts(150))
     sources = (
         DataSource(source="jsonl", path=plain.path, weight=0.7),
@@ -157,7 +166,8 @@ def test_sequences_and_states_are_the_same_on_any_layout_and_after_restarts(
     for step in range(STEPS):
         if step in (2, 5):
             state = ranks.state()
-            ranks = RankLoaders(datasets[name], sizes[step == 2], **make_keys(name)).load(state)
+            size = sizes[1] if step == 2 else sizes[0]
+            ranks = RankLoaders(datasets[name], size, **make_keys(name)).load(state)
             assert ranks.state() == state
         assert torch.equal(ranks.batch(), batches[step])
         assert ranks.state() == states[step]
@@ -214,7 +224,8 @@ def test_concat_predicts_each_token_exactly_once(tmp_path_factory, sizes, seq_le
         for token, label in zip(inputs[1:], labels, strict=False):
             assert label in (-100, token)
     tokens = [sequences[0][0][0]]
-    tokens += [label for _, labels in sequences for label in labels if label != -100]
+    for _, labels in sequences:
+        tokens += [label for label in labels if label != -100]
     text = TOKENIZER.decode(tokens)
     text = text.removeprefix("<|begin_of_text|>").removesuffix("<|end_of_text|>")
     documents = text.split("<|end_of_text|><|begin_of_text|>")
@@ -234,7 +245,9 @@ def test_best_fit_cuts_only_documents_longer_than_a_sequence(tmp_path_factory, s
     sequences = read_all(dataset, seq_len)
 
     # With the mask, each token of a document except the first is predicted once.
-    num_labels = sum(label != -100 for _, labels in sequences for label in labels)
+    num_labels = 0
+    for _, labels in sequences:
+        num_labels += sum(label != -100 for label in labels)
 
     assert num_labels == sum(lengths) - len(lengths)
 
@@ -356,7 +369,8 @@ def test_stages_change_the_weights_and_each_sequence_has_one_source(tmp_path):
 
     counts = []
     for _ in range(6):
-        texts = [TOKENIZER.decode(inputs) for inputs in ranks.batch()[:, 0].tolist()]
+        sequences = ranks.batch()[:, 0].tolist()
+        texts = [TOKENIZER.decode(inputs) for inputs in sequences]
         assert not any("<a" in text and "<b" in text for text in texts)
         counts.append(ranks.state()["schedule"]["rows"])
 
@@ -392,7 +406,8 @@ def test_changed_sources_cannot_resume(datasets, references, tmp_path):
     changed = jsonl_dataset(tmp_path, some_texts(99, seed=5, mark="new"))
     (tmp_path / "few").mkdir()
     few = jsonl_dataset(tmp_path / "few", some_texts(20))
-    mixture = make_mixture((datasets["concat"].path, 1.0), (datasets["concat"].path, 1.0))
+    path = datasets["concat"].path
+    mixture = make_mixture((path, 1.0), (path, 1.0))
     for dataset, message in (
         (changed, r"jsonl .*a\.jsonl is now jsonl .*a\.jsonl"),
         (few, r" 64 streams .* 16, .*documents"),

@@ -28,7 +28,9 @@ def hub(tmp_path, monkeypatch) -> Iterator[Hub]:
     write_parquet(tmp_path / "texts", [path.read_text() for path in ROOT.glob("titanlite/**/*.py")])
     raw = (tmp_path / "texts").read_bytes()
     model = {"tokenizer.json": TOKENIZER, "model.safetensors": b"no"}
-    parts = [f"sample/{size}BT/00{i}_00000.parquet" for size in (10, 100) for i in range(2)]
+    parts = []
+    for size in (10, 100):
+        parts += [f"sample/{size}BT/00{i}_00000.parquet" for i in range(2)]
     files = {
         "models/openai-community/gpt2": model,
         "models/meta-llama/Llama-3.1-8B": model,

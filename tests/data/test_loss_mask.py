@@ -28,7 +28,12 @@ MARK = TOKENIZER.vocab_size - 1
 def make_document(number):
     """Return the parts of a chat-like text, and whether each counts in the loss."""
     answer = "word " * (1 + number % 60)
-    turns = [(f"<{number}> ", False), (answer, True), ("more?\n", False), (answer, True)]
+    turns = [
+        (f"<{number}> ", False),
+        (answer, True),
+        ("more?\n", False),
+        (answer, True),
+    ]
     first = number % 2
     return turns[first : first + 1 + number % 3]
 
@@ -38,7 +43,8 @@ def find_ranges(parts):
     ranges = []
     end = 0
     for part, counts in parts:
-        start, end = end, end + len(part)
+        start = end
+        end += len(part)
         if counts:
             ranges.append([start, end])
     return ranges
@@ -51,14 +57,18 @@ MASKS = [find_ranges(parts) for parts in DOCUMENTS]
 
 def encode_parts(parts, has_marks):
     """Return the ids of a document, in which MARK can replace each id that does not count."""
-    (_, first_counts), (_, last_counts) = parts[0], parts[-1]
+    _, first_counts = parts[0]
+    _, last_counts = parts[-1]
     pieces = [([TOKENIZER.bos_id], first_counts)]
     pieces += [(TOKENIZER.encode(part), counts) for part, counts in parts]
     pieces.append(([TOKENIZER.eos_id], last_counts))
 
     ids = []
     for tokens, counts in pieces:
-        ids += tokens if counts or not has_marks else [MARK] * len(tokens)
+        if has_marks and not counts:
+            ids += [MARK] * len(tokens)
+        else:
+            ids += tokens
     return ids
 
 

@@ -51,7 +51,9 @@ def test_the_text_that_training_reads_is_shown(tmp_path, capsys, packing, holdou
 
     output = show(capsys, dataset, "--step", 3, *held_out)
 
-    trained = [ids.tolist() for micro in batch.microbatches for ids in micro.input_ids]
+    trained = []
+    for micro in batch.microbatches:
+        trained += micro.input_ids.tolist()
     shown = output.split("=== step 3, sequence ")[1:]
     for tokens, sequence in zip(trained, shown, strict=True):
         segments = sequence[:-1].split("\n--- ")[1:]

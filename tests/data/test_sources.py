@@ -46,7 +46,7 @@ def test_python_stdlib_is_the_library_without_packages_and_tests():
 
     assert {"ast.py", "json/decoder.py", "asyncio/tasks.py"} <= set(names)
 
-    folders = {folder for name in names for folder in name.split("/")}
+    folders = set().union(*(name.split("/") for name in names))
     assert not folders & {"site-packages", "dist-packages", "test", "tests"}
 
     texts = [file.read_text(encoding="utf-8") for file in sorted(files)]
@@ -63,8 +63,11 @@ LINE = st.sampled_from([b"", b"  ", b"\t\r", RECORD, rb'{"text":"\n\u2028"}'])
     is_compressed=st.booleans(),
 )
 def test_blank_lines_are_not_documents(tmp_path_factory, lines, has_end, is_compressed):
-    path = tmp_path_factory.mktemp("lines") / ("a.jsonl.gz" if is_compressed else "a.jsonl")
-    raw = b"\n".join(lines) + b"\n" * has_end
+    name = "a.jsonl.gz" if is_compressed else "a.jsonl"
+    path = tmp_path_factory.mktemp("lines") / name
+    raw = b"\n".join(lines)
+    if has_end:
+        raw += b"\n"
     path.write_bytes(gzip.compress(raw) if is_compressed else raw)
 
     expected = [json.loads(line)["text"] for line in lines if line.strip()]

@@ -1,5 +1,7 @@
 """Validation reads fixed sequences on any number of ranks, and training never reads them."""
 
+import itertools
+
 import pytest
 import torch
 from data_helpers import TOKENIZER, jsonl_dataset, make_loader, make_validation, some_texts
@@ -32,7 +34,8 @@ def read_sequences(*validation_sets):
 
 
 def find_documents(sequences):
-    text = TOKENIZER.decode([token for tokens in sequences for token in tokens])
+    tokens = list(itertools.chain.from_iterable(sequences))
+    text = TOKENIZER.decode(tokens)
     parts = text.split("<|begin_of_text|><")[1:]
     return [part.split(">")[0] for part in parts if ">" in part]
 

@@ -135,14 +135,17 @@ def succeeds(number: int, function: Callable[[], object]) -> bool:
         raise
     seconds = time.process_time() - started
     assert seconds < 2.0, f"mutant {number} took {seconds:.1f} s"
-    assert message.translate({ord("\n"): "x", ord("\t"): "x"}).isprintable(), (
-        f"mutant {number}: {message!r}"
-    )
+    without_layout = message.replace("\n", "x").replace("\t", "x")
+    assert without_layout.isprintable(), f"mutant {number}: {message!r}"
     assert len(message) < 10_000, f"mutant {number}"
     return not message
 
 
-ARCH = Architecture(16, 2, 2, 1, 24, 40, 64, rope_scaling_factor=8.0, rope_original_max_seq_len=16)
+ARCH = Architecture(
+    *(16, 2, 2, 1, 24, 40, 64),
+    rope_scaling_factor=8.0,
+    rope_original_max_seq_len=16,
+)
 TOKENS = torch.arange(30)[None]
 TEXTS = (
     "def f(x):\n    return x  # Zürich 日本語 12345\r\n",
@@ -236,7 +239,8 @@ def assert_transformers_agrees(folder: Path, number: int) -> None:
         return
     # fp32 sums have another order.
     tolerance = float(2e-5 * expected.nan_to_num(0, 0, 0).abs().max())
-    close = torch.isclose(load_hf(folder), expected, rtol=1e-4, atol=tolerance, equal_nan=True)
+    logits = load_hf(folder)
+    close = torch.isclose(logits, expected, rtol=1e-4, atol=tolerance, equal_nan=True)
     assert close.all() or not expected.isfinite().all(), f"mutant {number}"
 
 

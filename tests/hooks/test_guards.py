@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks, small_trainer, start_small, titanlite
-from small_runs import read_metrics
+from small_runs import read_jsonl, read_metrics
 from torch import Tensor
 
 from titanlite import Trainer, load_checkpoint
@@ -78,7 +78,10 @@ class Fault(Hook):
         self.unchanged[step] = is_unchanged
 
 
-def train_with_bad_gradients(folder: str, layouts: list[str]) -> dict[str, dict[int, bool]]:
+def train_with_bad_gradients(
+    folder: str,
+    layouts: list[str],
+) -> dict[str, dict[int, bool]]:
     """Return which steps changed nothing, by layout."""
     unchanged = {}
     for name in layouts:
@@ -159,7 +162,8 @@ def train_with_spike(folder: str) -> dict[str, dict[int, bool]]:
     from a checkpoint with the hook names of an earlier version.
     """
     unchanged = {}
-    for policy, saved_name, length in (("warn", "SpikeGuard", 9), ("skip", "spike_guard", 4)):
+    cases = [("warn", "SpikeGuard", 9), ("skip", "spike_guard", 4)]
+    for policy, saved_name, length in cases:
         options = ["--guards.on_spike", policy, "--lr_scheduler.decay_ratio", "0"]
         with patch.object(SpikeGuard, "name", saved_name):
             first = [*options, "--guards.spike_history", "5", "--training.steps", "6"]
@@ -216,7 +220,8 @@ def train_with_rollbacks(folder: str) -> tuple[list[list[int]], list[bool], str]
     )
     options = common.split()
     states = []
-    for start, until in (("whole", "12"), ("parts", "9"), ("parts", "12")):
+    starts = [("whole", "12"), ("parts", "9"), ("parts", "12")]
+    for start, until in starts:
         saves = RecordSaves({7: 1e6})
         steps = ("--training.steps", until)
         with small_trainer(f"{folder}/{start}", saves, *options, *steps) as trainer:
@@ -249,7 +254,8 @@ def test_a_rollback_restores_the_weights_and_skips_the_data_up_to_the_spike(tmp_
         assert saved_steps == [[5, 9, 10, 12], [5, 9], [10, 12]]
         assert comparisons == [True] * 4
         assert error.startswith("Step 12:")
-    kept = sorted(path.name[-2:] for path in (tmp_path / "2/out/checkpoint").iterdir())
+    checkpoints = (tmp_path / "2/out/checkpoint").iterdir()
+    kept = sorted(path.name[-2:] for path in checkpoints)
     assert kept == ["05", "09", "10"]
 
     whole = read_metrics(tmp_path / "whole/out")[12]
@@ -443,7 +449,8 @@ def test_too_many_consecutive_skipped_steps_stop_the_run_also_across_a_resume(tm
 @pytest.mark.parametrize("lr", [2e-3, 1e30])
 def test_a_replayed_step_is_bitwise_equal_to_the_logged_one_also_if_skipped(tmp_path, lr: float):
     def list_modification_times() -> dict[Path, int]:
-        return {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+        files = [path for path in out.rglob("*") if path.is_file()]
+        return {path: path.stat().st_mtime_ns for path in files}
 
     out = tmp_path / "out"
     options = "--training.steps 4 --checkpoint.interval 2 --training.max_norm 0"
@@ -471,8 +478,11 @@ class SlowRank(Hook):
         self._meter = trainer.meter
 
     def before_step(self, step: int) -> None:
-        clock = itertools.count(0.0, 1000.0 * dist.get_rank()).__next__
-        with patch("titanlite.observe.meter.time.perf_counter", clock), self._meter.timing("data"):
+        clock = itertools.count(0.0, 1000.0 * dist.get_rank())
+        with (
+            patch("titanlite.observe.meter.time.perf_counter", clock.__next__),
+            self._meter.timing("data"),
+        ):
             pass
 
 
@@ -495,7 +505,7 @@ def train_with_slow_rank(folder: str) -> None:
 def test_a_slow_rank_is_reported_once_for_its_data_and_once_for_its_matmuls(tmp_path):
     run_ranks(2, train_with_slow_rank, str(tmp_path))
 
-    events = [json.loads(line) for line in (tmp_path / "out" / "events.jsonl").open()]
+    events = read_jsonl(tmp_path / "out" / "events.jsonl")
     for cause in (r"data 1e\+03 s a step", r"product"):
         (event,) = [event for event in events if re.match(rf"Rank 1 \(.*{cause}", event["text"])]
         # The timings of steps 1, 3 and 6 are compared, and their results read at step 9.

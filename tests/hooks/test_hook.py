@@ -3,7 +3,6 @@
 test_ema.py and test_guards.py test the state that hooks keep.
 """
 
-import json
 import os
 import re
 import signal
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks, small_trainer, start_small
-from small_runs import read_metrics
+from small_runs import read_jsonl, read_metrics
 
 from titanlite.config.errors import StoppedBySignal, UserError
 from titanlite.hooks.hook import Hook, Request
@@ -47,7 +46,8 @@ def record_calls(folder: str, delay: int) -> list[tuple[str, int | None]]:
     calls = []
     for name, args, _ in hook.mock_calls:
         if name not in ("wants", "numbers", "state_dict", "tensors"):
-            calls.append((name, args[0] if args and isinstance(args[0], int) else None))
+            has_step = args and isinstance(args[0], int)
+            calls.append((name, args[0] if has_step else None))
     return calls
 
 
@@ -121,7 +121,7 @@ def train_until_finished(folder: str) -> int:
 
 
 def finish_event(folder: Path) -> tuple[int, str]:
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    events = read_jsonl(folder / "events.jsonl")
     (finish,) = [event for event in events if event["event"] == "finish"]
     return finish["step"], finish["text"]
 

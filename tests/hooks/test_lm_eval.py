@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import start_small, titanlite
-from small_runs import read_losses, read_metrics
+from small_runs import read_losses, read_metrics, read_printed_json
 
 from titanlite import LoadedCheckpoint, load_checkpoint
 
@@ -59,6 +59,14 @@ def score_tokens(checkpoint: LoadedCheckpoint, ids: list[int]) -> torch.Tensor:
         return checkpoint.model(torch.tensor([ids]))[0].log_softmax(-1)
 
 
+def write_tasks(pairs: list[tuple[str, str]]) -> None:
+    """Write the files of TASKS, and their data, to the current folder."""
+    lines = [json.dumps({"text": context, "answer": answer}) for context, answer in pairs]
+    Path("lines.jsonl").write_text("\n".join(lines) + "\n")
+    for name, text in TASKS.items():
+        Path(f"{name}.yaml").write_text(f"task: {name}\n{TASK}{text}")
+
+
 def test_every_layout_scores_tasks_like_its_checkpoint_and_with_the_same_losses(
     tmp_path, monkeypatch
 ):
@@ -67,13 +75,11 @@ def test_every_layout_scores_tasks_like_its_checkpoint_and_with_the_same_losses(
     checkpoint = load_checkpoint(tmp_path / "none")
     tokenizer = checkpoint.tokenizer
     prompt = [tokenizer.bos_id or 0, *tokenizer.encode("import os")]
-    likeliest = tokenizer.decode([int(score_tokens(checkpoint, prompt)[-1].argmax())])
+    scores = score_tokens(checkpoint, prompt)[-1]
+    likeliest = tokenizer.decode([int(scores.argmax())])
     long_context = "def f(x):\n    return x\n" * 9
     pairs = [(long_context, ")"), ("for i in ", "range(10):"), ("import os", likeliest)]
-    lines = [json.dumps({"text": context, "answer": answer}) + "\n" for context, answer in pairs]
-    Path("lines.jsonl").write_text("".join(lines))
-    for name, text in TASKS.items():
-        Path(f"{name}.yaml").write_text(f"task: {name}\n{TASK}{text}")
+    write_tasks(pairs)
     monkeypatch.syspath_prepend(EXAMPLE)
     evaluation = "--job.plugins titanlite_lm_eval --job.hooks evaluation --evaluation.freq 4"
     evaluation += " --evaluation.include_path . --evaluation.tasks"
@@ -90,17 +96,17 @@ def test_every_layout_scores_tasks_like_its_checkpoint_and_with_the_same_losses(
         start_small(out, *OPTIONS, options, ranks=2).wait_for_exit(0)
 
         metrics = read_metrics(out)
-        benchmarks = {
-            step: line["benchmarks"] for step, line in metrics.items() if "benchmarks" in line
-        }
+        benchmarks = {}
+        for step, line in metrics.items():
+            if "benchmarks" in line:
+                benchmarks[step] = line["benchmarks"]
         assert [*benchmarks] == [4, 6]
         # Other layouts round fp32 sums differently.
         assert benchmarks[6]["pairs/perplexity"] == pytest.approx(perplexity, rel=1e-5)
         assert benchmarks[6]["pairs/acc"] == accuracy > 0
 
         evaluate = ["--data", "lines.jsonl", "--json", "--job.plugins", "titanlite_lm_eval"]
-        output = titanlite("eval", "--checkpoint", out, *evaluate).splitlines()
-        score = next(json.loads(line) for line in output if line.startswith("{"))
+        score = read_printed_json(titanlite("eval", "--checkpoint", out, *evaluate))
         bits = pytest.approx(score["bits_per_byte"], rel=1e-5)
         assert benchmarks[6]["rolling/bits_per_byte"] == bits
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import start_small, start_titanlite
-from small_runs import read_metrics
+from small_runs import read_jsonl, read_metrics
 
 from titanlite.config.schema import Profiling
 from titanlite.hooks.profiler import Profiler
@@ -63,7 +63,7 @@ def test_a_profiled_run_writes_scheduled_traces_and_the_metrics_of_an_unprofiled
     assert sum(name.startswith("ProfilerStep#") for name in ranges) == 2
     assert {"data", "forward", "loss", "backward", "clipping", "optimizer", "[memory]"} <= {*ranges}
 
-    events = [json.loads(line) for line in (tmp_path / "profiled" / "events.jsonl").open()]
+    events = read_jsonl(tmp_path / "profiled" / "events.jsonl")
     assert [event["step"] for event in events if event["event"] == "profile"] == [12]
 
     go_back = ("--checkpoint.load_step", "5")

@@ -1,11 +1,10 @@
 """Samples complete prompts during training in any layout, and do not change training."""
 
-import json
 from pathlib import Path
 
 import pytest
 from ranks import titanlite
-from small_runs import SMALL_WITHOUT_WORKERS, read_losses
+from small_runs import SMALL_WITHOUT_WORKERS, read_jsonl, read_losses, read_printed_json
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +32,7 @@ def train(
 ) -> list[dict]:
     """Train, and return the lines of samples.jsonl."""
     titanlite("train", "--job.config_file", job, "--job.dump_folder", folder, *options, ranks=ranks)
-    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return read_jsonl(folder / "samples.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +53,7 @@ def test_each_prompt_is_completed_every_few_steps_as_by_generate(alone: tuple[Pa
 
     options = ("--checkpoint", folder, "--temperature", 0, "--max-new-tokens", 6, "--json")
     output = titanlite("generate", *options, "--prompt", samples[-2]["prompt"])
-    generated = next(json.loads(line) for line in output.splitlines() if line.startswith("{"))
+    generated = read_printed_json(output)
     assert generated == {name: samples[-2][name] for name in generated}
 
 
@@ -73,9 +72,8 @@ def test_samples_change_no_loss_and_are_repeated_when_a_run_goes_back(
     assert train(job, folder, "--checkpoint.load_step", 5) == samples
     assert read_losses(folder) == read_losses(without)
 
-    archived = (folder / "archived-1" / "samples.jsonl").read_text().splitlines()
-    archived_steps = [json.loads(line)["step"] for line in archived]
-    assert archived_steps == [8, 8, 8, 12, 12, 12]
+    archived = read_jsonl(folder / "archived-1" / "samples.jsonl")
+    assert [sample["step"] for sample in archived] == [8, 8, 8, 12, 12, 12]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 scripts/setup.sh installs once before it, or uses the packages of another Python without a network.
 """
 
-import json
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 from ranks import descendants
+from small_runs import read_jsonl
 
 from titanlite import cli
 from titanlite.config.load import load_job
@@ -209,11 +209,12 @@ def test_hangs_crashes_and_restarts_are_events_and_cannot_control_a_terminal(com
 
     assert process.returncode == 9
 
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").open()]
+    events = read_jsonl(tmp_path / "events.jsonl")
     assert [event["event"] for event in events] == ["hang", "failure", "restart", "hang", "failure"]
 
     log = (tmp_path / "run.log").read_text()
-    for text in (process.stderr, log, "\n".join(event["text"] for event in events)):
+    event_texts = "\n".join(event["text"] for event in events)
+    for text in (process.stderr, log, event_texts):
         assert "a tensor\\x1b[2J named" in text
         assert "To resume: outputs/\\x1b]0;mine\\x07" in text
         assert text.replace("\n", "").isprintable()

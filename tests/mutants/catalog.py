@@ -240,7 +240,8 @@ def gradients_of_keys_not_reduced() -> None:
 
     def gather(x: Any, dim: int, group: Any) -> Any:
         size = dist.get_world_size(group)
-        parts = list(collectives.all_gather_tensor(x.detach(), dim, group).chunk(size, dim))
+        gathered = collectives.all_gather_tensor(x.detach(), dim, group)
+        parts = list(gathered.chunk(size, dim))
         parts[dist.get_rank(group)] = x
         return torch.cat(parts, dim)
 
@@ -373,8 +374,9 @@ def average_of_the_gathered_weights() -> None:
     def updated(self: Any, step: int) -> None:
         for name, weight in self._weights.items():
             average = self._averages[name].to_local()
-            gathered = weight.full_tensor()
-            average.lerp_(gathered[: len(average)].detach().float(), 1 - self._decay)
+            gathered = weight.full_tensor().detach()
+            first_part = gathered[: len(average)].float()
+            average.lerp_(first_part, 1 - self._decay)
 
     swap("titanlite.hooks.ema.Ema.updated", updated)
 

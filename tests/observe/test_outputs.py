@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from small_runs import read_jsonl
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import JobConfig, Training
@@ -39,7 +40,7 @@ def measure(folder: Path, *steps: int, note: str) -> None:
 
 
 def steps_in(path: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in path.open()]
+    return [entry["step"] for entry in read_jsonl(path)]
 
 
 def read_all(path: Path) -> str:
@@ -69,7 +70,7 @@ def test_a_new_run_archives_all_files_of_the_earlier_one_together(tmp_path):
     assert "second trains" in log
     assert "first" not in log
 
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").open()]
+    events = read_jsonl(tmp_path / "events.jsonl")
     assert [event["text"] for event in events] == ["second begins"]
 
 

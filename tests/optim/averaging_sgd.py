@@ -25,7 +25,8 @@ class AveragingSGD(torch.optim.Optimizer):
                     state["steps"] = torch.zeros(())
                 parameter.sub_(parameter.grad * group["lr"])
                 state["steps"] += 1
-                state["other"].lerp_(parameter, 1 / state["steps"].item() if group["lr"] else 0.0)
+                weight = 1 / state["steps"].item() if group["lr"] else 0.0
+                state["other"].lerp_(parameter, weight)
 
     @torch.no_grad()
     def _swap(self, is_training: bool) -> None:

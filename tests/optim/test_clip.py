@@ -21,7 +21,9 @@ def grad_norm(*gradients: Tensor, compiled: bool = False) -> Tensor:
 
 def exact_norm(*gradients: Tensor) -> float:
     """Compute the norm in float64, in parts to save memory."""
-    parts = [part for x in gradients for part in x.flatten().split(2**22)]
+    parts: list[Tensor] = []
+    for gradient in gradients:
+        parts += gradient.flatten().split(2**22)
     squares = [part.double().square().sum().item() for part in parts]
     return math.sqrt(sum(squares))
 

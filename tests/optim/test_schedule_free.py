@@ -33,13 +33,15 @@ class CheckMean(Hook):
     def updated(self, step: int) -> None:
         weight = to_local(self._weight.detach())
         self._count += 1
-        self._mean = (
-            weight.clone() if self._mean is None else self._mean.lerp(weight, 1 / self._count)
-        )
+        if self._mean is None:
+            self._mean = weight.clone()
+        else:
+            self._mean = self._mean.lerp(weight, 1 / self._count)
 
     def _compare(self) -> None:
         if self._mean is not None:
-            self.evaluated_mean.append(torch.equal(to_local(self._weight.detach()), self._mean))
+            weight = to_local(self._weight.detach())
+            self.evaluated_mean.append(torch.equal(weight, self._mean))
 
     def saving(self, step: int) -> None:
         self._compare()
@@ -58,9 +60,8 @@ def train(folder: str) -> list[bool]:
         with small_trainer(f"{folder}/parts", Hook(), *OPTIONS, steps) as trainer:
             trainer.train()
 
-    whole, parts = (
-        load_checkpoint(f"{folder}/{name}/out").model.state_dict() for name in ("whole", "parts")
-    )
+    whole = load_checkpoint(f"{folder}/whole/out").model.state_dict()
+    parts = load_checkpoint(f"{folder}/parts/out").model.state_dict()
     torch.testing.assert_close(whole, parts, rtol=0, atol=0)
     return mean.evaluated_mean
 
@@ -68,5 +69,8 @@ def train(folder: str) -> list[bool]:
 def test_evaluation_weights_are_validated_and_saved_and_a_run_resumes_from_them(tmp_path):
     saves = 3
     validations = 6
-    assert run_ranks(2, train, str(tmp_path)) == [[True] * (saves + validations)] * 2
+
+    ranks = run_ranks(2, train, str(tmp_path))
+
+    assert ranks == [[True] * (saves + validations)] * 2
     assert read_losses(tmp_path / "whole/out") == read_losses(tmp_path / "parts/out")

@@ -33,7 +33,7 @@ LONG = (
 )
 
 
-CASES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in WORLD]
+CASES = [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in WORLD]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from report.test_run_files import create_run, event_line, line
+from report.test_run_files import create_run, event_line, line, write_metrics
 
 from titanlite.report.page import make_page, page_data
 from titanlite.report.run_files import read_status
@@ -46,7 +46,11 @@ def create_full_run(
 
 
 def test_a_page_has_all_that_a_run_has_written(tmp_path):
-    events = ("data", None, "Data: a table"), ("save", 50, "saved step 50"), ("finish", 50, "Done")
+    events = [
+        ("data", None, "Data: a table"),
+        ("save", 50, "saved step 50"),
+        ("finish", 50, "Done"),
+    ]
 
     data = data_of(create_full_run(tmp_path / "mine", *events))
 
@@ -78,14 +82,15 @@ def test_events_after_which_a_later_start_resumed_are_marked_and_a_kill_is_found
     kinds = ["start 0", "save 50", "save 100", "start 50", "save 100", "stop", "start 100"]
     lines = []
     for index, kind in enumerate(kinds):
-        name, _, step = kind.partition(" ")
-        lines.append(event_line(name, int(step) if step else None, "", time=1e9 + index))
+        name, _, step_text = kind.partition(" ")
+        step = int(step_text) if step_text else None
+        lines.append(event_line(name, step, "", time=1e9 + index))
     (tmp_path / "events.jsonl").write_text("".join(lines))
     lines = []
     for step in (10, 20, 30, 20, 40, 50):
         now = 1e9 + step / 10
         lines.append(line(step, time=now, step_time=360.0, parts={"a": step}))
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    write_metrics(tmp_path, lines)
 
     (run,) = data_of(tmp_path)["runs"]
 
@@ -105,7 +110,7 @@ def test_events_after_which_a_later_start_resumed_are_marked_and_a_kill_is_found
 def test_a_stop_between_two_logged_steps_is_at_its_step_and_counts_its_tokens(tmp_path):
     events = ("save", 3, "Saved step 3"), ("stop", None, "Stopped by SIGTERM after step 3")
     create_run(tmp_path, *events, steps=400)
-    (tmp_path / "metrics.jsonl").write_text(line(1, tokens=2048))
+    write_metrics(tmp_path, [line(1, tokens=2048)])
 
     (run,) = data_of(tmp_path)["runs"]
 
@@ -146,12 +151,13 @@ def test_text_from_files_is_in_the_data_only_and_printable(tmp_path):
 
 def test_a_long_run_keeps_its_mean_and_each_spike(tmp_path):
     create_run(tmp_path)
-    unusual = {12_345: 99.0, 54_321: -7.0, **dict.fromkeys(range(50_000, 50_070))}
+    unusual = {12_345: 99.0, 54_321: -7.0}
+    unusual |= dict.fromkeys(range(50_000, 50_070))
     lines = []
     for step in range(1, 100_001):
         loss = unusual.get(step, 1.0)
         lines.append(line(step, loss=loss, step_time=1.0))
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    write_metrics(tmp_path, lines)
 
     curves = data_of(tmp_path)["runs"][0]["curves"]
 
@@ -171,11 +177,11 @@ def test_a_page_of_many_runs_stays_small(tmp_path):
     text = "x" * 5000
     events = [("failure", 1, text), ("save", 1, text)]
     metrics = {f"number {i}": 0.123456789 for i in range(20)}
-    lines = "".join(line(step, **metrics) for step in range(1, 501))
+    lines = [line(step, **metrics) for step in range(1, 501)]
     runs = []
     for number in range(50):
         run = create_run(tmp_path / str(number), *events * 100)
-        (run / "metrics.jsonl").write_text(lines)
+        write_metrics(run, lines)
         (run / "samples.jsonl").write_text(SAMPLE.replace("Once", text))
         runs.append(run)
 
@@ -212,19 +218,20 @@ def damage(content: bytes, rng: random.Random) -> bytes:
     numbers = [match.span() for match in re.finditer(rb"-?\d+(\.\d+)?", content)]
     numbers = numbers or [(0, 0)]
     start = rng.randrange(len(content) + 1)
-    start, end = rng.choice([rng.choice(numbers), (start, start + 5)])
+    five_bytes = (start, start + 5)
+    start, end = rng.choice([rng.choice(numbers), five_bytes])
     return content[:start] + rng.choice(DAMAGE) + content[end:]
 
 
 def test_damaged_files_still_have_a_view_and_a_page(tmp_path):
-    events = ("save", 20, ""), ("start", 20, ""), ("stop", None, "")
+    events = [("save", 20, ""), ("start", 20, ""), ("stop", None, "")]
     metrics = []
     for step in range(1, 60):
         metrics.append(line(step, tokens=step, elapsed=step, grad_norm=None))
     for seed in range(40):
         rng = random.Random(seed)
         run = create_full_run(tmp_path / str(seed), *events)
-        (run / "metrics.jsonl").write_text("".join(metrics))
+        write_metrics(run, metrics)
         for path in run.iterdir():
             content = path.read_bytes()
             for _ in range(rng.choice((0, 1, 3, 20))):
@@ -277,7 +284,8 @@ def open_in_browser(file: Path, page: str) -> str:
     options = "--headless=new --no-sandbox --disable-gpu --window-size=1400,1000 --dump-dom"
     options += f" --virtual-time-budget=5000 --user-data-dir={file}.profile file://{file}"
     command = [CHROMIUM, *options.split()]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return done.stdout
 
 
 @pytest.fixture
@@ -289,7 +297,7 @@ def two_run_page(tmp_path) -> str:
     for name in ("a", "b"):
         events = ("failure", 250, EVIL), ("finish", 500, "Finished")
         run = create_full_run(tmp_path / name, *events, steps=600)
-        (run / "metrics.jsonl").write_text("".join(lines))
+        write_metrics(run, lines)
         runs.append(run)
     return make_page(runs)
 

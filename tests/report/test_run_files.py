@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,10 @@ def event_line(kind: str, step: int | None, text: str, **changes: Any) -> str:
     return json.dumps(event | changes) + "\n"
 
 
+def write_metrics(folder: Path, lines: Iterable[str]) -> None:
+    (folder / "metrics.jsonl").write_text("".join(lines))
+
+
 def create_run(
     folder: Path,
     *events: tuple[str, int | None, str],
@@ -51,8 +56,7 @@ def create_run(
     folder.mkdir(parents=True, exist_ok=True)
     config = f'[job]\ndescription = "mine"\n[training]\nsteps = {steps}\n'
     (folder / "config.toml").write_text(config)
-    metrics = [line(step) for step in range(10, 60, 10)]
-    (folder / "metrics.jsonl").write_text("".join(metrics))
+    write_metrics(folder, [line(step) for step in range(10, 60, 10)])
     start = {"host": "elsewhere", "process": 1} | start
     lines = [event_line("start", 0, "starts", **start)]
     lines += [event_line(*event) for event in events]
@@ -136,8 +140,9 @@ def test_a_run_on_another_machine_is_stale_if_it_logs_nothing_for_many_steps(
 
 
 def test_a_resumed_run_is_at_the_step_of_its_start(tmp_path):
-    create_run(tmp_path, SAVED, ("stop", None, "stopped"), ("start", 20, "goes back"), steps=999)
-    (tmp_path / "metrics.jsonl").write_text(line(10) + line(20))
+    events = [SAVED, ("stop", None, "stopped"), ("start", 20, "goes back")]
+    create_run(tmp_path, *events, steps=999)
+    write_metrics(tmp_path, [line(10), line(20)])
 
     status = read_status(tmp_path)
 
@@ -147,7 +152,7 @@ def test_a_resumed_run_is_at_the_step_of_its_start(tmp_path):
 
 def test_only_the_end_of_a_large_file_is_read(tmp_path):
     create_run(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text("".join(line(step) for step in range(1, 20_001)))
+    write_metrics(tmp_path, [line(step) for step in range(1, 20_001)])
 
     status = read_status(tmp_path)
 
@@ -159,7 +164,7 @@ def test_metrics_of_version_0_2_are_read_by_their_new_names(tmp_path):
     create_run(tmp_path)
     old_names = {"loss_max": 9.0, "clipped": 0.5, "utilization": 0.9, "time_left": 40.0}
 
-    (tmp_path / "metrics.jsonl").write_text(line(1, **old_names) + line(2, **old_names))
+    write_metrics(tmp_path, [line(1, **old_names), line(2, **old_names)])
 
     assert "step 2/100  0:00:40 left" in read_status(tmp_path).to_lines()
 
@@ -169,17 +174,23 @@ def test_metrics_of_version_0_2_are_read_by_their_new_names(tmp_path):
 
 
 def test_the_eta_is_unknown_until_a_resumed_run_logs_a_step(tmp_path):
-    events = ("stop", None, "stopped"), ("data", None, "Data"), ("start", 50, "starts")
-    create_run(tmp_path, SAVED, *events)
+    events = [
+        SAVED,
+        ("stop", None, "stopped"),
+        ("data", None, "Data"),
+        ("start", 50, "starts"),
+    ]
+    create_run(tmp_path, *events)
     now = time.time()
     before = line(50, time=now - 9, eta=40.0)
     after = line(60, time=now + 9, eta=40.0)
 
-    (tmp_path / "metrics.jsonl").write_text(before)
+    write_metrics(tmp_path, [before])
 
     assert "step 50/100" in read_status(tmp_path).to_lines()
 
-    (tmp_path / "metrics.jsonl").write_text(before + after)
+    write_metrics(tmp_path, [before, after])
+
     assert "step 60/100  0:00:40 left" in read_status(tmp_path).to_lines()
 
 
@@ -188,7 +199,8 @@ def test_damaged_lines_are_skipped_and_reported(tmp_path):
     path = create_run(tmp_path) / "metrics.jsonl"
     # Invalid JSON, a list instead of an object, and too deep nesting.
     damage = b"\x00\xff\xfe{{{\n[1, 2]\n" + b"[" * 100_000 + b"\n"
-    path.write_bytes(line(10).encode() + damage + line(20).encode() + b'{"step": 30, "lo')
+    unfinished = b'{"step": 30, "lo'
+    path.write_bytes(line(10).encode() + damage + line(20).encode() + unfinished)
 
     status = read_status(tmp_path)
 
@@ -261,7 +273,8 @@ def create_console(width: int, file: io.StringIO) -> Console:
 def test_the_view_erases_all_rows_into_which_a_narrower_window_has_broken_its_lines():
     file = io.StringIO()
     console = create_console(100, file)
-    text = Text("\n".join(["x" * 90] * 3), no_wrap=True, overflow="ellipsis")
+    lines = "\n".join(["x" * 90] * 3)
+    text = Text(lines, no_wrap=True, overflow="ellipsis")
     with View(text, console=console, auto_refresh=False):
         # A line that was drawn 45 wide takes two rows of a window that is 44 wide.
         widths_and_rows = [(100, 3), (45, 6), (44, 6), (100, 3)]
@@ -337,7 +350,8 @@ def test_a_sparkline_has_a_bar_for_each_group_of_values(values, bars):
 def test_watching_follows_a_run_to_its_end_and_ctrl_c_ends_the_watching_quietly(tmp_path):
     create_run(tmp_path)
     command = [sys.executable, "-u", "-m", "titanlite", "watch", str(tmp_path)]
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "bufsize": 1}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes |= {"text": True, "bufsize": 1}
     interrupted: Any = subprocess.Popen(command, **pipes)
     watching: Any = subprocess.Popen(command, **pipes)
     for process in (interrupted, watching):
