@@ -1,6 +1,6 @@
 """The layouts that are compared with one process, and their tolerances.
 
-`benchmarks/equivalence.sh` measures all rows, and tests/distributed/test_equivalence.py proves them.
+`benchmarks/equivalence.sh` measures all rows. tests/distributed/test_equivalence.py proves them.
 """
 
 from collections.abc import Iterable
@@ -33,8 +33,8 @@ class Numbers(NamedTuple):
 
 IDENTICAL = Numbers(0, 0, 0, 0)
 # fp32 sums in another order differ by 1e-7. Adam divides a gradient by its own size, so if it is
-# nearly zero, rounding can change its sign and a whole update. Measured: at most 0.015 updates, 1e-5
-# in the mean.
+# nearly zero, rounding can change its sign and a whole update. Measured: at most 0.015 updates, and
+# 1e-5 in the mean.
 EXACT = Numbers(5e-6, 2e-5, 1e-4, 0.1)
 # The norm of many elements differs by up to two of fp32's last bits. Adding them up one after the
 # other differed by 3e-7 to 8e-7.

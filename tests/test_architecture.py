@@ -62,11 +62,10 @@ def test_the_names_that_examples_import_exist():
     """Some examples need packages that are not installed, so no other test imports them."""
     for path in sorted((ROOT / "examples").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if (
-                isinstance(node, ast.ImportFrom)
-                and (node.module or "").split(".")[0] == "titanlite"
-            ):
-                module = importlib.import_module(node.module or "")
+            if not isinstance(node, ast.ImportFrom) or node.module is None:
+                continue
+            if node.module.split(".")[0] == "titanlite":
+                module = importlib.import_module(node.module)
                 missing = [name.name for name in node.names if not hasattr(module, name.name)]
                 assert not missing, f"{path.relative_to(ROOT)}: {node.module} lacks {missing}"
 
@@ -78,6 +77,7 @@ def test_package_and_tests_stay_below_their_token_ceilings():
     assert package.tokens <= COUNT["MAX_PACKAGE_TOKENS"]
     assert package.tokens_per_line <= COUNT["MAX_PACKAGE_TOKENS_PER_LINE"]
     assert tests.tokens <= COUNT["MAX_TEST_TOKENS"]
+    assert tests.tokens_per_line <= COUNT["MAX_TEST_TOKENS_PER_LINE"]
 
 
 def test_comments_docstrings_and_layout_do_not_count(tmp_path):

@@ -1,4 +1,4 @@
-"""docs/internals/private_torch_names.md lists the private names that the package uses, with tests."""
+"""docs/internals/private_torch_names.md lists all private names in the package, with tests."""
 
 import ast
 import itertools

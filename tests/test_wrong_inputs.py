@@ -1,4 +1,4 @@
-"""Wrong inputs end at once with a documented exit code and an error that names them, and change no file."""
+"""Wrong inputs end at once with a documented exit code and a clear error, and change no file."""
 
 import gzip
 import json
@@ -43,7 +43,7 @@ def lines(table: str) -> list[tuple[str, str]]:
 
 
 # Each line is a job file (";" separates its lines), after the number of ranks if it is not 1. The
-# error must contain the text after "=>", or else the first key.
+# error must contain the text after "=>", or else the first key. A backslash continues a long line.
 JOBS = """
 steps : 5 => bad.toml
 training.lr = 1.0 => optimizer.lr
@@ -77,9 +77,12 @@ dataset.config = "en" =>
 dataset.streaming = true ; dataset.source = "text" ; dataset.path = "text.jsonl" =>
 [[dataset.sources]] ; source = "c4" ; token_dtype = "uint16" => dataset.sources.0.token_dtype
 [[dataset.sources]] ; source = "c4" ; weight = 0.0 => dataset.sources.0.weight
-[[dataset.sources]] ; source = "c4" ; [[dataset.stages]] ; start_step = 1 ; weights = [0] => dataset.stages.0.weights
-[[dataset.sources]] ; source = "c4" ; [[dataset.sources]] ; [[dataset.stages]] ; start_step = 1 ; weights = [1.0] => dataset.stages.0.weights
-[[dataset.stages]] ; start_step = 1 ; lr_factor = 0.5 ; [[dataset.stages]] ; start_step = 1 => dataset.stages.1.start_step
+[[dataset.sources]] ; source = "c4" ; [[dataset.stages]] ; start_step = 1 ; weights = [0] \
+=> dataset.stages.0.weights
+[[dataset.sources]] ; source = "c4" ; [[dataset.sources]] ; [[dataset.stages]] ; start_step = 1 \
+; weights = [1.0] => dataset.stages.0.weights
+[[dataset.stages]] ; start_step = 1 ; lr_factor = 0.5 ; [[dataset.stages]] ; start_step = 1 \
+=> dataset.stages.1.start_step
 [[dataset.stages]] ; start_step = 1 ; global_batch_size = 12 => dataset.stages.0.global_batch_size
 validation.freq = 5 =>
 validation.holdout = 0.1 ; validation.path = "text.jsonl" => validation.path
@@ -94,7 +97,8 @@ model.mup_base_dim = 64 ; optimizer.name = "Muon" => optimizer.name
 [[optimizer.groups]] ; lr_factor = 2.0 => optimizer.groups.0.params
 [[optimizer.groups]] ; params = ["*", "layers.9.*"] => layers.9.*
 [[optimizer.groups]] ; params = ["layers.*", "tok_*"] => in no group: norm.weight and 1 more
-[[optimizer.groups]] ; params = ["*"] ; [[optimizer.groups]] ; params = ["norm.*"] => of another group: norm.weight
+[[optimizer.groups]] ; params = ["*"] ; [[optimizer.groups]] ; params = ["norm.*"] \
+=> of another group: norm.weight
 lr_scheduler.warmup_steps = 9 ; training.steps = 5 =>
 lr_scheduler.decay_steps = 9 ; training.steps = 5 =>
 lr_scheduler.decay_steps = "2B" ; training.tokens = "1B" => lr_scheduler.decay_steps
@@ -117,8 +121,10 @@ lr_scheduler.total_steps = 4 ; training.steps = 5 =>
 activation_checkpoint.selective_ac_option = "0" =>
 activation_checkpoint.mode = "memory_budget" =>
 float8.enable = true =>
-training.seq_len = 100 ; training.local_batch_size = 1 ; float8.enable = true ; float8.min_features = 0 =>
-training.seq_len = 16 ; training.local_batch_size = 1 ; float8.enable = true ; float8.recipe_name = "mxfp8" ; float8.min_features = 0 => multiples of 32
+training.seq_len = 100 ; training.local_batch_size = 1 ; float8.enable = true \
+; float8.min_features = 0 =>
+training.seq_len = 16 ; training.local_batch_size = 1 ; float8.enable = true \
+; float8.recipe_name = "mxfp8" ; float8.min_features = 0 => multiples of 32
 float8.enable = true ; float8.recipe_name = "mxfp4" => float8.recipe_name
 checkpoint.async_mode = "process" => 'async'
 validation.sources = [{source = "c4", max_epochs = 2}] => no longer a key
@@ -139,7 +145,8 @@ checkpoint.initial_load_in_hf = true =>
 validation.source = "c4" =>
 validation.source = "c4" ; validation.holdout = 0.1 =>
 validation.path = "text.jsonl" ; validation.source = "jsonl" => validation.path
-float8.enable_fsdp_float8_all_gather = true ; float8.recipe_name = "rowwise" => float8.enable_fsdp_float8_all_gather
+float8.enable_fsdp_float8_all_gather = true ; float8.recipe_name = "rowwise" \
+=> float8.enable_fsdp_float8_all_gather
 float8.precompute_float8_dynamic_scale_for_fsdp = true =>
 optimizer.stochastic_rounding = true =>
 parallelism.enable_async_tensor_parallel = true =>
@@ -166,7 +173,8 @@ profiling.profiler_ranks = [1] =>
 checkpoint.folder = "/etc/passwd" =>
 checkpoint.folder = "tb" =>
 metrics.loggers = ["none_such"] =>
-samples.freq = 5 ; samples.prompts = ["word word word word"] ; training.seq_len = 2 => samples.prompts
+samples.freq = 5 ; samples.prompts = ["word word word word"] ; training.seq_len = 2 \
+=> samples.prompts
 profiling.profile_freq = 3 => profiling.profile_freq
 parallelism.memory_savers = "most" =>
 parallelism.fsdp_forward_prefetch = 1 =>
@@ -175,13 +183,17 @@ parallelism.enable_fsdp_symmetric_memory = true ; parallelism.memory_savers = "n
 @4 parallelism.enable_fsdp_symmetric_memory = true ; parallelism.memory_savers = "none" ; parallelism.tensor_parallel_degree = 2 ; compile.enable = true ; parallelism.enable_async_tensor_parallel = true => enable_async_tensor_parallel. Remove
 @4 parallelism.data_parallel_replicate_degree = 3 =>
 @3 parallelism.tensor_parallel_degree = 3 =>
-@2 parallelism.tensor_parallel_degree = 2 ; model.ffn_dim = 720 ; float8.enable = true ; float8.min_features = 0 =>
-@2 parallelism.tensor_parallel_degree = 2 ; float8.enable = true ; float8.recipe_name = "mxfp8" ; float8.min_features = 0 => multiples of 128
+@2 parallelism.tensor_parallel_degree = 2 ; model.ffn_dim = 720 ; float8.enable = true \
+; float8.min_features = 0 =>
+@2 parallelism.tensor_parallel_degree = 2 ; float8.enable = true ; float8.recipe_name = "mxfp8" \
+; float8.min_features = 0 => multiples of 128
 @2 training.global_batch_size = 12 ; training.local_batch_size = 4 =>
 @7 parallelism.pipeline_parallel_degree = 7 ; training.global_batch_size = 56 =>
-@2 model.tied_embeddings = true ; parallelism.pipeline_parallel_degree = 2 ; training.global_batch_size = 16 =>
+@2 model.tied_embeddings = true ; parallelism.pipeline_parallel_degree = 2 \
+; training.global_batch_size = 16 =>
 @2 parallelism.fsdp_reduce = "microbatch" ; parallelism.pipeline_parallel_degree = 2 =>
-@2 parallelism.pipeline_parallel_split_points = ["layers.2", "layers.4"] ; parallelism.pipeline_parallel_degree = 2 =>
+@2 parallelism.pipeline_parallel_split_points = ["layers.2", "layers.4"] \
+; parallelism.pipeline_parallel_degree = 2 =>
 """
 
 
@@ -284,8 +296,10 @@ check --validation.no-document-mask => no longer a key
 prepare --out => --out
 prepare --job.config_file job.toml => --out
 prepare --out x --workers 1 --dataset.source shards --dataset.path run => run
-prepare --out x --workers 1 --dataset.source tokens --dataset.path text.jsonl => dataset.source is tokens
-prepare --out x --workers 1 --dataset.source jsonl --dataset.path text.jsonl --dataset.loss_mask_column x => dataset.loss_mask_column
+prepare --out x --workers 1 --dataset.source tokens --dataset.path text.jsonl \
+=> dataset.source is tokens
+prepare --out x --workers 1 --dataset.source jsonl --dataset.path text.jsonl \
+--dataset.loss_mask_column x => dataset.loss_mask_column
 {PREPARE} text.jsonl --out text.jsonl => text.jsonl
 {PREPARE} text.jsonl --out run/checkpoint/step-00000010/x => step-00000010
 {PREPARE} text.jsonl --out /proc/x => /proc/x
@@ -294,7 +308,8 @@ data show --sequence 99 {SMALL} => --sequence 99
 {SHOW} text.jsonl --rank 5 => --rank
 {SHOW} nowhere.jsonl => nowhere.jsonl
 {SHOW} /dev/null => /dev/null
-check --dataset.source jsonl --dataset.path text.jsonl --dataset.text_column body => Set dataset.text_column
+check --dataset.source jsonl --dataset.path text.jsonl --dataset.text_column body \
+=> Set dataset.text_column
 data show {SMALL} --dataset.source huggingface --dataset.path ./nowhere => nowhere
 generate --prompt x => --checkpoint
 generate --checkpoint run --temperature -1 => temperature
@@ -317,7 +332,8 @@ eval --checkpoint run --data text.jsonl --window 65 => --window 65
 eval --checkpoint run --data text.jsonl --stride 48 => --stride 48
 eval --checkpoint run --data text.jsonl --training.steps 5 => --training.steps
 eval --checkpoint run --data text.jsonl --parallelism.tensor 2 => --parallelism.tensor
-eval --checkpoint run --data text.jsonl --parallelism.tensor_parallel_degree 2 => parallelism.tensor_parallel_degree
+eval --checkpoint run --data text.jsonl --parallelism.tensor_parallel_degree 2 \
+=> parallelism.tensor_parallel_degree
 export --checkpoint run --out x --dtype int8 => float32
 export --checkpoint run hurt --out x => hurt
 export --checkpoint run/checkpoint --out run => run
@@ -330,7 +346,8 @@ tokenizer => --vocab-size
 tokenizer train --vocab-size 5 --out x => --vocab-size must be greater than 512
 tokenizer train --vocab-size 600 --out x --data text.jsonl => --data
 tokenizer train --vocab-size 600 --out x --dataset.path text.jsonl => dataset.path = "text.jsonl"
-check --dataset.source jsonl --dataset.path nowhere*.jsonl => command line: dataset.path = "nowhere*.jsonl"
+check --dataset.source jsonl --dataset.path nowhere*.jsonl \
+=> command line: dataset.path = "nowhere*.jsonl"
 check --hidden_size 512 => model.dim
 check --num_train_epochs 3 => dataset.max_epochs
 check --model.dim 1000000000 => model.dim = 1000000000
@@ -374,7 +391,8 @@ RANK={"9" * 5000} check => RANK
 RANK=2 WORLD_SIZE=2 check => RANK=2
 LOCAL_RANK=first check => LOCAL_RANK
 LOCAL_WORLD_SIZE=0 check => LOCAL_WORLD_SIZE
-WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=http eval --checkpoint run --data text.jsonl => 'http'
+WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=http eval --checkpoint run --data text.jsonl \
+=> 'http'
 WORLD_SIZE=2 MASTER_PORT=29500 eval --checkpoint run --data text.jsonl => variable MASTER_ADDR
 LOG_RANK=7 launch => LOG_RANK
 NGPU=all launch => NGPU

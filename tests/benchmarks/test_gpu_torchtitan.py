@@ -44,7 +44,8 @@ def shapes(model: nn.Module) -> Counter[tuple[torch.Size, torch.dtype]]:
 
 
 SAME_KEYS = {
-    "training": "steps seq_len local_batch_size global_batch_size max_norm dtype gc_freq mixed_precision_param",
+    "training": "steps seq_len local_batch_size global_batch_size max_norm dtype gc_freq "
+    "mixed_precision_param",
     "optimizer": "name lr beta1 beta2 eps weight_decay implementation",
     "activation_checkpoint": "mode selective_ac_option",
     "compile": "enable",

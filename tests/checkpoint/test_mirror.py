@@ -71,7 +71,7 @@ def bucket():
 
 
 def read_mirror(ending: str = "") -> dict[str, bytes]:
-    """Return paths and contents of the files at the mirror, except for the probe file of a start."""
+    """Return paths and contents of the files at the mirror, without the probe file of a start."""
     storage = bucket()
     paths = [path for path in list_files(storage, "bucket/run") if path.endswith(ending)]
     return {

@@ -182,8 +182,9 @@ def test_a_flavor_is_the_same_model(model, flavor, version):
     assert different in ({}, {"vocab_size": 4096})
 
 
-# torchtitan 0.3.0 wrote the file, with the command in docs/reference/from_torchtitan.md and the options
-# --validator.enable --debug.seed 7 --parallelism.tensor_parallel_degree 2 activation-checkpoint:full.
+# torchtitan 0.3.0 wrote the file, with the command in docs/reference/from_torchtitan.md and the
+# options --validator.enable --debug.seed 7 --parallelism.tensor_parallel_degree 2
+# activation-checkpoint:full.
 RESOLVED = Path(__file__).with_name("llama3_debugmodel_0.3.json")
 OF_RESOLVED = """\
 model.flavor = "debugmodel"

@@ -386,7 +386,8 @@ def test_each_way_to_start_resumes_the_checkpoints_of_the_others(tmp_path):
     options = [*pinned.split(), "--job.dump_folder", run, "--training.steps"]
     program = tmp_path / "program.py"
     program.write_text(
-        "import sys\nfrom titanlite.load_run import load_run\nfrom titanlite.train.trainer import Trainer\n"
+        "import sys\nfrom titanlite.load_run import load_run\n"
+        "from titanlite.train.trainer import Trainer\n"
         "with Trainer(load_run(sys.argv[1:], world_size=1)) as trainer:\n    trainer.train()\n"
     )
     starts = [

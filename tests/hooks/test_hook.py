@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 class RequestingHook(Hook):
-    """Logs additional numbers. Rank 1 requests a save after step 3 and a validation after step 4."""
+    """Logs numbers. Rank 1 requests a save after step 3 and a validation after step 4."""
 
     def wants(self, step: int) -> Request:
         is_rank_1 = dist.get_rank() == 1

@@ -1,4 +1,4 @@
-"""Profiles of a run and of `titanlite profile` cover the selected steps and do not change training."""
+"""Profiles of a run and of `titanlite profile` cover the selected steps and change no loss."""
 
 import gzip
 import json

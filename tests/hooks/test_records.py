@@ -19,6 +19,26 @@ def read_last_start(folder: Path) -> dict[str, Any]:
     return [event for event in events if event["event"] == "start"][-1]
 
 
+def change_record(path: Path) -> None:
+    """Change the environment that a start has recorded."""
+    record = json.loads(path.read_text())
+    record |= {"hosts": ["node1"], "world_size": 64}
+    record["packages"] |= {"torch": "2.0"}
+    record["data"]["tokenizer"] = "another"
+    record["code"]["files"] = "f" * 16
+    path.write_text(json.dumps(record))
+
+
+# How the next start reports these changes.
+CHANGES = (
+    "code.files: ffffffffffffffff -> ",
+    "packages.torch: 2.0 -> ",
+    "world_size: 64 -> 1",
+    "hosts: ['node1'] -> ",
+    "data.tokenizer: another -> ",
+)
+
+
 @pytest.mark.slow
 def test_a_start_lists_what_has_changed_since_the_previous_start(tmp_path):
     out = tmp_path / "out"
@@ -42,23 +62,12 @@ def test_a_start_lists_what_has_changed_since_the_previous_start(tmp_path):
     record = json.loads((out / "environment.json").read_text())
     assert record == read_last_start(out)["record"]
 
-    record |= {"hosts": ["node1"], "world_size": 64}
-    record["packages"] |= {"torch": "2.0"}
-    record["data"]["tokenizer"] = "another"
-    record["code"]["files"] = "f" * 16
-    (out / "environment.json").write_text(json.dumps(record))
+    change_record(out / "environment.json")
     with text.open("a") as file:
         file.write(json.dumps({"text": "more words"}) + "\n")
     train_until(3)
     changed = read_last_start(out)["changed"]
-    for beginning in (
-        "code.files: ffffffffffffffff -> ",
-        "packages.torch: 2.0 -> ",
-        "world_size: 64 -> 1",
-        "hosts: ['node1'] -> ",
-        f"data.jsonl {text}: ",
-        "data.tokenizer: another -> ",
-    ):
+    for beginning in (*CHANGES, f"data.jsonl {text}: "):
         assert any(line.startswith(beginning) for line in changed)
     assert "    world_size: 64 -> 1" in (out / "train.log").read_text()
 

@@ -329,7 +329,9 @@ PYTHON_OF_VENV = """#!/bin/bash
 [[ "$*" == "-m pip --version" ]] && exit 0
 echo "$*" >>installs
 seq -f "Collecting package-%g" 146
-[[ -f large ]] && sleep 1.5 && echo "  Downloading torch-2.13.0-py3-none-any.whl (822.1 MB)" && sleep 2
+if [[ -f large ]]; then
+    sleep 1.5 && echo "  Downloading torch-2.13.0-py3-none-any.whl (822.1 MB)" && sleep 2
+fi
 [[ -f broken ]] && echo "ERROR: No matching distribution" && echo "the last line of the error"
 [[ ! -f broken ]]
 """

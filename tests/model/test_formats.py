@@ -58,10 +58,12 @@ BLENDED = {
 # These keys do not configure rotary scaling.
 PLAIN = """
 {}
-{"num_key_value_heads": 2, "head_dim": 8, "hidden_act": "swish", "rms_norm_eps": 0.5, "rope_theta": 100}
+{"num_key_value_heads": 2, "head_dim": 8, "hidden_act": "swish", "rms_norm_eps": 0.5, \
+"rope_theta": 100}
 {"num_key_value_heads": null, "rope_theta": 7.0, "rope_parameters": {"rope_theta": 100.0}}
 {"tie_word_embeddings": true, "torch_dtype": "float32", "dtype": "float32", "pad_token_id": 3}
-{"pretraining_tp": 4, "initializer_range": 0.5, "use_cache": false, "temperature": 3.0, "eos_token_id": [1, 2]}
+{"pretraining_tp": 4, "initializer_range": 0.5, "use_cache": false, "temperature": 3.0, \
+"eos_token_id": [1, 2]}
 {"head_dim": 16}
 {"hidden_size": 42, "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 59}
 """

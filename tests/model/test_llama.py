@@ -1,4 +1,4 @@
-"""Initial weights, rotary angles and masks. test_formats.py compares the model with transformers."""
+"""Initial weights, rotary angles and masks. test_formats.py compares whole models."""
 
 import dataclasses
 import itertools

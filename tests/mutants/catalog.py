@@ -2,8 +2,8 @@
 
 `titanlite prove` must find every one, and its first line must point to the cause. Many are modelled
 on bugs of real frameworks (`like`). A mutant is a function without arguments. It runs in each rank
-before the command starts, and replaces a function of titanlite or torch, also in the one-rank run of
-the proof. To add one, write such a function with the decorator `mutant`:
+before the command starts, and replaces a function of titanlite or torch, also in the one-rank run
+of the proof. To add one, write such a function with the decorator `mutant`:
 
     @mutant(FSDP, r"gradient .* all parameters differ: 0.5 times")
     def gradients_averaged_twice() -> None: ...

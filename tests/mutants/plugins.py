@@ -73,7 +73,8 @@ class FusedAttention(Attention):
         cache: Any,
     ) -> Tensor:
         q, k, v = self.split(self.wqkv(x))
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        q = apply_rope(q, cos, sin)
+        k = apply_rope(k, cos, sin)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         if cache is not None:
             k, v = cache.append(k, v)

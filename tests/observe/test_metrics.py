@@ -15,7 +15,8 @@ KEYS = """
 step loss loss_max_rank grad_norm clip_fraction lr tokens tps tps_per_device mfu tflops memory
 memory_peak memory_active alloc_retries step_time data_time forward_backward_time optimizer_time
 checkpoint_time other_time elapsed eta time token_utilization skipped_records skipped_steps spikes
-roll_backs failed_saves save_waits failed_mirrors failed_writes source_tokens source_epochs grad_norms
+roll_backs failed_saves save_waits failed_mirrors failed_writes source_tokens source_epochs
+grad_norms
 """
 PARTS = ("data_time", "forward_backward_time", "optimizer_time", "checkpoint_time", "other_time")
 VALIDATION = "--validation.holdout 0.1 --validation.sequences 2 --validation.freq"

@@ -59,7 +59,8 @@ class Table(Writer):
         self.file = (start.folder / "table.txt").open("a")
 
     def logged(self, entry) -> None:
-        self.file.write(f"{entry.loss_max} {entry.clipped} {entry.time_left} {entry.utilization}\\n")
+        numbers = [entry.loss_max, entry.clipped, entry.time_left, entry.utilization]
+        self.file.write(" ".join(map(str, numbers)) + "\\n")
 
     def close(self) -> None:
         self.file.close()

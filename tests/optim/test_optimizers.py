@@ -1,4 +1,4 @@
-"""Muon, AdamW8bit and parameter groups train alike on any layout, after a resume, and as in torch."""
+"""Muon, AdamW8bit and parameter groups train alike on any layout, after a resume, and in torch."""
 
 import re
 import zlib
@@ -114,7 +114,7 @@ class TorchMuon(RandomGradients):
 
 
 def test_muon_on_one_process_is_close_to_torch(tmp_path):
-    """titanlite rounds momentum twice and torch once, so elements can differ by 2^-8 in bfloat16."""
+    """titanlite rounds momentum twice and torch once, so elements can differ by 2^-8 in bf16."""
     hook = TorchMuon()
     run = load_run([*TINY.split(), "Muon", "--job.dump_folder", str(tmp_path)], 1)
     with Trainer(run, None, [hook]) as trainer:

@@ -22,7 +22,7 @@ OPTIONS = (
 
 
 class CheckMean(Hook):
-    """Compares the mean of the weights after each step with the weights in saves and validations."""
+    """Compares the mean of the weights so far with the weights in saves and validations."""
 
     def built(self, trainer: Trainer) -> None:
         self._weight = trainer.model.get_parameter("output.weight")

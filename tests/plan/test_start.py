@@ -1,4 +1,4 @@
-"""`titanlite plan` prints plans, starts that cannot fit are rejected, and OOM errors show a plan."""
+"""Plans are printed, starts that cannot fit are rejected, and out-of-memory errors show a plan."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The page of `titanlite report` shows what runs have written, runs no code from it, and is small."""
+"""The page of `titanlite report` shows the files of runs, runs no code from them, and is small."""
 
 import json
 import random
@@ -251,9 +251,14 @@ USE = """
 const scale = () => charts.map((chart) => [chart.plot.scales.x.min, chart.plot.scales.x.max]);
 const mean = () => {
   const { data, columns } = columnsOf(chartSpecs()[0]);
-  return data[1 + columns.findIndex((column) => column.part === "mean")].findLast((y) => y !== null);
+  const means = data[1 + columns.findIndex((column) => column.part === "mean")];
+  return means.findLast((y) => y !== null);
 };
-const seen = { scales: scale(), canvases: document.querySelectorAll("canvas").length, charts: D.charts.length };
+const seen = {
+  scales: scale(),
+  canvases: document.querySelectorAll("canvas").length,
+  charts: D.charts.length,
+};
 setZoom([100, 200]);
 (async () => {
   const settled = () => new Promise((done) => setTimeout(done, 100)); // uPlot draws a little later

@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TITANLITE = str(Path(sys.executable).with_name("titanlite"))
 HOSTILE = """
 titanlite, numpy, torch, torchao, tokenizers, tiktoken, pydantic, tyro, rich, tomli, xxhash,
-datasets, safetensors, sitecustomize, usercustomize, traceback, json, logging, queue, socket, pickle, random, tempfile,
-subprocess, multiprocessing, asyncio, typing_extensions, _pickle, triton
+datasets, safetensors, sitecustomize, usercustomize, traceback, json, logging, queue, socket,
+pickle, random, tempfile, subprocess, multiprocessing, asyncio, typing_extensions, _pickle, triton
 """
 JOB = "--job.config_file ../job.toml --training.steps 2"
 API = """
@@ -40,7 +40,7 @@ def hostile_folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("strangers")
+@pytest.mark.xdist_group("untrusted_folders")
 @pytest.mark.parametrize(
     "command",
     [
