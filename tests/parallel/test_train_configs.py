@@ -33,7 +33,10 @@ LONG = (
 )
 
 
-CASES = [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in WORLD]
+CASES = []
+for name in WORLD:
+    marks = [pytest.mark.long] if name in LONG else []
+    CASES.append(pytest.param(name, marks=marks))
 
 
 @pytest.mark.slow
