@@ -160,7 +160,8 @@ model.logit_softcap = 1e-320 =>
 model.logit_softcap = 1e308 =>
 training.z_loss = 1e308 =>
 [[dataset.sources]] ; source = "c4" ; weight = 1e-320 => dataset.sources.0.weight
-[[dataset.sources]] ; source = "c4" ; [[dataset.stages]] ; start_step = 1 ; weights = [1e308] => dataset.stages.0.weights
+[[dataset.sources]] ; source = "c4" ; [[dataset.stages]] ; start_step = 1 ; weights = [1e308] \
+    => dataset.stages.0.weights
 [[dataset.stages]] ; start_step = 1 ; lr_factor = 1e308 => dataset.stages.0.lr_factor
 optimizer.eps = 1e-320 =>
 optimizer.weight_decay = 1e308 =>
@@ -180,7 +181,9 @@ parallelism.memory_savers = "most" =>
 parallelism.fsdp_forward_prefetch = 1 =>
 parallelism.enable_fsdp_symmetric_memory = true ; parallelism.memory_savers = "none" =>
 @2 parallelism.enable_fsdp_symmetric_memory = true =>
-@4 parallelism.enable_fsdp_symmetric_memory = true ; parallelism.memory_savers = "none" ; parallelism.tensor_parallel_degree = 2 ; compile.enable = true ; parallelism.enable_async_tensor_parallel = true => enable_async_tensor_parallel. Remove
+@4 parallelism.enable_fsdp_symmetric_memory = true ; parallelism.memory_savers = "none" \
+    ; parallelism.tensor_parallel_degree = 2 ; compile.enable = true \
+    ; parallelism.enable_async_tensor_parallel = true => enable_async_tensor_parallel. Remove
 @4 parallelism.data_parallel_replicate_degree = 3 =>
 @3 parallelism.tensor_parallel_degree = 3 =>
 @2 parallelism.tensor_parallel_degree = 2 ; model.ffn_dim = 720 ; float8.enable = true \
