@@ -55,6 +55,17 @@ def test_the_page_lists_every_package_above_the_packages_that_it_imports():
     assert folders <= set(packages)
 
 
+def test_classes_and_type_aliases_of_the_package_have_unique_names():
+    names = []
+    for path in (ROOT / "titanlite").rglob("*.py"):
+        text = path.read_text()
+        nodes = ast.walk(ast.parse(text))
+        names += [node.name for node in nodes if isinstance(node, ast.ClassDef)]
+        names += re.findall(r"^(_?[A-Z]+[a-z]\w*) = ", text, flags=re.MULTILINE)
+
+    assert [name for name in set(names) if names.count(name) > 1] == []
+
+
 COUNT = runpy.run_path(str(ROOT / "scripts" / "count_code.py"))
 
 

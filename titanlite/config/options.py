@@ -24,7 +24,7 @@ from titanlite.config.errors import UserError
 from titanlite.config.mistakes import COMMAND_LINE, find_types, wrap_text
 from titanlite.config.registry import load_plugins
 from titanlite.config.run import MOST_RANKS
-from titanlite.config.schema import Settings, check_path
+from titanlite.config.schema import RootConfig, check_path
 
 JOB_KEYS = "Every key of a job is also an option. Run `titanlite train --help` for a list."
 
@@ -48,7 +48,7 @@ _STYLE = (
 )  # --json alone; PATH, and not {None}|PATH
 
 
-class Options(Settings):
+class Options(RootConfig):
     """Base class for the options of a command."""
 
     source: ClassVar[str] = COMMAND_LINE

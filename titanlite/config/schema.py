@@ -986,7 +986,7 @@ class Comm(Section):
     they are killed."""
 
 
-class Settings(Section):
+class RootConfig(Section):
     """Base class for jobs and command options. A validation error lists all mistakes at once.
 
     Raises:
@@ -1041,7 +1041,7 @@ def rename_keys(tables: dict[str, Any]) -> list[str]:
     return renamed
 
 
-class JobConfig(Settings):
+class JobConfig(RootConfig):
     """Complete configuration of a training run.
 
     Each section of a job file is an attribute: `job.training.steps` is the option `steps` of the

@@ -36,7 +36,7 @@ from titanlite.data.sources.shards import (
     DAMAGED_MANIFEST,
     FORMAT,
     MAX_MANIFEST_BYTES,
-    Manifest,
+    ShardManifest,
     block_checksums,
 )
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -47,7 +47,7 @@ _UNIT_DOCUMENTS = 4096
 _UNITS_PER_SHARD = 64
 
 
-class _Unit(NamedTuple):
+class _TokenizedUnit(NamedTuple):
     """Consecutive documents of a source after tokenization.
 
     One thread tokenizes a unit of about 4 MiB of text. Several units form a shard.
@@ -208,7 +208,7 @@ def _read_shards(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> li
         )
 
     # Validate the fields last. If the format differs, the error above is more helpful.
-    parse_json(path, content, Manifest, DAMAGED_MANIFEST)
+    parse_json(path, content, ShardManifest, DAMAGED_MANIFEST)
     return list(manifest["shards"])
 
 
@@ -233,7 +233,7 @@ def _divide(documents: Iterator[Record]) -> Iterator[list[Record]]:
 
 def _tokenize_in_order(
     records: Iterator[Record], documents: DocumentTokenizer, dtype: np.dtype, workers: int
-) -> Iterator[_Unit]:
+) -> Iterator[_TokenizedUnit]:
     """Tokenize documents in `workers` threads, and yield units in the order of the documents.
 
     At most two units per thread are in memory.
@@ -247,7 +247,9 @@ def _tokenize_in_order(
             pending.extend(islice(futures, 1))
 
 
-def _tokenize(documents: DocumentTokenizer, dtype: np.dtype, records: list[Record]) -> _Unit:
+def _tokenize(
+    documents: DocumentTokenizer, dtype: np.dtype, records: list[Record]
+) -> _TokenizedUnit:
     """Tokenize the records of a unit, and hash their texts.
 
     Threads can call this at the same time.
@@ -256,10 +258,12 @@ def _tokenize(documents: DocumentTokenizer, dtype: np.dtype, records: list[Recor
     tokens = [documents.encode(record) for record in records]
     hashes = [hash_text(record) if isinstance(record, str) else 0 for record in records]
     lengths = [len(document) for document in tokens]
-    return _Unit(np.concatenate(tokens).astype(dtype).tobytes(), lengths, hashes, documents.skipped)
+    return _TokenizedUnit(
+        np.concatenate(tokens).astype(dtype).tobytes(), lengths, hashes, documents.skipped
+    )
 
 
-def _join(units: list[_Unit]) -> _Unit:
+def _join(units: list[_TokenizedUnit]) -> _TokenizedUnit:
     """Concatenate the documents of several units into one unit, which becomes a shard."""
     lengths: list[int] = []
     hashes: list[int] = []
@@ -268,10 +272,10 @@ def _join(units: list[_Unit]) -> _Unit:
         lengths += unit.lengths
         hashes += unit.hashes
         skipped += unit.skipped
-    return _Unit(b"".join(unit.tokens for unit in units), lengths, hashes, skipped)
+    return _TokenizedUnit(b"".join(unit.tokens for unit in units), lengths, hashes, skipped)
 
 
-def _write_shard(folder: Path, number: int, shard: _Unit) -> dict[str, Any]:
+def _write_shard(folder: Path, number: int, shard: _TokenizedUnit) -> dict[str, Any]:
     """Write the .bin, .idx and .hash files of a shard, and flush them to disk.
 
     Args:

@@ -73,7 +73,7 @@ EARLY_EXIT = 256  # code of a rank that exited with 0 but did not record its suc
 FINAL_CODES = (0, *KNOWN_EXITS, *UNSAVED_STOPS)
 
 
-class HangReport(NamedTuple):
+class RankHang(NamedTuple):
     """Report of a rank that makes no progress."""
 
     is_waiting: bool
@@ -455,7 +455,7 @@ def _is_stopped(pid: int) -> bool:
     return state in "tT"  # t: stopped by a debugger, T: by a signal
 
 
-def _read_hangs(folder: Path) -> list[HangReport]:
+def _read_hangs(folder: Path) -> list[RankHang]:
     """Read the hang reports that the ranks of this node wrote into the launcher's private folder.
 
     Reports of ranks that do not wait for other ranks come first.
@@ -463,7 +463,7 @@ def _read_hangs(folder: Path) -> list[HangReport]:
     reports = []
     for file in folder.glob("*.hang.json"):
         with contextlib.suppress(FileNotFoundError):  # the rank has just made progress
-            reports.append(HangReport(*json.loads(file.read_text(encoding="utf-8"))))
+            reports.append(RankHang(*json.loads(file.read_text(encoding="utf-8"))))
     return sorted(reports)
 
 

@@ -28,7 +28,7 @@ from titanlite.config.errors import UserError
 from titanlite.config.run import Run
 from titanlite.model.llama import Llama
 from titanlite.parallel import memory_savers
-from titanlite.parallel.memory_savers import Groups, count_params
+from titanlite.parallel.memory_savers import ModuleGroups, count_params
 
 
 def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
@@ -81,7 +81,7 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
     memory_savers.apply_memory_savers(model, mesh, run)
 
 
-def _prefetch_groups(groups: Groups) -> None:
+def _prefetch_groups(groups: ModuleGroups) -> None:
     """Let FSDP all-gather the parameters of a group while the previous group computes.
 
     Args:
@@ -136,7 +136,7 @@ def _build_policies(mesh: DeviceMesh, run: Run) -> dict[str, Any]:
     return {"mp_policy": mp_policy, "offload_policy": offload_policy}
 
 
-def _group_modules(model: Llama, run: Run) -> tuple[Groups, Groups, Groups]:
+def _group_modules(model: Llama, run: Run) -> tuple[ModuleGroups, ModuleGroups, ModuleGroups]:
     """Divide the modules of a model into FSDP groups, which are gathered and freed together.
 
     Small blocks share a group, because each group costs about a millisecond per step on a CPU.
@@ -150,22 +150,22 @@ def _group_modules(model: Llama, run: Run) -> tuple[Groups, Groups, Groups]:
     if count_params([model]) < min_size:
         return [], [], []
 
-    embedding: Groups = []
+    embedding: ModuleGroups = []
     if model.tok_embeddings is not None and not model.arch.tied_embeddings:
         embedding = [[model.tok_embeddings]]
     blocks = _group_blocks(model.layers.values(), min_size)
-    output: Groups = []
+    output: ModuleGroups = []
     if model.norm is not None and model.output is not None:
         output = [[model.norm, model.output]]
     return embedding, blocks, output
 
 
-def _group_blocks(blocks: Iterable[nn.Module], min_size: int) -> Groups:
+def _group_blocks(blocks: Iterable[nn.Module], min_size: int) -> ModuleGroups:
     """Group consecutive blocks so that each group, except the last, has `min_size` parameters.
 
     For example, blocks of 40 parameters with a `min_size` of 100 form groups of three.
     """
-    groups: Groups = []
+    groups: ModuleGroups = []
     for block in blocks:
         if groups and count_params(groups[-1]) < min_size:
             groups[-1].append(block)
@@ -174,7 +174,7 @@ def _group_blocks(blocks: Iterable[nn.Module], min_size: int) -> Groups:
     return groups
 
 
-def _should_reshard(blocks: Groups, mesh: DeviceMesh, run: Run) -> bool:
+def _should_reshard(blocks: ModuleGroups, mesh: DeviceMesh, run: Run) -> bool:
     """Return whether FSDP frees the parameters of blocks between forward and backward pass.
 
     The result applies to jobs with `fsdp_reshard_after_forward` = "default". A single group stays

@@ -29,7 +29,7 @@ from titanlite.config.run import Run
 from titanlite.model.llama import Llama, TransformerBlock
 from titanlite.optim.adamw import AdamW, new_state
 
-Groups = list[list[nn.Module]]
+ModuleGroups = list[list[nn.Module]]
 """FSDP groups: lists of modules whose parameters are gathered and freed together."""
 RANKS_PER_NODE = 8
 LARGE_OUTPUT_FACTOR = 16
@@ -110,8 +110,8 @@ def _unshard_before_forward(module: nn.Module, _args: Any) -> None:
 
 
 def regroup_norm(
-    blocks: Groups, output: Groups, mesh: DeviceMesh, run: Run
-) -> tuple[Groups, Groups]:
+    blocks: ModuleGroups, output: ModuleGroups, mesh: DeviceMesh, run: Run
+) -> tuple[ModuleGroups, ModuleGroups]:
     """Separate the final norm from the output projection, so that FSDP frees the projection early.
 
     FSDP frees the weights of a group together. The backward pass reads the weight of the norm, but
@@ -139,7 +139,7 @@ def regroup_norm(
     return [*first_groups, [*last_group, norm]], [[projection]]
 
 
-def separates_norm(blocks: Groups, output: nn.Module, mesh: DeviceMesh, run: Run) -> bool:
+def separates_norm(blocks: ModuleGroups, output: nn.Module, mesh: DeviceMesh, run: Run) -> bool:
     """Return whether the final norm becomes a separate FSDP group, to lower the peak memory.
 
     In the backward pass, FSDP2 frees the gradient of the output projection (2 GiB for the 8B model)

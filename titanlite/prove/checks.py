@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from titanlite.config.run import Run
-from titanlite.prove.record import Tensors
+from titanlite.prove.record import NamedTensors
 
 EPS32 = torch.finfo(torch.float32).eps
 ERROR_FACTOR = 4
@@ -171,9 +171,9 @@ def loss_tolerance(run: Run, error_of_one_rank: float) -> float:
 def compare_gradients(
     step: int,
     run: Run,
-    gradients: Tensors,
-    reference: Tensors,
-    one_rank: Tensors,
+    gradients: NamedTensors,
+    reference: NamedTensors,
+    one_rank: NamedTensors,
 ) -> list[Check]:
     """Compare the gradients of one step with gradients computed in float64.
 
@@ -204,7 +204,7 @@ def compare_gradients(
     return checks
 
 
-def _minimum_norms(gradients: Tensors) -> dict[str, float]:
+def _minimum_norms(gradients: NamedTensors) -> dict[str, float]:
     """Return the smallest norm by which a gradient error is divided, by parameter name.
 
     Relative to a gradient that is nearly zero, any rounding error is large. Such a gradient

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from titanlite.config.run import Run
-from titanlite.prove.record import Tensors
+from titanlite.prove.record import NamedTensors
 
 if TYPE_CHECKING:
     from titanlite.prove.reference import ReferenceTrainer
@@ -184,10 +184,10 @@ def _find_stage(name: str, run: Run) -> int:
 def explain_gradient(
     run: Run,
     failed: Sequence[str],
-    gradients: Tensors,
-    expected: Tensors,
+    gradients: NamedTensors,
+    expected: NamedTensors,
     weights: Mapping[str, Tensor],
-    sequences: Tensors,
+    sequences: NamedTensors,
     reference: ReferenceTrainer,
 ) -> str:
     """Explain wrong gradients by a factor, by missing sequences, or by a mistake in the model.
@@ -208,7 +208,7 @@ def explain_gradient(
     if not names:
         return f"{where}: they have no gradient"
 
-    def compute_gradient(changed_sequences: Tensors, **options: Any) -> Tensor:
+    def compute_gradient(changed_sequences: NamedTensors, **options: Any) -> Tensor:
         _, computed = reference.compute_gradients(weights, changed_sequences, **options)
         return _concatenate(computed, names)
 
@@ -218,7 +218,7 @@ def explain_gradient(
     return f"{where}: {cause}"
 
 
-def _concatenate(tensors: Tensors, names: Sequence[str]) -> Tensor:
+def _concatenate(tensors: NamedTensors, names: Sequence[str]) -> Tensor:
     """Concatenate all elements of the tensors called `names` in one vector, in float64."""
     return torch.cat([tensors[name].double().flatten() for name in names])
 
@@ -227,7 +227,7 @@ def _find_cause(
     run: Run,
     wrong: Tensor,
     right: Tensor,
-    sequences: Tensors,
+    sequences: NamedTensors,
     compute_gradient: Callable[..., Tensor],
 ) -> str:
     """Find the mistake that explains why a gradient is wrong, and describe it.
@@ -264,7 +264,7 @@ def _find_cause(
 
 
 def _fit_sequences(
-    wrong: Tensor, sequences: Tensors, compute_gradient: Callable[..., Tensor]
+    wrong: Tensor, sequences: NamedTensors, compute_gradient: Callable[..., Tensor]
 ) -> tuple[list[float], Tensor]:
     """Fit a wrong gradient by a weighted sum of the gradients of the single sequences.
 
@@ -284,7 +284,7 @@ def _fit_sequences(
     return weights.tolist(), matrix @ weights
 
 
-class Mistake(NamedTuple):
+class TypicalMistake(NamedTuple):
     """A typical mistake in training code, and how to make it on purpose.
 
     Attributes:
@@ -294,11 +294,11 @@ class Mistake(NamedTuple):
     """
 
     description: str
-    sequences: Tensors
+    sequences: NamedTensors
     options: Mapping[str, bool] = {}
 
 
-def _imitate_mistakes(run: Run, sequences: Tensors) -> Iterator[Mistake]:
+def _imitate_mistakes(run: Run, sequences: NamedTensors) -> Iterator[TypicalMistake]:
     """Yield the typical mistakes, such as wrong positions, that are possible in a job.
 
     Args:
@@ -310,21 +310,21 @@ def _imitate_mistakes(run: Run, sequences: Tensors) -> Iterator[Mistake]:
     positions = torch.arange(seq_len).expand_as(ids)
     if "document_ids" in sequences:
         without_ids = {key: value for key, value in sequences.items() if key != "document_ids"}
-        yield Mistake("tokens attend to other documents", without_ids)
+        yield TypicalMistake("tokens attend to other documents", without_ids)
         changed = sequences | {"positions": positions}
-        yield Mistake("positions do not restart at documents", changed)
+        yield TypicalMistake("positions do not restart at documents", changed)
     elif run.degrees.context > 1:
         changed = sequences | {"positions": positions % (seq_len // run.degrees.context)}
-        yield Mistake("positions restart in each context-parallel rank", changed)
+        yield TypicalMistake("positions restart in each context-parallel rank", changed)
 
     if run.microbatches > 1:
         microbatch_size = run.job.training.local_batch_size * run.degrees.data
         changed = sequences | {"labels": sequences["labels"].roll(microbatch_size, 0)}
-        yield Mistake("the labels belong to another microbatch", changed)
+        yield TypicalMistake("the labels belong to another microbatch", changed)
     if run.arch.sliding_window:
-        yield Mistake("the sliding window is ignored", sequences, {"use_window": False})
+        yield TypicalMistake("the sliding window is ignored", sequences, {"use_window": False})
     if run.job.training.z_loss:
-        yield Mistake("the z-loss is left out", sequences, {"use_z_loss": False})
+        yield TypicalMistake("the z-loss is left out", sequences, {"use_z_loss": False})
 
 
 def _list_suspects(run: Run) -> str:

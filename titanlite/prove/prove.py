@@ -52,10 +52,10 @@ from titanlite.prove.explain import (
     explain_ratio,
 )
 from titanlite.prove.record import (
+    NamedTensors,
     Recorder,
     Snapshot,
     StepRecord,
-    Tensors,
     has_random_numbers,
     train_and_resume,
     turn_dropout_off,
@@ -107,17 +107,17 @@ class TestedStep:
     """
 
     ranks: list[StepRecord]
-    gradients: Tensors = field(default_factory=dict)
-    state: Tensors = field(default_factory=dict)
-    unscaled_state: Tensors = field(default_factory=dict)
+    gradients: NamedTensors = field(default_factory=dict)
+    state: NamedTensors = field(default_factory=dict)
+    unscaled_state: NamedTensors = field(default_factory=dict)
 
     @property
-    def weights(self) -> Tensors:
+    def weights(self) -> NamedTensors:
         """Return the weights after the step, by parameter name."""
         return select(self.state, MODEL)
 
 
-def select(tensors: Tensors, prefix: str) -> Tensors:
+def select(tensors: NamedTensors, prefix: str) -> NamedTensors:
     """Return the tensors whose names start with `prefix`, without the prefix.
 
     For example, with the prefix "model.", the name "model.norm.weight" becomes "norm.weight".
@@ -455,7 +455,7 @@ def _compare_norms(run: Run, step: int, after: TestedStep, expected: float) -> I
 
 
 def compare_sequences(
-    run: Run, step: int, tested_step: TestedStep, sequences: Tensors
+    run: Run, step: int, tested_step: TestedStep, sequences: NamedTensors
 ) -> Iterator[Check]:
     """Check that each rank read exactly its part of the global batch, bitwise.
 
@@ -482,7 +482,7 @@ def compare_sequences(
         yield Check("sequences", step, f"rank {rank}", max(errors), 0.0, hint)
 
 
-def _describe_wrong_part(sequences: Tensors, parts: list[Tensors], data_rank: int) -> str:
+def _describe_wrong_part(sequences: NamedTensors, parts: list[NamedTensors], data_rank: int) -> str:
     """Describe which part of the global batch a rank has read by mistake.
 
     For example, "it read those of data-parallel rank 1 instead of 0". Return "" if the rank has not
@@ -723,7 +723,7 @@ def compare_resumed_on_one_rank(
 
 
 def compare_export(
-    weights: Tensors, dump_folder: Path, export_folder: Path, step: int
+    weights: NamedTensors, dump_folder: Path, export_folder: Path, step: int
 ) -> Iterator[Check]:
     """Export the newest checkpoint to Hugging Face transformers, and check the exported weights.
 
@@ -777,7 +777,7 @@ def compare_recomputation(run: Run, device: torch.device, folder: Path) -> Itera
         )
 
 
-def _train_first_step(run: Run, device: torch.device) -> Tensors:
+def _train_first_step(run: Run, device: torch.device) -> NamedTensors:
     """Train one step on one rank with dropout, and return its gradients by parameter name."""
     recorder = Recorder()
     with Trainer(run, device, [recorder]):

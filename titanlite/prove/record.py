@@ -33,7 +33,7 @@ from titanlite.parallel.recompute import draws_random_numbers
 from titanlite.train.step import StepResult
 from titanlite.train.trainer import Trainer
 
-Tensors = dict[str, Tensor]
+NamedTensors = dict[str, Tensor]
 ShardDigests = dict[tuple[str, tuple[int, ...]], str]
 """(name of a tensor, offsets of the shard in it) -> SHA-256 of the shard."""
 FIELDS = ("input_ids", "labels", "document_ids", "positions")
@@ -50,7 +50,7 @@ class Snapshot:
             replicas that differ.
     """
 
-    unsharded: Tensors = field(default_factory=dict)
+    unsharded: NamedTensors = field(default_factory=dict)
     digests: ShardDigests = field(default_factory=dict)
 
 
@@ -72,10 +72,10 @@ class StepRecord:
     """
 
     unscaled_state: Snapshot = field(default_factory=Snapshot)
-    sequences: Tensors = field(default_factory=dict)
+    sequences: NamedTensors = field(default_factory=dict)
     gradients: Snapshot = field(default_factory=Snapshot)
     state: Snapshot = field(default_factory=Snapshot)
-    scales: Tensors = field(default_factory=dict)
+    scales: NamedTensors = field(default_factory=dict)
     loss: float = float("nan")
     grad_norm: float = float("nan")
 
@@ -181,7 +181,7 @@ class Recorder(Hook):
         return snapshot
 
 
-def stack_sequences(microbatches: list[Microbatch]) -> Tensors:
+def stack_sequences(microbatches: list[Microbatch]) -> NamedTensors:
     """Concatenate the sequences of microbatches along the batch dimension.
 
     Returns:
@@ -261,7 +261,7 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def _float8_scales(trainer: Trainer) -> Tensors:
+def _float8_scales(trainer: Trainer) -> NamedTensors:
     """Return the precomputed FP8 scales of weights, by parameter name.
 
     The result is empty if the job does not precompute scales.

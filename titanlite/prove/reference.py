@@ -23,7 +23,7 @@ from titanlite.model.llama import Llama
 from titanlite.model.microbatch import IGNORE_INDEX
 from titanlite.optim.losses import LossRecipe, build_loss
 from titanlite.optim.schedule import learning_rate_at
-from titanlite.prove.record import Tensors, stack_sequences
+from titanlite.prove.record import NamedTensors, stack_sequences
 
 EPS32 = torch.finfo(torch.float32).eps
 
@@ -87,7 +87,7 @@ class ReferenceTrainer:
         self._run = run
         self._loader = Loader.from_job(run.job)
 
-    def read_sequences(self) -> Tensors:
+    def read_sequences(self) -> NamedTensors:
         """Read the sequences of the next global batch.
 
         Returns:
@@ -102,12 +102,12 @@ class ReferenceTrainer:
     def compute_gradients(
         self,
         weights: Mapping[str, Tensor],
-        sequences: Tensors,
+        sequences: NamedTensors,
         indices: slice = slice(None),
         *,
         use_window: bool = True,
         use_z_loss: bool = True,
-    ) -> tuple[float, Tensors]:
+    ) -> tuple[float, NamedTensors]:
         """Compute the loss and its gradients in float64 for given weights.
 
         Args:
@@ -142,7 +142,7 @@ class ReferenceTrainer:
         }
         return loss.item(), gradients
 
-    def _make_masks(self, sequences: Tensors, use_window: bool) -> dict[str, Tensor]:
+    def _make_masks(self, sequences: NamedTensors, use_window: bool) -> dict[str, Tensor]:
         """Return the attention masks to pass to the model, by the name of the argument.
 
         The result is empty if the model needs only its default mask, which is causal.
@@ -156,7 +156,7 @@ class ReferenceTrainer:
         }
 
 
-def _make_mask(sequences: Tensors, window: int) -> Tensor:
+def _make_mask(sequences: NamedTensors, window: int) -> Tensor:
     """Return a boolean attention mask, shape (B, 1, T, T), that is True where a token is visible.
 
     A token attends to itself and to earlier tokens of the same document.
@@ -242,11 +242,11 @@ class Update(NamedTuple):
     """
 
     direction: Tensor
-    moments: Tensors
+    moments: NamedTensors
     is_sure: Tensor | None = None
 
 
-def adamw(run: Run, step: int, weight: Tensor, grad: Tensor, moments: Tensors) -> Update:
+def adamw(run: Run, step: int, weight: Tensor, grad: Tensor, moments: NamedTensors) -> Update:
     """Compute the direction and the moments of one AdamW step, by its published formula.
 
     The direction includes neither the learning rate nor weight decay.
@@ -260,7 +260,7 @@ def adamw(run: Run, step: int, weight: Tensor, grad: Tensor, moments: Tensors) -
     return Update(direction, {"exp_avg": mean, "exp_avg_sq": square})
 
 
-def sgd(run: Run, step: int, weight: Tensor, grad: Tensor, moments: Tensors) -> Update:
+def sgd(run: Run, step: int, weight: Tensor, grad: Tensor, moments: NamedTensors) -> Update:
     """Compute the direction and the momentum of one SGD step.
 
     The direction includes neither the learning rate nor weight decay.
@@ -269,7 +269,7 @@ def sgd(run: Run, step: int, weight: Tensor, grad: Tensor, moments: Tensors) -> 
     return Update(momentum, {"momentum_buffer": momentum})
 
 
-def lion(run: Run, step: int, weight: Tensor, grad: Tensor, moments: Tensors) -> Update:
+def lion(run: Run, step: int, weight: Tensor, grad: Tensor, moments: NamedTensors) -> Update:
     """Compute the direction and the new moment of one Lion step, by its published formula.
 
     The direction is the sign of an average of the moment and the gradient. If an element of the
@@ -289,7 +289,7 @@ FORMULAS = {"AdamW": adamw, "SGD": sgd, "Lion": lion}
 
 
 def expected_update(
-    run: Run, step: int, name: str, weight: Tensor, grad: Tensor, moments: Tensors
+    run: Run, step: int, name: str, weight: Tensor, grad: Tensor, moments: NamedTensors
 ) -> tuple[Tensor, Update]:
     """Compute one parameter and its moments after an optimizer step, with a plain formula.
 

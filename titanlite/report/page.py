@@ -28,7 +28,7 @@ from titanlite.config.errors import printable
 from titanlite.config.schema import JobConfig
 from titanlite.observe.logged_step import TAGS, VALIDATION_CURVES, LoggedStep
 from titanlite.report.run_files import (
-    Entry,
+    JsonObject,
     get_number,
     get_numbers,
     read_config,
@@ -212,7 +212,7 @@ def _remove_equal_curves(metrics: Columns) -> None:
             del metrics[name]
 
 
-def make_columns(entries: Iterable[Entry]) -> Columns:
+def make_columns(entries: Iterable[JsonObject]) -> Columns:
     """Convert the lines of a JSON Lines file to one array per key, with NaN for missing values.
 
     For example, the lines {"step": 1, "loss": 9.0} and {"step": 2, "loss": 8.0, "mfu": 0.4} become
@@ -246,7 +246,7 @@ def _pad(column: array[float], length: int) -> None:
     column.extend([math.nan] * (length - len(column)))
 
 
-def _flatten_numbers(entry: Entry) -> dict[str, float]:
+def _flatten_numbers(entry: JsonObject) -> dict[str, float]:
     """Return all numbers of a line of a JSON Lines file by name.
 
     Numbers in a nested object are named "OBJECT/KEY", such as "grad_norms/layers.0".
@@ -353,7 +353,7 @@ def _round(values: NDArray[np.float64], digits: int = 6) -> list[float]:
     return [float(f"{value:.{digits}g}") for value in values.tolist()]
 
 
-def _read_events(entries: Iterable[Entry], metrics: Columns) -> list[dict[str, Any]]:
+def _read_events(entries: Iterable[JsonObject], metrics: Columns) -> list[dict[str, Any]]:
     """Convert the lines of the events file, such as starts and saves, to events for the page.
 
     A killed process records no end, so add an event "killed" before the next start. If a run
@@ -387,7 +387,7 @@ def _mark_undone(events: Iterable[dict[str, Any]], start_step: float) -> None:
             event["undone"] = True
 
 
-def _parse_events(entries: Iterable[Entry], metrics: Columns) -> Iterator[dict[str, Any]]:
+def _parse_events(entries: Iterable[JsonObject], metrics: Columns) -> Iterator[dict[str, Any]]:
     """Yield each event in the form for the page.
 
     An event without a step, such as a crash, gets the last step that was known at its time. For

@@ -36,8 +36,8 @@ State = Literal["running", "finished", "stopped", "refused", "failed", "crashed"
 that the user can fix ended training. "crashed": the process died. "stale": there are no recent
 updates.
 """
-Entry = dict[str, Any]
-"""One line of a JSON Lines file."""
+JsonObject = dict[str, Any]
+"""An object of a JSON Lines file, or a table of a TOML file."""
 
 TAIL_BYTES = 1 << 19  # About 450 lines of metrics.jsonl.
 MAX_LINE_BYTES = 1 << 22
@@ -165,7 +165,9 @@ def _average_neighbors(values: Sequence[float], num_means: int) -> list[float]:
     return [fmean(values[start:end]) for start, end in pairwise(ends)]
 
 
-def read_json_lines(path: Path, problems: list[str], tail: int | None = None) -> Iterator[Entry]:
+def read_json_lines(
+    path: Path, problems: list[str], tail: int | None = None
+) -> Iterator[JsonObject]:
     """Yield the objects in a JSON Lines file. A missing file yields nothing.
 
     An unfinished last line is ignored, because the run may be writing it at this moment. Damaged
@@ -219,7 +221,7 @@ def _read_finished_lines(path: Path, tail: int | None) -> Iterator[bytes]:
             yield line
 
 
-def _parse_object(line: bytes) -> Entry | None:
+def _parse_object(line: bytes) -> JsonObject | None:
     """Parse a line that contains a JSON object. Return None if the line is damaged."""
     try:
         value = json.loads(line)
@@ -228,7 +230,9 @@ def _parse_object(line: bytes) -> Entry | None:
     return value if isinstance(value, dict) else None
 
 
-def read_metrics(folder: Path, problems: list[str], tail: int | None = None) -> Iterator[Entry]:
+def read_metrics(
+    folder: Path, problems: list[str], tail: int | None = None
+) -> Iterator[JsonObject]:
     """Yield the log steps in metrics.jsonl, with fields of older versions renamed.
 
     Args:
@@ -241,7 +245,7 @@ def read_metrics(folder: Path, problems: list[str], tail: int | None = None) -> 
             yield rename_old_fields(entry)
 
 
-def read_table(path: Path, parse: Callable[[str], Any], problems: list[str]) -> Entry:
+def read_table(path: Path, parse: Callable[[str], Any], problems: list[str]) -> JsonObject:
     """Parse a small file, such as config.toml or environment.json, into a dictionary.
 
     Args:
@@ -262,7 +266,7 @@ def read_table(path: Path, parse: Callable[[str], Any], problems: list[str]) -> 
     return content if isinstance(content, dict) else {}
 
 
-def read_config(folder: Path, problems: list[str]) -> dict[str, Entry]:
+def read_config(folder: Path, problems: list[str]) -> dict[str, JsonObject]:
     """Read the sections of the config.toml of a run, without validating them.
 
     Args:
@@ -273,7 +277,7 @@ def read_config(folder: Path, problems: list[str]) -> dict[str, Entry]:
     return {name: section for name, section in config.items() if isinstance(section, dict)}
 
 
-def get_number(entry: Entry, key: str) -> float | None:
+def get_number(entry: JsonObject, key: str) -> float | None:
     """Return the number `entry[key]`, or None if it is missing, not a number, or out of range."""
     value = entry.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -282,7 +286,7 @@ def get_number(entry: Entry, key: str) -> float | None:
     return float(value) if low <= value < high else None
 
 
-def get_numbers(entry: Entry) -> dict[str, float]:
+def get_numbers(entry: JsonObject) -> dict[str, float]:
     """Return all values of a line that are valid numbers, by key."""
     numbers = {key: get_number(entry, key) for key in entry}
     return {key: number for key, number in numbers.items() if number is not None}
@@ -328,7 +332,7 @@ def _add_metrics(status: RunStatus, folder: Path) -> None:
             status.losses.append(loss)
 
 
-def _add_events(status: RunStatus, events: Sequence[Entry]) -> None:
+def _add_events(status: RunStatus, events: Sequence[JsonObject]) -> None:
     """Set the last events, the step and the time of the last update of a status.
 
     Args:
@@ -348,7 +352,7 @@ def _add_events(status: RunStatus, events: Sequence[Entry]) -> None:
     status.last_update = max(log_time, event_time) or None  # None if there is no line
 
 
-def _read_last_events(folder: Path, problems: list[str]) -> list[Entry]:
+def _read_last_events(folder: Path, problems: list[str]) -> list[JsonObject]:
     """Read the last events of a run. Skip those without a valid time and text.
 
     Args:
@@ -362,7 +366,7 @@ def _read_last_events(folder: Path, problems: list[str]) -> list[Entry]:
     ]
 
 
-def _add_config(status: RunStatus, config: dict[str, Entry]) -> None:
+def _add_config(status: RunStatus, config: dict[str, JsonObject]) -> None:
     """Set the title and the total steps of a status from the options of the job.
 
     Missing and invalid options are skipped.
@@ -375,7 +379,7 @@ def _add_config(status: RunStatus, config: dict[str, Entry]) -> None:
         status.total_steps = total_steps
 
 
-def _find_step(status: RunStatus, events: Sequence[Entry]) -> int:
+def _find_step(status: RunStatus, events: Sequence[JsonObject]) -> int:
     """Return the number of completed steps: the highest step since the last start.
 
     The last log step alone is not enough, because events such as saves can have a later step.
@@ -394,7 +398,7 @@ def _find_step(status: RunStatus, events: Sequence[Entry]) -> int:
 
 
 def _find_state(
-    status: RunStatus, events: Sequence[Entry], starts_and_ends: Sequence[Entry]
+    status: RunStatus, events: Sequence[JsonObject], starts_and_ends: Sequence[JsonObject]
 ) -> tuple[State, str]:
     """Return the state of a run, such as "running" or "failed", and the reason for this state.
 
@@ -425,7 +429,7 @@ def _find_state(
     return "stale", f"no end was recorded, and the last update was {rounded_age} ago"
 
 
-def _check_process(start: Entry) -> tuple[State, str]:
+def _check_process(start: JsonObject) -> tuple[State, str]:
     """Return "running" if the process of a run is alive, or "crashed" with the reason.
 
     Args:
@@ -436,7 +440,7 @@ def _check_process(start: Entry) -> tuple[State, str]:
     return "crashed", "its process was killed, or the node went down"
 
 
-def _describe_end(starts_and_ends: Sequence[Entry]) -> tuple[State, str]:
+def _describe_end(starts_and_ends: Sequence[JsonObject]) -> tuple[State, str]:
     """Return the state of a run that has recorded its end, and the reason why it ended.
 
     Args:

@@ -59,7 +59,7 @@ class ShardEntry(BaseModel, strict=True, frozen=True):
     """xxh3 checksum of the .hash file. None in format 1, which has no such file."""
 
 
-class Manifest(BaseModel, strict=True, frozen=True):
+class ShardManifest(BaseModel, strict=True, frozen=True):
     """The fields of manifest.json that are needed to read the shards."""
 
     format: Literal[1, 2]
@@ -141,7 +141,7 @@ class Shards(TokenSource):
         super().__init__(spec, files)
         (path,) = files
         raw = self.files[0].open().read(MAX_MANIFEST_BYTES)
-        manifest = parse_json(path, raw, Manifest, DAMAGED_MANIFEST)
+        manifest = parse_json(path, raw, ShardManifest, DAMAGED_MANIFEST)
 
         self._folder = path.parent
         self._manifest = manifest
