@@ -61,7 +61,7 @@ def test_classes_and_type_aliases_of_the_package_have_unique_names():
         text = path.read_text()
         nodes = ast.walk(ast.parse(text))
         names += [node.name for node in nodes if isinstance(node, ast.ClassDef)]
-        names += re.findall(r"^(_?[A-Z]+[a-z]\w*) = ", text, flags=re.MULTILINE)
+        names += re.findall(r"^(_?[A-Z]+[a-z]\w*) = ", text, re.MULTILINE)
 
     assert [name for name in set(names) if names.count(name) > 1] == []
 

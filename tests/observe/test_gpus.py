@@ -13,8 +13,8 @@ fp32 = 20
 bandwidth = 1000
 link = 32
 network = 10
-host = 32
-machine = 2
+cpu_link = 32
+gpus_per_node = 2
 """
 
 
@@ -50,6 +50,16 @@ def test_a_gpu_is_found_by_any_spelling_and_never_mistaken_for_a_similar_one():
         assert normalize(find_gpu(name).name) == normalize(name)
     with pytest.raises(UserError, match=r"--gpu A100-80: unknown\. Use one of .*H100, "):
         find_gpu("A100-80")
+
+
+def test_a_gpu_file_with_former_key_names_is_read(tmp_path, caplog):
+    file = tmp_path / "mine.toml"
+    file.write_text(GPU_FILE.replace("cpu_link", "host").replace("gpus_per_node", "machine"))
+
+    gpu = find_gpu(str(file))
+
+    assert (gpu.cpu_link, gpu.gpus_per_node) == (32, 2)
+    assert "host is now called cpu_link." in caplog.text
 
 
 @pytest.mark.parametrize(

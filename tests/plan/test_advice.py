@@ -23,7 +23,7 @@ from titanlite.rules import find_broken_rules
 
 ROOT = Path(__file__).parents[2]
 H100 = find_gpu("H100")
-CPU = H100.model_copy(update={"cpu": True, "memory_gib": 24.0, "machine": 2})
+CPU = H100.model_copy(update={"cpu": True, "memory_gib": 24.0, "gpus_per_node": 2})
 
 
 def run(options: str = "", world_size: int = 8) -> Run:

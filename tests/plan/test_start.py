@@ -80,7 +80,7 @@ def exhaust_memory() -> None:
 @pytest.mark.slow
 def test_the_command_prints_a_plan_and_the_fastest_jobs(job_file, tmp_path):
     gpu_file = tmp_path / "gpu.toml"
-    rates = ("memory_gib", "bf16", "fp32", "bandwidth", "link", "network", "host", "machine")
+    rates = "memory_gib bf16 fp32 bandwidth link network cpu_link gpus_per_node".split()
     gpu_file.write_text(
         'name = "mine"\n' + "".join(f"{key} = {n}\n" for n, key in enumerate(rates, 4))
     )

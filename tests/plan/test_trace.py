@@ -109,7 +109,7 @@ def test_plans_from_few_blocks_and_microbatches_equal_those_of_whole_jobs(ranks,
     run = tiny_run(with_blocks(7, options), ranks)
     for few, whole in zip(trace_run(run), trace_run(run, whole=True), strict=True):
         assert set(few.work) == set(whole.work)
-        assert (few.moment, few.host) == (whole.moment, whole.host)
+        assert (few.moment, few.cpu_peak) == (whole.moment, whole.cpu_peak)
         # Pipeline schedules keep the losses of all microbatches, 4 bytes each.
         assert few.kinds == pytest.approx(whole.kinds, abs=16)
 
@@ -241,9 +241,9 @@ def test_offloaded_state_and_gradients_are_in_host_memory():
 
     state = kept.kinds["weights"] + kept.kinds["optimizer state"]
 
-    assert offloaded.kinds["weights"] == offloaded.kinds["optimizer state"] == kept.host == 0
+    assert offloaded.kinds["weights"] == offloaded.kinds["optimizer state"] == kept.cpu_peak == 0
     # Each weight has a gradient in the same dtype.
-    assert offloaded.host == state + kept.kinds["weights"]
+    assert offloaded.cpu_peak == state + kept.kinds["weights"]
     assert offloaded.peak <= kept.peak - state
 
 

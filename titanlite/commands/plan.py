@@ -362,7 +362,7 @@ def _format_memory(forecast: Forecast) -> list[str]:
     """
     rows = sorted(forecast.kinds.items(), key=lambda row: row[1], reverse=True)
     rows.append(("allocator and libraries (allowance)", forecast.allowance))
-    rows.append(("in CPU memory", forecast.host))
+    rows.append(("in CPU memory", forecast.cpu_peak))
     rows += [(f"tensors of rank {rank}", peak) for rank, peak in forecast.peaks.items()]
     rows = [(name, size) for name, size in rows if size >= MIB]
 

@@ -69,8 +69,8 @@ class Forecast(FileModel):
     """Point of the step at which the peak occurs, in words."""
     kinds: dict[str, int]
     """Kind of memory, such as weights or activations -> bytes at the peak."""
-    host: int
-    """Bytes in CPU memory, used by training.enable_cpu_offload."""
+    cpu_peak: int
+    """Peak CPU memory that training.enable_cpu_offload uses, in bytes."""
     allowance: int
     """Bytes reserved for the allocator and for libraries."""
     memory: int

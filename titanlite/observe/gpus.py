@@ -7,6 +7,7 @@ any process.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -32,6 +33,8 @@ DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 MIB, GIB = 2**20, 2**30
 MOST_GIB = 1e6
 """Maximum memory of a device, in GiB. This is about a thousand times that of the largest GPU."""
+RENAMED_KEYS = {"host": "cpu_link", "machine": "gpus_per_node"}
+"""Former name of a key in a GPU file -> current name."""
 Amount = Annotated[float, Field(gt=0, le=1e9)]
 
 
@@ -60,7 +63,7 @@ class Gpu(FileModel):
     """Bandwidth to other devices of the same node, in one direction, in GB/s."""
     network: Amount
     """Bandwidth to other nodes per device, in one direction, in GB/s."""
-    host: Amount
+    cpu_link: Amount
     """Bandwidth between device and CPU memory, in one direction, in GB/s."""
     latency_us: Amount = 10.0
     """Minimum time of a collective, in microseconds."""
@@ -72,8 +75,8 @@ class Gpu(FileModel):
     than a matmul, because the softmax runs on other units. The default is the published value of
     FlashAttention 2 on an A100 and of cuDNN on an H100.
     """
-    machine: PositiveInt
-    """Number of devices per node, or number of cores if `cpu`."""
+    gpus_per_node: PositiveInt
+    """Number of GPUs that `link` connects, or number of cores if `cpu`."""
 
     @property
     def memory(self) -> int:
@@ -167,7 +170,12 @@ def _read_gpu(path: str) -> Gpu:
     """
     try:
         text = read_file(Path(path).expanduser(), MAX_FILE_BYTES).decode("utf-8-sig")
-        return Gpu.model_validate(tomli.loads(text))
+        values = tomli.loads(text)
+        for former_key, key in RENAMED_KEYS.items():
+            if former_key in values and key not in values:
+                values[key] = values.pop(former_key)
+                logging.getLogger("titanlite").warning(f"{former_key} is now called {key}.")
+        return Gpu.model_validate(values)
     except ValidationError as error:
         keys = "docs/internals/planner.md lists the keys"
         raise UserError(f"--gpu {path}: {explain_error(Gpu, error)}. {keys}.") from None

@@ -419,7 +419,7 @@ def list_layouts(run: Run, gpu: Gpu) -> list[Settings]:
     modes = ("none", "selective", "full")
 
     candidates: list[tuple[float, Settings]] = []  # estimated speed and options
-    for degrees in _list_degrees(run, gpus_per_node=gpu.machine):
+    for degrees in _list_degrees(run, gpus_per_node=gpu.gpus_per_node):
         for has_float8, mode in itertools.product(float8_choices, modes):
             layout = {**degrees, **_list_options(run, gpu, degrees, has_float8, mode)}
             candidates += _choose_batch_sizes(run, gpu, layout)
@@ -562,7 +562,7 @@ def _guess_plan(run: Run, gpu: Gpu) -> Forecast:
         peak=int(peak),
         moment="",
         kinds={},
-        host=0,
+        cpu_peak=0,
         work=_guess_work(run),
         reserved=int(1.11 * peak),  # of the caching allocator, with unused memory
     )

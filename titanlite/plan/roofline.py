@@ -102,7 +102,7 @@ def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
         peak=worst.peak,
         moment=worst.moment,
         kinds=dict(worst.kinds),
-        host=worst.host,
+        cpu_peak=worst.cpu_peak,
         allowance=_estimate_overhead(run, worst, gpu),
         memory=gpu.memory,
         step_seconds=step_seconds,
@@ -144,9 +144,9 @@ def this_cpu() -> Gpu:
         bandwidth=bandwidth,
         link=bandwidth / 4,  # to other ranks, because gloo copies each byte several times
         network=CPU_NETWORK_GB_PER_SECOND,
-        host=bandwidth,  # between "GPU" and CPU memory, which are the same here
+        cpu_link=bandwidth,  # between "GPU" and CPU memory, which are the same here
         latency_us=CPU_COLLECTIVE_LATENCY_US,
-        machine=num_cores,  # devices per node
+        gpus_per_node=num_cores,
     )
 
 
@@ -200,7 +200,7 @@ def _time_step(run: Run, trace: RankTrace, gpu: Gpu) -> _StepTime:
     # With CPU offload, weights are copied to the GPU twice, gradients to the CPU, and updated
     # weights to the GPU at half the bandwidth. CPU memory holds weights, gradients and two moments,
     # so the copies read or write three quarters of it.
-    copy_seconds = 0.75 * trace.host / (gpu.host * 1e9 * LINK)
+    copy_seconds = 0.75 * trace.cpu_peak / (gpu.cpu_link * 1e9 * LINK)
     time.parts["copies to and from CPU memory"] = copy_seconds
     return time
 
@@ -312,8 +312,7 @@ def _time_collectives(work: Work, group: Group, gpu: Gpu) -> float:
     if gpu.cpu:
         num_nodes = 1  # all ranks share the cores of one node
     else:
-        gpus_per_node = gpu.machine
-        num_nodes = math.ceil(group.span / gpus_per_node)
+        num_nodes = math.ceil(group.span / gpu.gpus_per_node)
 
     if work.op == "send":
         gigabytes_per_second = gpu.link if num_nodes == 1 else gpu.network

@@ -46,8 +46,8 @@ class RankTrace:
         peak: Peak GPU memory in bytes.
         moment: Part of the step with the peak, such as "backward of a block" or "optimizer".
         kinds: Kind of memory -> bytes at the peak.
-        host: Peak CPU memory in bytes that CPU offload uses for weights, gradients and optimizer
-            state.
+        cpu_peak: Peak CPU memory in bytes that CPU offload uses for weights, gradients and
+            optimizer state.
         work: All kernels and collectives.
         reserved: Bytes that the torch allocator reserves on a GPU, including cuBLAS workspaces.
             Equal to `peak` on a CPU.
@@ -57,7 +57,7 @@ class RankTrace:
     peak: int
     moment: str
     kinds: Mapping[str, int]
-    host: int
+    cpu_peak: int
     work: tuple[Work, ...]
     reserved: int
 
@@ -343,7 +343,7 @@ def _summarize(rank: int, counts: StepCounts, on_gpu: bool) -> RankTrace:
         peak=peak_bytes,
         moment=moment,
         kinds=dict(zip(KINDS, peak_sizes.tolist(), strict=True)),
-        host=counts.offloaded_peak,
+        cpu_peak=counts.offloaded_peak,
         work=tuple(work),
         reserved=reserved_bytes,
     )
