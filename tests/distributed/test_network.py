@@ -15,7 +15,7 @@ import pytest
 from ranks import descendants, free_port
 from small_runs import SMALL_WITHOUT_WORKERS, read_losses
 
-from titanlite.launch.machines import AGENT_SECONDS
+from titanlite.launch.multi_node import AGENT_SECONDS
 from titanlite.launch.ranks import CRASH_PATIENCE
 
 pytestmark = [
@@ -224,7 +224,7 @@ def test_a_node_that_waits_logs_what_is_missing(tmp_path):
     cluster = {"NNODES": "1:2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     run = launch(tmp_path, NGPU="1", NODE_RANK="1", TMPDIR=str(tmp_path), **cluster)
     with kill_at_exit([run]):
-        output = wait_for("nothing answers at 127.0.0.1", tmp_path, [run])
+        output = wait_for("cannot connect to 127.0.0.1", tmp_path, [run])
         run.send_signal(signal.SIGINT)
         assert run.wait(60) == 130
 

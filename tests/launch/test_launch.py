@@ -91,7 +91,7 @@ def test_more_processes_than_visible_gpus_are_rejected(
 
     assert cli.main(["launch", "--training.steps", "0"]) == 2
 
-    assert (f"this machine has {count}." in capsys.readouterr().err) == (count > 0)
+    assert (f"this node has {count}." in capsys.readouterr().err) == (count > 0)
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> None:
     world_size = options.world_size or read_world_size()
     run = load_run(words, world_size)
     is_for_other_nodes = options.world_size is not None
-    check_memory(run, on_other_machines=is_for_other_nodes)
+    check_memory(run, on_other_nodes=is_for_other_nodes)
     has_checkpoint = is_saved(run)
     if has_checkpoint:
         _check_resume(run)

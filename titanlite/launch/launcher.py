@@ -53,7 +53,7 @@ def launch(argv: Sequence[str]) -> int:
         UserError: If the job or an environment variable is invalid, or the nodes could not connect.
     """
     from titanlite.checkpoint.find import COMMAND, resume_hint
-    from titanlite.launch import machines
+    from titanlite.launch import multi_node
     from titanlite.launch.output_folder import run_in_output_folder
     from titanlite.launch.ranks import Ranks
     from titanlite.load_run import load_run
@@ -78,9 +78,9 @@ def launch(argv: Sequence[str]) -> int:
         max_restarts=variables.MAX_RESTARTS,
         resume_hint=lambda: resume_hint(run, argv),
     )
-    agent_folder = os.environ.pop(machines.FOLDER, None)
+    agent_folder = os.environ.pop(multi_node.FOLDER, None)
     if agent_folder is not None:  # the torch agent has started this process as the node process
-        return machines.run_node_process(Path(agent_folder), ranks)
+        return multi_node.run_node_process(Path(agent_folder), ranks)
 
     check_memory(run, num_workers)
     settings = " ".join(f"{name}={value}" for name, value in get_set_variables().items())
@@ -90,7 +90,9 @@ def launch(argv: Sequence[str]) -> int:
         return run_in_output_folder(run, ranks.run)
     store = variables.MASTER_ADDR, variables.MASTER_PORT
     nodes = min_nodes, max_nodes
-    return machines.run_agent(argv, run, nodes, store, variables.NODE_RANK, variables.MAX_RESTARTS)
+    return multi_node.run_agent(
+        argv, run, nodes, store, variables.NODE_RANK, variables.MAX_RESTARTS
+    )
 
 
 def _parse_node_counts(variables: Variables) -> tuple[int, int]:
@@ -158,7 +160,7 @@ def read_variables() -> Variables:
     has_too_few_gpus = 0 < num_gpus < variables.NGPU  # without a GPU, ranks use the CPU
     if has_too_few_gpus:
         raise UserError(
-            f"NGPU={variables.NGPU}: this machine has {num_gpus}. "
+            f"NGPU={variables.NGPU}: this node has {num_gpus}. "
             "Set CUDA_VISIBLE_DEVICES= to train on the CPU."
         )
     return variables

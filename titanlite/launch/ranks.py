@@ -3,7 +3,7 @@
 A rank is one training process, usually on its own GPU. On a single node this module is used instead
 of the torch elastic agent, which by default gives ranks only 30 seconds to save after a signal,
 restarts a run that has saved and ended, and imports torch, which would delay the first step by more
-than a second. On several nodes, `titanlite.launch.machines` lets the torch agent start
+than a second. On several nodes, `titanlite.launch.multi_node` lets the torch agent start
 one launcher on each node.
 
 Invariants:
@@ -48,7 +48,7 @@ from titanlite.runtime.logging import (
 )
 from titanlite.runtime.process import STOP_SIGNALS, STORE, start_python, stop_signals
 
-# The interface that only this machine can reach.
+# The interface that only this node can reach.
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 POLL_SECONDS = 0.1  # seconds between two checks of the processes
 # Seconds between the moment a dying process closes its connections, which makes other ranks fail,
@@ -387,7 +387,7 @@ class Ranks:
             kind: Kind of the event, such as "restart" or "failure".
         """
         _print(text)
-        with contextlib.suppress(OSError):  # no rank of this machine has opened train.log
+        with contextlib.suppress(OSError):  # no rank of this node has opened train.log
             log_file = Path((self._folder / LOG_FILE).read_text(encoding="utf-8"))
             log_end(text, kind, log_file=log_file)
 

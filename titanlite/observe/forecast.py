@@ -74,7 +74,7 @@ class Forecast(FileModel):
     allowance: int
     """Bytes reserved for the allocator and for libraries."""
     memory: int
-    """Bytes available to a rank: the memory of its device, or its share of the machine on a CPU."""
+    """Bytes available to a rank: the memory of its device, or its share of the node on a CPU."""
     step_seconds: float
     """Seconds per optimizer step."""
     parts: dict[str, float]

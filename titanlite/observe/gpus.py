@@ -39,18 +39,18 @@ Amount = Annotated[float, Field(gt=0, le=1e9)]
 
 
 class Gpu(FileModel):
-    """Memory, peak compute rates and bandwidths of a GPU, or of a machine that trains on its CPU.
+    """Memory, peak compute rates and bandwidths of a GPU, or of a node that trains on its CPU.
 
-    All values are per GPU. If `cpu` is true, they describe the whole machine instead.
+    All values are per GPU. If `cpu` is true, they describe the whole node instead.
     """
 
     name: str
     cpu: bool = False
-    """Whether the ranks compute on CPU cores, and share the memory and the cores of the machine."""
+    """Whether the ranks compute on CPU cores, and share the memory and the cores of the node."""
     capability: Annotated[float, Field(ge=0, le=1000)] = 0.0
     """CUDA compute capability, such as 9.0. 0 means that the device is not from NVIDIA."""
     memory_gib: Annotated[float, Field(gt=0, le=MOST_GIB)]
-    """Memory of one device, or of the whole machine if `cpu`, in GiB."""
+    """Memory of one device, or of the whole node if `cpu`, in GiB."""
     bf16: Amount
     """Peak dense bfloat16 rate, in TFLOP/s."""
     fp8: Annotated[float, Field(ge=0, le=1e9)] = 0.0
@@ -80,7 +80,7 @@ class Gpu(FileModel):
 
     @property
     def memory(self) -> int:
-        """Bytes of memory of one device, or of the whole machine if `cpu` is true."""
+        """Bytes of memory of one device, or of the whole node if `cpu` is true."""
         return int(self.memory_gib * GIB)
 
     def of_rank(self, ranks: int) -> Gpu:
@@ -193,11 +193,11 @@ def device_memory() -> tuple[str | None, int]:
         A pair (name, bytes), such as ("NVIDIA H100 80GB HBM3", 85520809984). Other cases:
 
         - ("unknown", 0) if there is a GPU, but nvidia-smi cannot describe it.
-        - (None, memory of this machine) if there is no GPU, or CUDA_VISIBLE_DEVICES hides it.
+        - (None, CPU memory of this node) if there is no GPU, or CUDA_VISIBLE_DEVICES hides it.
     """
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if is_hidden:
-        return None, machine_memory()
+        return None, physical_memory()
 
     gpu = _query_nvidia_smi()
     if gpu is not None:
@@ -206,7 +206,7 @@ def device_memory() -> tuple[str | None, int]:
     has_driver = any(os.path.exists(path) for path in DRIVERS)
     if has_driver:  # a GPU that nvidia-smi cannot describe
         return "unknown", 0
-    return None, machine_memory()
+    return None, physical_memory()
 
 
 def _query_nvidia_smi() -> tuple[str, int] | None:
@@ -227,13 +227,13 @@ def _query_nvidia_smi() -> tuple[str, int] | None:
     return name, int(mebibytes) * MIB
 
 
-def machine_memory() -> int:
-    """Return the physical memory of this machine, in bytes."""
+def physical_memory() -> int:
+    """Return the physical CPU memory of this node, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_memory(
-    run: Run, num_local_ranks: int | None = None, on_other_machines: bool = False
+    run: Run, num_local_ranks: int | None = None, on_other_nodes: bool = False
 ) -> None:
     """Reject a run that is certain to run out of memory.
 
@@ -245,8 +245,8 @@ def check_memory(
         run: Run to check.
         num_local_ranks: Number of ranks on this node. By default, read it from the environment
             variables of the launcher.
-        on_other_machines: Whether the run is for other machines, whose memory is unknown. The limit
-            is then the memory of the largest known device.
+        on_other_nodes: Whether the run is for other nodes, whose memory is unknown. The limit is
+            then the memory of the largest known device.
 
     Raises:
         UserError: If the memory is too small.
@@ -256,7 +256,7 @@ def check_memory(
         return
 
     is_offloaded = run.job.training.enable_cpu_offload
-    if on_other_machines:
+    if on_other_nodes:
         memory = _largest_memory(is_offloaded)
     else:
         memory = _memory_of_rank(num_local_ranks, is_offloaded)
@@ -322,17 +322,17 @@ def _describe_missing_memory(run: Run, memory: int, state: int) -> str:
 
 
 def _largest_memory(is_offloaded: bool) -> int:
-    """Return the most memory that a rank on an unknown machine can have, in bytes.
+    """Return the most memory that a rank on an unknown node can have, in bytes.
 
-    This is the memory of the largest known GPU, or of this machine if it has more.
+    This is the memory of the largest known GPU, or of this node if it has more.
 
     Args:
-        is_offloaded: Whether the training state is in CPU memory. The CPU memory of other machines
+        is_offloaded: Whether the training state is in CPU memory. The CPU memory of other nodes
             is unknown, so the result is then practically unlimited.
     """
     if is_offloaded:
         return int(MOST_GIB * GIB)
-    return max(machine_memory(), *(gpu.memory for gpu in known_gpus()))
+    return max(physical_memory(), *(gpu.memory for gpu in known_gpus()))
 
 
 def _memory_of_rank(num_local_ranks: int | None, is_offloaded: bool) -> int | None:
@@ -356,7 +356,7 @@ def _memory_of_rank(num_local_ranks: int | None, is_offloaded: bool) -> int | No
     # Without a GPU or with CPU offload, the ranks share the CPU memory of the node.
     if num_local_ranks is None:
         num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return machine_memory() // num_local_ranks
+    return physical_memory() // num_local_ranks
 
 
 def _split_name(name: str) -> set[str]:

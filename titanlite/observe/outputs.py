@@ -108,7 +108,7 @@ def _has_keys(line: bytes, keys: set[str]) -> bool:
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
-    """Read environment.json, which describes the machine, the packages and the ID of a run.
+    """Read environment.json, which describes the node, the packages and the ID of a run.
 
     Returns:
         The content of the file, or an empty dictionary if it is missing or damaged.

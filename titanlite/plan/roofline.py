@@ -20,7 +20,7 @@ from torch.utils.benchmark import Timer
 from titanlite.config.run import Run
 from titanlite.observe.flops import flops_per_token
 from titanlite.observe.forecast import Forecast
-from titanlite.observe.gpus import GIB, MIB, Gpu, machine_memory
+from titanlite.observe.gpus import GIB, MIB, Gpu, physical_memory
 from titanlite.plan.counter import FLEX_OPS, VARLEN_OPS, Group, Work
 from titanlite.plan.trace import RankTrace
 
@@ -138,7 +138,7 @@ def this_cpu() -> Gpu:
     return Gpu(
         name=f"{num_cores} {cores} (one matmul and one copy, timed now)",
         cpu=True,
-        memory_gib=machine_memory() / GIB,
+        memory_gib=physical_memory() / GIB,
         bf16=tera_flops / measure_seconds("a @ a", matrix.bfloat16()),
         fp32=tera_flops / measure_seconds("a @ a", matrix),
         bandwidth=bandwidth,

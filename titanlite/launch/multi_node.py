@@ -39,7 +39,7 @@ from titanlite.runtime.process import leave, python_command, stop_signals
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
-FOLDER = "TITANLITE_MACHINE"  # environment variable: folder of the three files below
+FOLDER = "TITANLITE_NODE"  # environment variable: folder of the three files below
 PROCESS_FILE = "process"  # process id of the node process
 END_FILE = "code"  # exit code of a run that has ended for a known reason
 CRASH_FILE = "crash"  # exit code of a crash that is not restarted
@@ -302,18 +302,18 @@ def _log_missing_nodes(folder: Path, store: tuple[str, int], is_host: bool) -> N
 def _check_connection(store: tuple[str, int]) -> str:
     """Try to connect to the store, and return the probable reason why nodes are missing.
 
-    The reason is the end of a log line, for example "host:29500 answers, but other nodes have not
-    joined."
+    The reason is the end of a log line, for example "host:29500 is reachable, but other nodes have
+    not joined."
     """
     where = f"{store[0]}:{store[1]}"
     try:
         socket.create_connection(store, timeout=SILENT_SECONDS).close()
     except OSError as error:
         return (
-            f"nothing answers at {where} ({error.strerror or error}). "
+            f"cannot connect to {where} ({error.strerror or error}). "
             "Start the node that has this address, or set NODE_RANK=0 on the first node."
         )
-    return f"{where} answers, but other nodes have not joined."
+    return f"{where} is reachable, but other nodes have not joined."
 
 
 def _resolve_store(store: tuple[str, int]) -> list[str]:
@@ -400,6 +400,6 @@ def _set_interface(address: str) -> None:
                 # A struct ifreq: the name in 16 bytes, then a sockaddr_in, whose bytes 4 to 8 are
                 # the IPv4 address.
                 request = struct.pack("256s", name.encode())
-                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
-                if socket.inet_ntoa(answer[20:24]) == address:
+                reply = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+                if socket.inet_ntoa(reply[20:24]) == address:
                     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
