@@ -670,7 +670,8 @@ def check_memory_budget(run: Run) -> Problems:
 
 def _draws_random_numbers(run: Run) -> bool:
     """Return whether the forward pass of the model may draw random numbers, as dropout does."""
-    from titanlite.parallel.recompute import draws_random_numbers  # slow, because it imports torch
+    # This import is slow, because it imports torch.
+    from titanlite.parallel.activation_checkpoint import draws_random_numbers
 
     return draws_random_numbers(resolve(run.arch.model))
 

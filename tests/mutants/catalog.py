@@ -463,14 +463,14 @@ def plugin(architecture: str) -> str:
 
 @mutant(
     FSDP.plus(plugin("dropout_blocks"), "--activation_checkpoint.mode full"),
-    r"recomputation of .* another dropout",
+    r"activation checkpointing of .* another dropout",
     "OLMo-core#828",
 )
 def recomputation_draws_other_random_numbers() -> None:
     def recompute(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return original(*args, **options | {"preserve_rng_state": False})
 
-    wrap("titanlite.parallel.recompute.checkpoint", recompute)
+    wrap("titanlite.parallel.activation_checkpoint.checkpoint", recompute)
 
 
 @mutant(TP.plus(plugin("concatenated_projections")), r"the architecture concatenated_projections")

@@ -50,7 +50,7 @@ def count_flops(rank_trace: RankTrace) -> float:
     ("level", "saver", "result_without"),
     [
         ("safe", f"{SAVERS}.reduce_in_main_stream", None),
-        ("safe", "titanlite.parallel.recompute.find_unneeded_matmul", None),
+        ("safe", "titanlite.parallel.activation_checkpoint.find_unneeded_matmul", None),
         ("all", f"{SAVERS}.gather_in_main_stream", None),
         ("all", f"{SAVERS}.separates_norm", False),
     ],

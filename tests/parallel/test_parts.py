@@ -18,10 +18,10 @@ from titanlite.config import schema
 from titanlite.config.flavors import Architecture
 from titanlite.config.run import Degrees
 from titanlite.model.llama import Llama
+from titanlite.parallel.activation_checkpoint import apply_activation_checkpointing
 from titanlite.parallel.context import context_mask, flex_context_mask, local_chunks
 from titanlite.parallel.float8 import convert_to_float8
 from titanlite.parallel.mesh import build_mesh
-from titanlite.parallel.recompute import apply_activation_checkpointing
 from titanlite.parallel.tensor import enable_async_tensor_parallel
 
 # Each block has the matmuls q, k, v, o, gate, up and down. The result of the last one is not needed

@@ -126,7 +126,7 @@ class Resumer:
         state = self._load_newest_valid(candidates, problems)
         if state is not None:
             for path in later_checkpoints:
-                self._rename(path, f"Going back to step {step}: {path.name}", "archived")
+                self._rename(path, f"Rolling back to step {step}: {path.name}", "archived")
             return state
         if problems:  # never start from scratch if there are checkpoints, but no valid one
             listed = "\n  ".join([f"{folder}: there is no valid checkpoint.", *problems])

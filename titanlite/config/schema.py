@@ -844,7 +844,7 @@ class Checkpoint(Section):
     """Keep the checkpoint with the lowest validation loss, and link it as `best`. Each validation
     with a new lowest loss is followed by a save."""
     load_step: Annotated[int, Field(ge=-1)] = -1
-    """Step to go back to, once. Later checkpoints are renamed. The next start with the same value
+    """Step to roll back to, once. Later checkpoints are renamed. The next start with the same value
     resumes from the newest checkpoint. -1: resume from the newest checkpoint."""
     exclude_from_loading: ListOf[Literal["optimizer", "data", "rng", "hooks"]] = ()
     """Parts of a checkpoint to reset instead of loading them, once: optimizer state, data position,

@@ -63,7 +63,7 @@ class LoggedStep(BaseModel):
     """Model FLOPs utilization, with causal attention: fraction of the peak dense bfloat16 FLOP/s.
     Null if the peak is unknown, as on a CPU."""
     tflops: Annotated[float, "perf/tflops"]
-    """Model TFLOP/s of one device, without recomputation."""
+    """Model TFLOP/s of one device, not counting recomputed activations."""
     memory: Annotated[float, "memory/reserved"]
     """GiB. GPU: peak reserved by the allocator since the previous log step. CPU: resident set."""
     memory_peak: Annotated[float, "memory/peak"]

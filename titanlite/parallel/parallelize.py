@@ -16,13 +16,13 @@ import torch
 from titanlite.config.registry import resolve
 from titanlite.config.run import Run
 from titanlite.model.llama import Llama
+from titanlite.parallel.activation_checkpoint import apply_activation_checkpointing
 from titanlite.parallel.context import apply_context_parallel
 from titanlite.parallel.float8 import convert_to_float8
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.init_weights import materialize
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.pipeline import join_stages, local_stages
-from titanlite.parallel.recompute import apply_activation_checkpointing
 from titanlite.parallel.tensor import apply_tensor_parallel, enable_async_tensor_parallel
 
 

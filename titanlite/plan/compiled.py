@@ -40,7 +40,7 @@ from torch.utils.checkpoint import (
 )
 
 from titanlite.optim import clip, losses
-from titanlite.parallel import float8, recompute
+from titanlite.parallel import activation_checkpoint, float8
 from titanlite.plan.counter import (
     MATMULS,
     bytes_of,
@@ -97,7 +97,7 @@ def simulate_compiler() -> Iterator[None]:
     with (
         override(torch, compile=compile_function),
         override(nn.Module, compile=compile_module),
-        override(recompute, checkpoint=_checkpoint),
+        override(activation_checkpoint, checkpoint=_checkpoint),
         # These functions have a cache, which must not mix graphs with compiled code.
         override(losses, compile_once=compile_function),
         override(clip, compile_once=compile_function),

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlite.model import attention
 from titanlite.optim import losses
-from titanlite.parallel import forward_backward, recompute
+from titanlite.parallel import activation_checkpoint, forward_backward
 from titanlite.plan.override import override
 
 # Flash attention has the memory and work of flex attention, and represents it in a trace.
@@ -211,11 +211,11 @@ def _simulate_flex_attention() -> Iterator[None]:
     """Replace flex attention and its block masks by flash attention within this context."""
     # Selective activation checkpointing saves the result of flash attention, but recomputes flex
     # attention.
-    saved_ops = recompute.ALWAYS_SAVED - {FLEX_REPLACEMENT.default}
+    saved_ops = activation_checkpoint.ALWAYS_SAVED - {FLEX_REPLACEMENT.default}
     with (
         override(attention, flex_function=lambda _: _flex_attention),
         override(forward_backward, flex_document_mask=_small_mask, flex_context_mask=_small_mask),
-        override(recompute, ALWAYS_SAVED=saved_ops),
+        override(activation_checkpoint, ALWAYS_SAVED=saved_ops),
     ):
         yield
 

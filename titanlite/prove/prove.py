@@ -310,7 +310,7 @@ def _list_untested(run: Run, checks: list[Check]) -> list[str]:
     """List the parts of the training that no comparison covers, one sentence each."""
     untested = []
     if has_random_numbers(run):
-        untested.append("Dropout, if the model has any: it is off, except to check recomputation.")
+        untested.append("Dropout, if any: it is on only to check activation checkpointing.")
     is_exported = any(check.name == EXPORTED_WEIGHTS for check in checks)
     if not is_exported:
         untested.append("Export: transformers has no model with this architecture.")
@@ -342,7 +342,7 @@ def compare_with_one_rank(run: Run, folder: Path, save_after: int) -> Iterator[C
         yield from compare_resumed_on_one_rank(resumed_run, device, saved, next_step)
         yield from compare_export(saved.weights, run.dump_folder, folder / "exported", save_after)
 
-        yield from compare_recomputation(run, device, folder)
+        yield from compare_activation_checkpointing(run, device, folder)
 
 
 def repeat_on_one_rank(
@@ -745,7 +745,9 @@ def compare_export(
     yield from compare_bitwise(EXPORTED_WEIGHTS, step, values, expected)
 
 
-def compare_recomputation(run: Run, device: torch.device, folder: Path) -> Iterator[Check]:
+def compare_activation_checkpointing(
+    run: Run, device: torch.device, folder: Path
+) -> Iterator[Check]:
     """Compare gradients with and without activation checkpointing, with dropout enabled.
 
     A difference can mean that the backward pass recomputes with another dropout mask. Yield nothing
@@ -762,13 +764,13 @@ def compare_recomputation(run: Run, device: torch.device, folder: Path) -> Itera
     if not has_random_numbers(run):
         return
 
-    without_recomputation = make_one_rank_run(run, folder / "saved")
-    with_recomputation = make_one_rank_run(run, folder / "recomputed", recompute=True)
-    expected = _train_first_step(without_recomputation, device)
-    gradients = _train_first_step(with_recomputation, device)
+    saving_run = make_one_rank_run(run, folder / "saved")
+    recomputing_run = make_one_rank_run(run, folder / "recomputed", recompute=True)
+    expected = _train_first_step(saving_run, device)
+    gradients = _train_first_step(recomputing_run, device)
     for name, gradient in gradients.items():
         yield Check(
-            "recomputation",
+            "activation checkpointing",
             step=1,
             subject=name,
             error=relative_error(gradient, expected[name]),

@@ -29,7 +29,7 @@ from titanlite.hooks.hook_state import hook_tensors
 from titanlite.model.llama import INIT_STD
 from titanlite.model.microbatch import Microbatch
 from titanlite.optim.adamw import shard_slices
-from titanlite.parallel.recompute import draws_random_numbers
+from titanlite.parallel.activation_checkpoint import draws_random_numbers
 from titanlite.train.step import StepResult
 from titanlite.train.trainer import Trainer
 
