@@ -250,10 +250,10 @@ def _report_error(error: Exception) -> int:
 
 
 def _classify_end(error: UserError) -> str:
-    """Return how a run has ended, for `titanlite runs`: "stop", "guard" or "refusal"."""
+    """Return how a run has ended, for `titanlite runs`: "stop", "guard" or "user error"."""
     if isinstance(error, StoppedBySignal | StoppedUnsaved):
         return "stop"
-    return "guard" if isinstance(error, GuardError) else "refusal"
+    return "guard" if isinstance(error, GuardError) else "user error"
 
 
 def train(argv: Sequence[str]) -> None:

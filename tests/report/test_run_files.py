@@ -88,10 +88,10 @@ TRACEBACK = "Traceback (most recent call last):\n  File x\nValueError: boom\nTo 
             ("stopped", "Stopped by SIGTERM", 50),
         ),
         ([("guard", None, "Step 51: loss is nan")], ("stopped", "Step 51: loss is nan", 50)),
-        ([("refusal", None, "line 3: no JSON")], ("failed", "line 3: no JSON", 50)),
+        ([("user error", None, "line 3: no JSON")], ("failed", "line 3: no JSON", 50)),
         (
-            [SAVED, ("stop", 50, ""), DATA, ("refusal", None, "x:\n  y\nz")],
-            ("refused", "x: y", 50),
+            [SAVED, ("stop", 50, ""), DATA, ("user error", None, "x:\n  y\nz")],
+            ("rejected", "x: y", 50),
         ),
         (
             [
@@ -100,7 +100,7 @@ TRACEBACK = "Traceback (most recent call last):\n  File x\nValueError: boom\nTo 
                 ("refusal", None, "y"),
                 ("refusal", None, "x"),
             ],
-            ("finished", "a later start was refused: x", 100),
+            ("finished", "a later start was rejected: x", 100),
         ),
         ([("failure", None, TRACEBACK)], ("crashed", "ValueError: boom", 50)),
         (

@@ -64,8 +64,8 @@ KNOWN_EXITS = {
 # minus the signal if the signal killed it.
 UNSAVED_STOPS = tuple(code for number in STOP_SIGNALS for code in (128 + number, -number))
 END_KINDS = {
-    UserError.exit_code: "refusal",
-    CheckpointError.exit_code: "refusal",
+    UserError.exit_code: "user error",
+    CheckpointError.exit_code: "user error",
     GuardError.exit_code: "guard",
 }
 EARLY_EXIT = 256  # code of a rank that exited with 0 but did not record its success

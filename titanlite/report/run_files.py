@@ -31,9 +31,9 @@ from titanlite.runtime.logging import ENDS, EVENTS_FILE
 if TYPE_CHECKING:
     from rich.text import Text
 
-State = Literal["running", "finished", "stopped", "refused", "failed", "crashed", "stale"]
-"""State of a run. "refused": it never trained, because the job was rejected. "failed": an error
-that the user can fix ended training. "crashed": the process died. "stale": there are no recent
+State = Literal["running", "finished", "stopped", "rejected", "failed", "crashed", "stale"]
+"""State of a run. "rejected": an error that the user can fix ended the run before it trained.
+"failed": such an error ended training. "crashed": the process died. "stale": there are no recent
 updates.
 """
 JsonObject = dict[str, Any]
@@ -45,6 +45,8 @@ RUN_FILES = ("metrics.jsonl", "config.toml", EVENTS_FILE)
 MAX_SHOWN_EVENTS = 4
 STARTS = ("data", "start")
 """Event kinds that each start logs: "data" when it opens the data, "start" when it trains."""
+USER_ERRORS = ("user error", "refusal")
+"""Event kinds of an error that the user can fix. The second one is the one of version 0.3."""
 ARCHIVES = ("archived-", "superseded-")  # The second prefix is the one of version 0.2.
 STALE_SECONDS = 300.0
 MAX_STEP = 2**53
@@ -60,7 +62,7 @@ METRIC_FORMATS = {
 STATE_COLORS = {
     "stopped": "yellow",
     "stale": "yellow",
-    "refused": "red",
+    "rejected": "red",
     "failed": "red",
     "crashed": "red",
 }
@@ -454,7 +456,7 @@ def _describe_end(starts_and_ends: Sequence[JsonObject]) -> tuple[State, str]:
         return "finished", reason.partition(": ")[2]
     if end["event"] in ("stop", "guard"):  # a signal, or for example too many skipped steps
         return "stopped", reason
-    if end["event"] == "refusal":  # an error that the user can fix
+    if end["event"] in USER_ERRORS:
         return _describe_user_error(reason, [event["event"] for event in earlier])
     return "crashed", reason
 
@@ -462,14 +464,14 @@ def _describe_end(starts_and_ends: Sequence[JsonObject]) -> tuple[State, str]:
 def _describe_user_error(reason: str, earlier_kinds: Sequence[str]) -> tuple[State, str]:
     """Return the state of a run whose last start ended with an error that the user can fix.
 
-    The state is "failed" if the error ended the training, and "refused" if the start was rejected
+    The state is "failed" if the error ended the training, and "rejected" if the start was rejected
     before it trained. A run that has finished stays "finished" if a later start is rejected.
 
     Args:
         reason: The error.
         earlier_kinds: Kinds of the starts and ends of the run before the error, oldest first. Each
             start logs "data", then "start" once it trains, and at its end, for example, "finish".
-            An error that the user can fix is logged as "refusal".
+            An error that the user can fix is logged as "user error".
 
     Returns:
         The state, and the reason for it.
@@ -478,10 +480,10 @@ def _describe_user_error(reason: str, earlier_kinds: Sequence[str]) -> tuple[Sta
         return "failed", reason
 
     # The start was rejected. Ignore the events of this start and of other rejected starts.
-    kinds = [kind for kind in earlier_kinds if kind not in ("data", "refusal")]
+    kinds = [kind for kind in earlier_kinds if kind not in ("data", *USER_ERRORS)]
     if kinds and kinds[-1] == "finish":
-        return "finished", f"a later start was refused: {reason}"
-    return "refused", reason
+        return "finished", f"a later start was rejected: {reason}"
+    return "rejected", reason
 
 
 def _summarize_text(text: str) -> str:

@@ -29,9 +29,9 @@ PROGRESS_INTERVAL = 10.0  # seconds between progress lines of a command without 
 MAX_EVENT_LENGTH = 4000  # characters; the end is kept because a traceback ends with its cause
 MAX_WORLD_SIZE = 10**9
 
-# Kinds of events that end a run. "failure" is a crash. "refusal" is a `UserError`, such as an
-# invalid option.
-ENDS = ("stop", "guard", "refusal", "failure", "hang", "finish")
+# Kinds of events that end a run. "failure" is a crash. "user error" is a `UserError`, such as an
+# invalid option. Until version 0.3, it was called "refusal".
+ENDS = ("stop", "guard", "user error", "refusal", "failure", "hang", "finish")
 LEVEL_OF_END = {"stop": logging.INFO, "stall": logging.WARNING}  # all others are errors
 
 
