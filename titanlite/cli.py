@@ -195,7 +195,7 @@ def run_quietly(command: Callable[[], object]) -> int:
         return _report_error(error)
 
     if exit_code == 0:
-        record_success()  # lets the launcher see that this rank has completed its work
+        record_success()  # for the launcher
     return exit_code
 
 
@@ -304,7 +304,7 @@ def _import_trainer() -> Callable[[Run, Sequence[str]], None]:
 
 
 def _print_certificate(run: Run) -> None:
-    """If `titanlite prove` has written a certificate for the run, print its result on rank 0."""
+    """Print the result of the certificate for the run, if there is one, on rank 0."""
     from titanlite.config.certificate import find_certificate
 
     match = find_certificate(run)

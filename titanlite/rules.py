@@ -579,7 +579,7 @@ def _summarize(names: list[str]) -> str:
 
 
 def check_float8(run: Run) -> Problems:
-    """If FP8 is enabled, check that it applies to some layers, and supports their sizes."""
+    """Check that FP8, if enabled, applies to some layers and supports their sizes."""
     float8 = run.job.float8
     if not float8.enable:
         return
@@ -651,7 +651,7 @@ def _list_float8_sizes(run: Run) -> list[int]:
 
 
 def check_memory_budget(run: Run) -> Problems:
-    """If activation checkpointing uses a memory budget, check that the compiler supports this."""
+    """Check that the compiler supports a memory budget for activation checkpointing."""
     key = "activation_checkpoint.mode"
     if run.job.activation_checkpoint.mode != "memory_budget":
         return
@@ -690,7 +690,7 @@ def check_profiling(run: Run) -> Problems:
 
 
 def check_symmetric_memory(run: Run) -> Problems:
-    """If FSDP uses symmetric memory, check that this has an effect and fits the other options."""
+    """Check that symmetric memory for FSDP has an effect and fits the other options."""
     if not run.job.parallelism.enable_fsdp_symmetric_memory:
         return
     key = "parallelism.enable_fsdp_symmetric_memory"
@@ -787,7 +787,7 @@ def check_switches(run: Run) -> Problems:
 
 
 def check_disabled_checkpoints(run: Run) -> Problems:
-    """If checkpoint.enable is false, report the keys that have no effect without checkpoints."""
+    """Report the keys that have no effect if checkpoint.enable is false."""
     checkpoint = run.job.checkpoint
     if checkpoint.enable:
         return
@@ -1122,7 +1122,7 @@ def _check_initial_weights(path: str, checkpoint: Checkpoint) -> Problems:
 
 
 def check_wandb(run: Run) -> Problems:
-    """If the job logs to Weights & Biases, check that the package wandb is installed."""
+    """Check that the package wandb is installed if the job logs to Weights & Biases."""
     if run.job.metrics.enable_wandb and find_spec("wandb") is None:
         yield Problem(
             "metrics.enable_wandb",
@@ -1131,7 +1131,7 @@ def check_wandb(run: Run) -> Problems:
 
 
 def check_certificate(run: Run) -> Problems:
-    """If `job.require_certificate` is set, check that `titanlite prove` has passed for the run."""
+    """Check that `titanlite prove` has passed, if `job.require_certificate` is set."""
     if not run.job.job.require_certificate:
         return
     match = find_certificate(run)

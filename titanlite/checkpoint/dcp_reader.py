@@ -412,8 +412,8 @@ def _current_tensor_name(name: str) -> str:
 
     For example, "hooks.Ema.weight" becomes "hooks.ema.weight". Other names do not change.
     """
-    kind, _, rest = name.partition(".")
-    hook, _, tensor = rest.partition(".")
+    kind, _, hook_tensor = name.partition(".")
+    hook, _, tensor = hook_tensor.partition(".")
     if kind == "hooks" and hook in OLD_HOOK_NAMES:
         return f"hooks.{OLD_HOOK_NAMES[hook]}.{tensor}"
     return name

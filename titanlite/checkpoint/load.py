@@ -193,7 +193,7 @@ class Resumer:
         return None
 
     def load_initial_weights(self) -> None:
-        """If `checkpoint.initial_load_path` is set, load the weights at this path into the model.
+        """Load the weights at `checkpoint.initial_load_path` into the model, if the path is set.
 
         Raises:
             UserError: If the path does not exist, or contains a different model.

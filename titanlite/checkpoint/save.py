@@ -355,7 +355,7 @@ class Saver:
         return self._pending is not None and not self._pending[1].done()
 
     def wait_until_saved(self) -> None:
-        """If a save is in progress, wait until it ends.
+        """Wait until the save in progress, if any, has ended.
 
         If it has succeeded on all ranks, then call `on_saved`, an argument of the constructor.
         """

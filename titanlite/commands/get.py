@@ -91,7 +91,7 @@ def _default_folder(options: Get, files: HubFiles) -> Path:
 
 
 def _list_presets(kind: str) -> str:
-    """Format a table of the tokenizers or datasets that `titanlite get` knows by name.
+    """Format a table of the tokenizers or datasets that `titanlite get` can download.
 
     Each row contains the command to download one of them.
 
@@ -101,5 +101,5 @@ def _list_presets(kind: str) -> str:
     rows = []
     for name, preset in load_presets().items():
         if name.startswith(kind):
-            rows.append((f"titanlite get {name}", preset["size"], preset["licence"]))
+            rows.append((f"titanlite get {name}", preset["size"], preset["license"]))
     return format_table(("command", "size", "license"), rows)

@@ -76,7 +76,7 @@ class Architecture:
     architecture: str = "llama"
 
     def __post_init__(self) -> None:
-        """If `head_dim` is 0, set it to dim / n_heads.
+        """Set `head_dim` to dim / n_heads, if it is 0.
 
         If `dim` is not divisible by `n_heads`, set it to -1, which a later validation reports.
         """

@@ -77,11 +77,11 @@ class ParsedJob(NamedTuple):
 
     def error(self, mistakes: Sequence[Mistake]) -> ConfigError:
         """Create an error that lists `mistakes`, each with the file and line that sets its key."""
-        places = {name: f"{self.source}:{line}" for name, line in self.lines.items()}
+        origins = {name: f"{self.source}:{line}" for name, line in self.lines.items()}
         for key, origin in self.origins.items():
             if origin != self.source:
-                places[key] = origin
-        return ConfigError(mistakes, self.source, places)
+                origins[key] = origin
+        return ConfigError(mistakes, self.source, origins)
 
 
 class Arguments(NamedTuple):

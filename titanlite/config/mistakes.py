@@ -85,37 +85,37 @@ class ConfigError(UserError):
         mistakes: All mistakes.
         source: Path of the file that contains the values, or another description of where they come
             from.
-        places: "section.key" -> file and line that set the key, or "command line". For all other
+        origins: "section.key" -> file and line that set the key, or "command line". For all other
             keys, the message names `source`.
     """
 
     def __init__(
-        self, mistakes: Sequence[Mistake], source: str, places: Mapping[str, str] | None = None
+        self, mistakes: Sequence[Mistake], source: str, origins: Mapping[str, str] | None = None
     ) -> None:
-        places = places or {}
+        origins = origins or {}
         lines = []
         for mistake in mistakes:
             # The name is more precise than the key, unless it is a flag or the name of a section.
-            place = _find_place(mistake.name, places) or _find_place(mistake.key, places)
-            lines.append(f"{place or source}: {mistake.describe()}")
+            origin = _find_origin(mistake.name, origins) or _find_origin(mistake.key, origins)
+            lines.append(f"{origin or source}: {mistake.describe()}")
         if len(lines) > 1:
             lines = [f"{len(lines)} mistakes:", *(f"  {line}" for line in lines)]
         super().__init__("\n".join(lines))
         self.mistakes = mistakes
 
 
-def _find_place(name: str, places: Mapping[str, str]) -> str | None:
+def _find_origin(name: str, origins: Mapping[str, str]) -> str | None:
     """Return the file and line that set a key, for example "train.toml:14".
 
     If this is unknown, return the line of the innermost known table around the key, or None.
 
     Args:
         name: Full name of the key, such as "dataset.sources.0.path".
-        places: File and line of each key and table, by its full name.
+        origins: File and line of each key and table, by its full name.
     """
     while name:
-        if name in places:
-            return places[name]
+        if name in origins:
+            return origins[name]
         name, _, _ = name.rpartition(".")
     return None
 

@@ -1,7 +1,7 @@
 """Derive from a job and a number of ranks all values that the rest of the program needs.
 
-A `Run` combines both: it knows, for example, the model architecture, the parallelism degrees, the
-pipeline stages and the batch sizes.
+A `Run` combines both. It contains, for example, the model architecture, the parallelism degrees,
+the pipeline stages and the batch sizes.
 
 Invariant: a `Run` is immutable and does not import torch. `titanlite.load_run` creates it and
 rejects invalid jobs. All other code takes the `Run` as an argument and never derives these values a

@@ -55,10 +55,10 @@ LENGTH_KEYS = ("steps", "tokens", "tokens_per_parameter")
 
 
 def parse_tokens(text: str) -> int:
-    """Return the number of tokens in a text such as "500M" or "2.5e12".
+    """Return the number of tokens in a string such as "500M" or "2.5e12".
 
     Raises:
-        ValueError: If the text is not a number from 1 to 1e18, with or without a unit.
+        ValueError: If the string is not a number from 1 to 1e18, with or without a unit.
     """
     unit = TOKEN_UNITS.get(text[-1:].upper())
     try:
@@ -151,7 +151,7 @@ PathText = Annotated[str, AfterValidator(check_path)]
 Steps = Annotated[int, Field(gt=0, le=MAX_STEPS)]
 Tokens = Annotated[int, Field(gt=0, le=MAX_TOKENS), BeforeValidator(_read_tokens)]
 OrTokens = Annotated[T, WrapValidator(_allow_tokens), PlainSerializer(lambda length: length)]
-"""Type of a number of steps, or of tokens as a text such as "500M".
+"""Type of a number of steps, or of tokens as a string such as "500M".
 
 Type checkers treat it as a number of steps, because `load_run` converts all others to steps.
 """
@@ -1076,7 +1076,7 @@ class JobConfig(RootConfig):
     def _validate_all(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
         """Validate a job, and raise all errors as one `ConfigError`.
 
-        Pydantic's own validation, `validate`, knows only the built-in sections. The sections of
+        Pydantic's own validation, `validate`, covers only the built-in sections. The sections of
         plugins are validated separately.
         """
         plugin_sections: dict[str, Section] = {}

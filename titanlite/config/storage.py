@@ -73,9 +73,9 @@ def as_url(path: str | PurePath | None) -> str | None:
     match = _URL.fullmatch(str(path))
     if match is None:
         return None
-    scheme, rest = match.groups()
+    scheme, location = match.groups()
     root = "/" if scheme in ("file", "local") else ""
-    return f"{scheme}://{root}{rest}"
+    return f"{scheme}://{root}{location}"
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def make_microbatch(
         arrays["document_ids"] = document_ids[:, :-1]
         arrays["positions"] = positions[:, :-1]
         if document_bounds:
-            # Every document starts at position 0. Only the CPU knows how many there are.
+            # Every document starts at position 0. The number of documents is known on the CPU only.
             starts = np.flatnonzero(positions[:, :-1] == 0)
             arrays["cu_seqlens"] = np.append(starts, labels.size).astype(np.int32)
 

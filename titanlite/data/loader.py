@@ -248,7 +248,7 @@ class Loader:
         """Return the data position of the next global batch, to save in a checkpoint.
 
         All ranks of the data-parallel group must call this together, because each rank reads only
-        some of the documents and does not know the positions of the others.
+        some of the documents and lacks the positions of the others.
 
         Returns:
             A JSON value of a few kilobytes, which does not depend on the number of ranks.
@@ -315,7 +315,7 @@ class Loader:
         """Exchange the progress of all ranks, and log the records that they have skipped.
 
         The documents of a source are divided into streams, and a rank may read only some of them.
-        This function updates `self._data.positions`, so that every rank knows the position in each
+        This function updates `self._data.positions`, so that every rank has the position in each
         stream. Only the first rank logs.
 
         Returns:

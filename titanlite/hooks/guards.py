@@ -43,9 +43,9 @@ def build_guards() -> list[Hook]:
 
 
 class SkippedStep(NamedTuple):
-    """The loss and the first non-finite gradient that one rank has seen in a skipped step.
+    """The loss and the first non-finite gradient on one rank in a skipped step.
 
-    All ranks skip the same steps, but only some ranks see the cause.
+    All ranks skip the same steps, but the cause may be on some ranks only.
     """
 
     step: int
@@ -122,7 +122,7 @@ class NonFiniteGuard(Hook):
     def _read_results(self) -> None:
         """Read the results of recent steps from the GPU, and count and describe skipped steps.
 
-        All ranks must call this together, because they exchange what they know of skipped steps.
+        All ranks must call this together, because they exchange the causes of skipped steps.
         """
         results = self._unread
         self._unread = []
@@ -452,7 +452,7 @@ class SpikeGuard(Hook):
             self._report_spike(step, comparison)
 
     def _report_spike(self, step: int, comparison: Tensor) -> None:
-        """If a step is a spike, log and count it. With on_spike = "roll_back", request a rollback.
+        """Log and count a step that is a spike. With on_spike = "roll_back", request a rollback.
 
         Args:
             step: Number of the step.

@@ -50,7 +50,7 @@ class Samples(Hook):
         self._sampled_step = step
 
     def act(self, step: int, request: Request) -> None:
-        """Every `samples.freq` steps, complete the job's prompts, log the texts, and notify hooks.
+        """Complete the prompts of the job every `samples.freq` steps, log them, and notify hooks.
 
         The argument `request` is ignored.
         """

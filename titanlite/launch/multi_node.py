@@ -3,7 +3,7 @@
 The torch agent starts one process on its node: `titanlite launch` again, called the node process
 here, which starts and watches the ranks of the node. Signals, the time to save, exit codes and
 error reports therefore work as on a single node. The agents connect through a c10d store at
-MASTER_ADDR, which trusts every process that can reach it. docs/guides/clusters.md lists what the
+MASTER_ADDR, which accepts every process that can reach it. docs/guides/clusters.md lists what the
 network must block.
 
 Invariant: a run that ended for a known reason is never restarted. In that case the node process
@@ -199,7 +199,7 @@ def run_node_process(folder: Path, ranks: Ranks) -> int:
     """Run the ranks of this node, in the process that the torch agent has started for it.
 
     The agent restarts all nodes if this process exits with a code other than 0. The launcher, which
-    waits for the agent, learns what happened from files in `folder`:
+    waits for the agent, reads the result from files in `folder`:
 
     - `PROCESS_FILE`: Process id of this process.
     - `END_FILE`: Exit code of a run for which a restart would not help, for example after an
@@ -328,9 +328,9 @@ def _resolve_store(store: tuple[str, int]) -> list[str]:
     try:
         results = socket.getaddrinfo(*store, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"MASTER_ADDR={store[0]} cannot be resolved: {why}. "
+            f"MASTER_ADDR={store[0]} cannot be resolved: {reason}. "
             "Use an address or a name of the first node that all nodes can resolve."
         ) from None
     # Each result ends with a socket address: (IP address, port, ...).

@@ -46,7 +46,7 @@ class DocumentBounds(NamedTuple):
 
 @contextmanager
 def backend_order(device: torch.device, *, prefers_flash: bool = False) -> Iterator[None]:
-    """In a `with` block, set the order in which scaled dot-product attention tries its kernels.
+    """Set the order of the kernels that scaled dot-product attention tries in a `with` block.
 
     The order is fixed rather than benchmarked, so that a restarted run is bitwise identical.
 

@@ -161,7 +161,7 @@ def plan_in_child(argv: Sequence[str], world_size: int, *options: str) -> Foreca
 
 
 def _run_on_cpu(arguments: Sequence[str]) -> tuple[int, str, str]:
-    """Run Python in a child process that sees no GPU and no environment variables of a launcher.
+    """Run Python in a child process without GPUs and environment variables of a launcher.
 
     Args:
         arguments: Arguments of the Python interpreter, such as ["-m", "titanlite", "plan"].

@@ -127,7 +127,8 @@ class AdamW(torch.optim.Optimizer):
 
         To skip the step on the device, set the attribute `found_inf` to a scalar tensor of 1, as
         `torch.amp.GradScaler` does. Parameters and state then keep their values. The step count is
-        a tensor on the device because only the device knows which steps were skipped.
+        a tensor on the device, because the CPU cannot read which steps were skipped without a host
+        sync.
         """
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]

@@ -188,7 +188,7 @@ class Counter(TorchDispatchMode):
         log: Pairs of a location and a piece of work or an allocation, in the order of the step. The
             log starts with the storages that existed before the step.
         kinds: Number of a storage -> kind of memory, such as "weights". Storages (the memory behind
-            tensors) are numbered in the order in which the counter first sees them.
+            tensors) are numbered in the order of their first use.
         streams: Number of a storage -> index of the stream in which it was allocated. 0 is the
             compute stream.
         forward_starts: Indices in the log at which forward passes start.
@@ -678,7 +678,7 @@ def _count_varlen_flops(signature: _Signature, args: Sequence[Any]) -> tuple[tup
     num_tokens, heads, head_dim = arguments["query"].shape  # (B * T, H, D)
     seq_len = arguments["max_q"]
     num_earlier, _ = arguments["window_size"]  # visible tokens before the query, or -1 for all
-    window = None if num_earlier == -1 else num_earlier + 1  # a query also sees itself
+    window = None if num_earlier == -1 else num_earlier + 1  # a query also attends to itself
     shape = (num_tokens // seq_len, heads, seq_len, seq_len, head_dim)
     return shape, _attention_flops(signature.name, shape, window)
 
@@ -694,13 +694,13 @@ def _attention_flops(op: str, shape: tuple[int, ...], window: int | None) -> int
     batch, heads, num_queries, num_keys, head_dim = shape
     if op in (*FLEX_OPS, *VARLEN_OPS):
         # The queries are spread over the whole sequence, as in context parallelism. Those in the
-        # first window see half of the window on average, and all others see the whole window.
+        # first window attend to half of the window on average, and all others to the whole window.
         window = num_keys if window is None else min(window, num_keys)
         share_in_first = Fraction(window, num_keys)
         mean_visible_keys = share_in_first * window / 2 + (1 - share_in_first) * window
     else:
-        # The queries are the last tokens. The first query sees only the keys before the queries,
-        # and the last one sees all keys.
+        # The queries are the last tokens. The first query attends only to the keys before
+        # the queries, and the last one attends to all keys.
         mean_visible_keys = num_keys - Fraction(num_queries, 2)
 
     # The backward pass has five matmuls, because it recomputes the scores.

@@ -63,7 +63,7 @@ PIPELINE_ACTIONS = {
 # 2.15 they allocate the tensors to receive.
 PIPELINE_RECEIVES = ("get_fwd_recv_ops", "get_bwd_recv_ops")
 # Methods of a pipeline stage in which ranks exchange messages before the first step, to vote on
-# whether they know the shapes of the tensors to receive. No other rank exists here, so replace the
+# whether they have the shapes of the tensors to receive. No other rank exists here, so replace the
 # methods. torch reads the result as a tensor: `vote.item()` is 1 if all ranks agree.
 SHAPE_VOTE: dict[str, Callable[..., Any]] = {
     "_warmup_forward_vote": lambda *_, **__: None,

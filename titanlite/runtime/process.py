@@ -83,8 +83,8 @@ def set_up_process() -> None:
 
     The function has these effects:
 
-    - SIGINT (Ctrl-C) ends the process immediately, without a traceback. SIGUSR2, which asks a run
-      to save a checkpoint, is ignored. A run replaces these handlers when it starts to train.
+    - SIGINT (Ctrl-C) ends the process immediately, without a traceback. SIGUSR2, which makes a
+      run save a checkpoint, is ignored. A run replaces these handlers when it starts to train.
     - The current folder is removed from the import path.
     - The process receives SIGTERM when its parent process ends (Linux only).
     """
@@ -181,7 +181,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _end_with_parent(number: signal.Signals) -> None:
-    """Ask Linux to send a signal to this process when its parent ends, then unblock all signals.
+    """Make Linux send a signal to this process when its parent ends, then unblock all signals.
 
     If the parent has already ended, exit immediately.
 

@@ -143,25 +143,25 @@ class Migration:
         self._new[key] = value
         self._origin[key] = self._names_in_file.get(old_key, old_key)
 
-    def _set_default(self, key: str, value: Any, why: str = "") -> None:
+    def _set_default(self, key: str, value: Any, reason: str = "") -> None:
         """Set a key of the new job file, unless it already has a value.
 
-        If there is a reason `why`, report it.
+        If there is a `reason`, report it.
         """
         if key not in self._new:
-            self._set(key, value, why)
+            self._set(key, value, reason)
 
-    def _set(self, key: str, value: Any, why: str = "") -> None:
+    def _set(self, key: str, value: Any, reason: str = "") -> None:
         """Set a key of the new job file to a value that is not in the torchtitan job file.
 
         Args:
             key: Key of the new job file.
             value: Value, which replaces the current value of the key.
-            why: Reason for the report. If empty, the key is not reported.
+            reason: Reason for the report. If empty, the key is not reported.
         """
         self._new[key] = value
-        if why:
-            self.added[f"{key} = {format_value(value)}"] = why
+        if reason:
+            self.added[f"{key} = {format_value(value)}"] = reason
 
     def _report_lost(self, key: str, reason: str) -> None:
         """Report a key of the torchtitan job file that has no equivalent, with the reason."""
@@ -315,8 +315,8 @@ class Migration:
         training_steps = self._get_integer("training.steps", 10000)
         steps = self._get_integer("lr_scheduler.total_steps", training_steps)
         if self._get_integer("lr_scheduler.warmup_steps", 200) > steps:
-            why = "as torchtitan does if the schedule has fewer steps"
-            self._set("lr_scheduler.warmup_steps", steps, why)
+            reason = "as torchtitan does if the schedule has fewer steps"
+            self._set("lr_scheduler.warmup_steps", steps, reason)
 
     def _convert_microbatches(self) -> None:
         """Convert the batch sizes of a job with pipeline parallelism.
@@ -351,7 +351,7 @@ class Migration:
         global_key = "training.global_batch_size"
         num_ranks = self._find_num_data_parallel_ranks()
         if num_ranks is not None:
-            self._set(global_key, local_size * num_ranks, why=local_key)
+            self._set(global_key, local_size * num_ranks, reason=local_key)
             return
 
         self._report_lost(
@@ -404,13 +404,13 @@ class Migration:
             self._set("float8.recipe_name", "mxfp8", "model.converters")
             self._set("float8.filter_fqns", names_to_skip, "the filter of MXFP8")
         min_features = 1024 if SMALL_LAYERS in names_to_skip else 0
-        why = f"torchtitan keeps small layers in high precision only with {SMALL_LAYERS}"
-        self._set_default("float8.min_features", min_features, why)
+        reason = f"torchtitan keeps small layers in high precision only with {SMALL_LAYERS}"
+        self._set_default("float8.min_features", min_features, reason)
 
         self._report_output_layer(names_to_skip)
 
     def _report_output_layer(self, names_to_skip: list[Any]) -> None:
-        """If the torchtitan job has its output layer in FP8, report that we do not support this.
+        """Report an FP8 output layer of the torchtitan job, which titanlite does not support.
 
         Args:
             names_to_skip: Names in the option filter_fqns. Their layers stay in high precision.
@@ -454,8 +454,8 @@ class Migration:
         if self._old.get("checkpoint.initial_load_in_hf") is True:
             # Without a path, torchtitan loads the weights in the folder of the tokenizer.
             folder = self._old.get("model.hf_assets_path", "./tests/assets/tokenizer")
-            why = f"{DEFAULT}: model.hf_assets_path"
-            self._set_default(key, folder, why)
+            reason = f"{DEFAULT}: model.hf_assets_path"
+            self._set_default(key, folder, reason)
         elif key in self._new:
             command = self._get_import_command(self._new.pop(key))
             reason = f"It is a torchtitan checkpoint. To convert its weights, run {command}."

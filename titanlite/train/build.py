@@ -57,7 +57,7 @@ def standard_hooks(run: Run) -> list[Hook]:
         hooks.append(Samples())
     hooks.append(LiveRun())
 
-    # Plugins come last, so their `before_update` sees which steps a guard skips.
+    # Plugins come last, so their `before_update` can read which steps a guard skips.
     return hooks + _create_plugin_hooks(run)
 
 

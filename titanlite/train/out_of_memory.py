@@ -63,7 +63,7 @@ def _predict_memory(run: Run, argv: Sequence[str], device: torch.device) -> str:
     try:
         plan = plan_in_child(argv, run.world_size, "--remedies", *_planner_options(device))
         return plan.explain_memory()
-    except UserError as failure:  # for example, if the planner does not know the GPU
+    except UserError as failure:  # for example, if gpus.toml does not list the GPU
         return str(failure)
 
 
