@@ -1,7 +1,7 @@
 """Downloading tokenizers, data and models from the Hugging Face Hub, a mirror, or a local folder.
 
 Invariant: A file gets its final name only after its size and checksum were compared with the values
-that the Hub states. Existing files are never overwritten: identical files are kept, and a different
+that the Hub lists. Existing files are never overwritten: identical files are kept, and a different
 file of the same name makes the download fail. An interrupted download resumes with the first
 missing file. Nothing is written outside of the output folder, and nothing is read beyond the stated
 size of a file.
@@ -284,7 +284,7 @@ class HubFiles:
         if not entry.matches(path):
             raise UserError(
                 f"{self.repo}: {entry.path} does not have the size ({entry.size:,} bytes) and "
-                f"checksum that the Hub states, and was discarded. {self._remedy}"
+                f"checksum that the Hub lists, and was discarded. {self._remedy}"
             )
         target.parent.mkdir(parents=True, exist_ok=True)
         os.rename(path, target)
@@ -385,7 +385,7 @@ class HubFiles:
             **self._repo_options,
         )
         if not entry.checksum:
-            note(f"{entry.path}: the Hub states no checksum, so only the size was verified.")
+            note(f"{entry.path}: the Hub lists no checksum, so only the size was verified.")
         return Path(path)
 
     @contextmanager

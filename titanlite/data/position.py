@@ -193,6 +193,6 @@ def warn_of_repetition(data: PackedDataset, warned: set[int]) -> None:
         if epochs >= MAX_EPOCHS and not data.specs[i].max_epochs and i not in warned:
             warned.add(i)
             logging.getLogger(LOGGER_NAME).warning(
-                f"{data.sources[i].name} has been read {epochs:.1f} times; more teaches little. "
+                f"{data.sources[i].name} has been read {epochs:.1f} times. More epochs add little. "
                 "Add data, or set dataset.max_epochs to end a run after so many epochs."
             )

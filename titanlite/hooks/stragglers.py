@@ -48,8 +48,8 @@ class TimedPart(NamedTuple):
 
 PARTS = (
     TimedPart("waits for its data {:.3g} s a step", 1e-3),
-    TimedPart("needs for updates {:.3g} s a step", 1e-3),
-    TimedPart("takes {:.3g} s for a product", 0.0),
+    TimedPart("needs {:.3g} s a step for updates", 1e-3),
+    TimedPart("takes {:.3g} s for a matrix product", 0.0),
 )
 
 

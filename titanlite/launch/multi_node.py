@@ -47,7 +47,7 @@ CRASH_FILE = "crash"  # exit code of a crash that is not restarted
 # An example address of RFC 5737, to look up the default route of this node. Nothing is sent there.
 DEFAULT_ROUTE = ("192.0.2.1", 9)
 SIOCGIFADDR = 0x8915  # request of netdevice(7): the address of an interface
-MEET_SECONDS = 900  # seconds to wait until all nodes, or lost nodes, have connected
+CONNECT_SECONDS = 900  # seconds to wait until all nodes, or lost nodes, have connected
 SILENT_SECONDS = 10.0  # seconds until a waiting node logs what is missing
 # Seconds for the agent to end after a crash. It can hang on an unreachable store.
 AGENT_SECONDS = 10.0
@@ -114,7 +114,7 @@ def run_agent(
                 has_started = (folder / PROCESS_FILE).exists()
                 error_kind = StoppedBySignal if has_started and is_saved(run) else UserError
                 needed = format_count(nodes[0], "node")
-                text = f"{needed} did not meet at {where}, which all must reach: {error}"
+                text = f"{needed} did not connect to {where}, which all must reach: {error}"
                 raise error_kind(f"{text}\n{resume_hint(run, argv)}") from None
         return int((folder / END_FILE).read_text())
 
@@ -146,7 +146,7 @@ def _configure_agent(
         _set_interface(local_address)
 
     address, port = store
-    rendezvous: dict[str, Any] = {"join_timeout": MEET_SECONDS, "read_timeout": MEET_SECONDS}
+    rendezvous: dict[str, Any] = {"join_timeout": CONNECT_SECONDS, "read_timeout": CONNECT_SECONDS}
     if node_rank is not None:
         rendezvous["is_host"] = node_rank == 0
     elif is_local:

@@ -177,8 +177,9 @@ def _read_gpu(path: str) -> Gpu:
                 logging.getLogger("titanlite").warning(f"{former_key} is now called {key}.")
         return Gpu.model_validate(values)
     except ValidationError as error:
-        keys = "docs/internals/planner.md lists the keys"
-        raise UserError(f"--gpu {path}: {explain_error(Gpu, error)}. {keys}.") from None
+        raise UserError(
+            f"--gpu {path}: {explain_error(Gpu, error)}. See docs/internals/planner.md."
+        ) from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"--gpu {path}: not valid TOML: {error}") from None
 

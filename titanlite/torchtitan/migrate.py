@@ -239,12 +239,12 @@ class Migration:
     def _convert_json_model(self) -> None:
         """Add what the JSON config of a torchtitan 0.3 job leaves out: the document mask.
 
-        Report that the config does not say which layers are in FP8.
+        Report that the config does not show which layers are in FP8.
         """
         self._set("dataset.document_mask", True, "torchtitan 0.3 always masks documents")
         self._report_lost(
             "converters of the model",
-            "The file does not say which layers a converter has changed. If your config has a "
+            "The file does not show which layers a converter has changed. If your config has a "
             "converter to FP8 or MXFP8, set float8.enable and float8.recipe_name.",
         )
 
