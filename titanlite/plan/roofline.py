@@ -309,10 +309,8 @@ def _time_collectives(work: Work, group: Group, gpu: Gpu) -> float:
     if group.size == 1:
         return 0.0
 
-    if gpu.cpu:
-        num_nodes = 1  # all ranks share the cores of one node
-    else:
-        num_nodes = math.ceil(group.span / gpu.gpus_per_node)
+    # On a CPU, all ranks share the cores of one node.
+    num_nodes = 1 if gpu.cpu else math.ceil(group.span / gpu.gpus_per_node)
 
     if work.op == "send":
         gigabytes_per_second = gpu.link if num_nodes == 1 else gpu.network
