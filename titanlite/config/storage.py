@@ -308,7 +308,7 @@ def read_block(url: str, version: tuple[int, str], number: int) -> bytes:
         block = _read_cached_block(cached_file, end - start)
         if block is None:
             block = _download_block(url, version, start, end)
-            _make_room(folder)
+            _evict_blocks(folder)
             write_atomically(cached_file, block)
     return block
 
@@ -342,8 +342,8 @@ def _read_cached_block(file: Path, num_bytes: int) -> bytes | None:
     return block
 
 
-def _make_room(folder: Path) -> None:
-    """Delete the least recently used blocks of a cache folder if there is no room for a new one.
+def _evict_blocks(folder: Path) -> None:
+    """Delete the least recently used blocks of a cache folder until a new block fits.
 
     Args:
         folder: One of the folders into which the cache is divided.
