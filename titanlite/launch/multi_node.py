@@ -114,7 +114,7 @@ def run_agent(
                 has_started = (folder / PROCESS_FILE).exists()
                 error_kind = StoppedBySignal if has_started and is_saved(run) else UserError
                 needed = format_count(nodes[0], "node")
-                text = f"{needed} did not connect to {where}, which all must reach: {error}"
+                text = f"Fewer than {needed} connected to {where}, which all must reach: {error}"
                 raise error_kind(f"{text}\n{resume_hint(run, argv)}") from None
         return int((folder / END_FILE).read_text())
 
