@@ -16,7 +16,7 @@ from pathlib import Path
 from equivalence_rows import (
     COMBINED,
     FEATURES,
-    REFUSED,
+    REJECTED,
     Difference,
     Row,
     all_rows,
@@ -52,7 +52,7 @@ def combination_table(differences: Mapping[str, Difference]) -> str:
     for layout in COMBINED:
         row = [layout]
         for feature in FEATURES:
-            if (layout, feature) in REFUSED:
+            if (layout, feature) in REJECTED:
                 row.append("rejected")
             else:
                 row.append(f"{differences[f'{layout}, {feature}'].numbers.loss:.0e}")

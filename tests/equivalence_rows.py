@@ -233,7 +233,7 @@ for mode in ("AC full", "AC op"):
 
 COMBINED = ("fsdp2", "tp2", "cp2", "pp2 1F1B", "pp2 ZBVZeroBubble", "fsdp2 x tp2", "hsdp 2x2")
 COMBINED = tuple(name for name in COMBINED if name in LAYOUTS)
-REFUSED = {  # by titanlite.load_run
+REJECTED = {  # by titanlite.load_run
     (name, feature)
     for name in COMBINED
     for feature in FEATURES
@@ -348,7 +348,7 @@ def combined_rows() -> list[Row]:
     """Return the rows of layouts and features, and of compiled models."""
     rows: list[Row] = []
     for name in COMBINED:
-        rows += [combined(name, other) for other in FEATURES if (name, other) not in REFUSED]
+        rows += [combined(name, other) for other in FEATURES if (name, other) not in REJECTED]
     rows += [combined(name, "compile") for name in ("pp2 x tp2", "cp2 x tp2", "pp2 x fsdp2 x tp2")]
     rows.append(combined("pp2 x tp2", "compile, float8 all-gather, AC op"))
     memory_budget = options("activation_checkpoint.mode = 'memory_budget'")
