@@ -216,9 +216,10 @@ def list_checkpoints(*folders: Path) -> list[Path]:
 
 
 def _is_removed(path: Path) -> bool:
-    """Return whether a checkpoint was removed, but its folder is left.
+    """Return whether a step folder is only the remains of a removed checkpoint.
 
-    A kill during the removal can leave the folder with the renamed manifest, or empty.
+    If a process is killed while it removes a checkpoint, the folder stays, either empty or with the
+    renamed manifest.
     """
     if (path / MANIFEST).exists():
         return False

@@ -132,9 +132,9 @@ def _select_fsdp_dims(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _find_data_rank(rank_grid: torch.Tensor) -> int:
-    """Return the index of the part of each global batch that this rank reads.
+    """Return which part of each global batch this rank reads: 0 for the first part, and so on.
 
-    It depends on the coordinates of the rank in the two data parallel dimensions.
+    Ranks with the same coordinates in both data parallel dimensions read the same part.
 
     Args:
         rank_grid: Rank numbers, with one dimension for each kind of parallelism.

@@ -386,7 +386,7 @@ class Migration:
         return max(1, local_size // num_microbatches)
 
     def _report_converters(self) -> None:
-        """Report the torchtitan model converters that titanlite lacks: all but FP8 and MXFP8."""
+        """Report all model converters of torchtitan except FP8 and MXFP8, which titanlite has."""
         converters = _parse_names(self._old.get("model.converters", []))
         others = [name for name in converters if not _has_float8([name])]
         if others:

@@ -35,14 +35,14 @@ _fetchers = ThreadPoolExecutor(storage.PARALLEL)
 
 
 class File:
-    """A local data file, which must not change while a run reads it.
+    """A local data file whose methods raise an error if it changes while a run reads it.
 
-    Checkpoints store only positions in the file. If its size or modification time changes, methods
-    raise an error.
+    A checkpoint stores only a position in the file, which is useless in a changed file. Changes are
+    detected by the size and the modification time of the file.
 
     Args:
         path: Path of the file.
-        remedy: Last sentence of this error, which proposes what to do.
+        remedy: Last sentence of the error message, which proposes what to do.
     """
 
     def __init__(self, path: Path, remedy: str = _CHANGE_REMEDY) -> None:
