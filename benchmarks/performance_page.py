@@ -23,7 +23,7 @@ INTRO = """\
 This page compares the speed and memory of titanlite on CPUs with a plain PyTorch loop and with
 torchtitan. To repeat a measurement, run the command below its heading on an idle machine. Then run
 `python benchmarks/performance_page.py` to generate this page again from the files in
-`benchmarks/results/`. [benchmarks/README.md](../../benchmarks/README.md) describes all benchmarks.
+`benchmarks/results/`. [benchmarks/README.md](../../benchmarks/README.md) describes the benchmarks.
 
 ## Changes since the measurements
 

@@ -163,8 +163,8 @@ def main() -> None:
             trainer.step()
             paths = {"step": record_calls(trainer.step), "save": record_calls(trainer.save)}
 
-    headings = ["path", "files", "lines", "jumps back"]
-    headings += ["files, with short functions", "lines, with short functions"]
+    headings = ["path", "files with long functions", "their lines", "jumps back"]
+    headings += ["files with any function", "their lines"]
     rows = [summarize(name, functions) for name, functions in paths.items()]
     print("\n".join(table(headings, rows)))
     for name, functions in paths.items():

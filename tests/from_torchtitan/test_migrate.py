@@ -313,6 +313,9 @@ float8.min_features = 0
             "dataset.config = 'en' ; dataset.streaming = true",
         ),
         ("validation.enable = true ; validation.freq = 7", VALIDATED),
+        # titanlite rejects these keys without the keys that they need.
+        ("compile.components = ['model']", "compile.enable = false"),
+        ("float8.recipe_name = 'rowwise'", "float8.enable = false"),
         (HF, OUR_HF),
         (HF.replace("true", "false", 1), "checkpoint.enable = false"),
         (PARTS, "parallelism.pipeline_parallel_split_points = ['layers.1']"),

@@ -340,7 +340,7 @@ TRAFFIC[2, "float8 tp"] = TRAFFIC[2, "tp"] | {
     ("all_gather", 2): (4 * 2 + 2) * PART,
     ("all_reduce", 2): MAXIMA,
 }
-TRAFFIC |= {(2, f"{name}, compiled"): TRAFFIC[2, name] for name in ("tp", "cp")}
+TRAFFIC |= {(2, f"{name}, compiled"): TRAFFIC[2, name] for name in ("tp", "cp", "fp8 all-gather")}
 
 
 @pytest.mark.parametrize(("ranks", "name"), [p for p in ALL_JOBS if p.values in TRAFFIC])

@@ -6,7 +6,7 @@ name and shape, all weights are finite, and no tensor of the saved model or opti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -371,12 +371,12 @@ class Resumer:
                 del tensors_to_load[name]
 
         self._reset_hook_tensors(except_for=tensors_to_load)
+        trained_weights: list[str] = []
+        if "optimizer" in parts_to_load:
+            parameters = self._live.model.named_parameters()
+            trained_weights = [name for name, weight in parameters if weight.requires_grad]
         _load_and_check(
-            tensors_to_load,
-            self._live.model.arch,
-            reader,
-            self._ranks,
-            loads_optimizer="optimizer" in parts_to_load,
+            tensors_to_load, self._live.model.arch, reader, self._ranks, trained_weights
         )
         _set_random_state(tensors_to_load)
 
@@ -539,8 +539,7 @@ def _load_and_check(
     arch: Architecture,
     reader: SafeReader,
     ranks: RankGroup,
-    *,
-    loads_optimizer: bool = False,
+    trained_weights: Sequence[str] = (),
 ) -> None:
     """Check the shapes of saved tensors, load them in place, and check that weights are finite.
 
@@ -551,10 +550,10 @@ def _load_and_check(
         arch: Architecture of the model.
         reader: Reader of the checkpoint.
         ranks: The ranks that load together.
-        loads_optimizer: Whether `tensors` contains the optimizer state. If so, check that none of
-            the saved optimizer state is left over.
+        trained_weights: Names of the weights of this rank whose optimizer state is loaded. None of
+            their saved state may be left over.
     """
-    ranks.run_together(lambda: _check_shapes(tensors, arch, reader, loads_optimizer))
+    ranks.run_together(lambda: _check_shapes(tensors, arch, reader, trained_weights))
     load_tensors(reader, tensors, ranks.group)
     ranks.run_together(lambda: _check_finite(reader.path, tensors))
 
@@ -582,7 +581,10 @@ def _check_train_state(path: Path, info: dict[str, Any]) -> None:
 
 
 def _check_shapes(
-    tensors: dict[str, Tensor], arch: Architecture, reader: SafeReader, loads_optimizer: bool
+    tensors: dict[str, Tensor],
+    arch: Architecture,
+    reader: SafeReader,
+    trained_weights: Sequence[str],
 ) -> None:
     """Check that the tensors in a checkpoint have the expected names and shapes.
 
@@ -590,23 +592,24 @@ def _check_shapes(
         tensors: This rank's tensors to load, by their names in the checkpoint.
         arch: Architecture of the whole model. A pipeline rank holds only a part of it.
         reader: Reader of the checkpoint.
-        loads_optimizer: Whether `tensors` contains the optimizer state.
+        trained_weights: See `_load_and_check`.
 
     Raises:
         UserError: If names or shapes differ. The message lists the differences.
     """
     differences = _compare_with_saved_shapes(tensors, arch, reader)
-    if loads_optimizer:
-        differences += _find_unused_optimizer_state(tensors, reader)
+    differences += _find_unused_optimizer_state(tensors, reader, trained_weights)
     if not differences:
         return
-    # Each difference starts with the name of a tensor.
-    if all(difference.startswith("hooks.") for difference in differences):
+    # Each difference starts with the name of a tensor, and this name with the part of the state.
+    parts = sorted({difference.partition(".")[0] for difference in differences})
+    if parts == ["hooks"]:
         problem = "does not fit the hooks of this job"
         fix = 'Restore their options, or set checkpoint.exclude_from_loading = ["hooks"].'
-    elif all(difference.startswith("optimizer.") for difference in differences):
+    elif "model" not in parts:
         problem = "does not fit the optimizer of this job"
-        fix = 'Restore its options, or set checkpoint.exclude_from_loading = ["optimizer"].'
+        excluded = ", ".join(f'"{part}"' for part in parts)
+        fix = f"Restore its options, or set checkpoint.exclude_from_loading = [{excluded}]."
     else:
         problem = "does not fit this model"
         fix = "Restore the keys of [model]."
@@ -637,17 +640,17 @@ def _compare_with_saved_shapes(
     return compare_shapes(expected, saved)
 
 
-def _find_unused_optimizer_state(tensors: dict[str, Tensor], reader: SafeReader) -> list[str]:
+def _find_unused_optimizer_state(
+    tensors: dict[str, Tensor], reader: SafeReader, trained_weights: Sequence[str]
+) -> list[str]:
     """Return a line for each saved optimizer tensor that this rank should load, but does not.
-
-    With pipeline parallelism, each rank loads only the state of its own parameters.
 
     Args:
         tensors: This rank's tensors to load, by their names in the checkpoint.
         reader: Reader of the checkpoint.
+        trained_weights: See `_load_and_check`.
     """
-    weights = [name for name in tensors if name.startswith("model.")]
-    prefixes = tuple(f"{name.replace('model', 'optimizer', 1)}." for name in weights)
+    prefixes = tuple(f"optimizer.{name}." for name in trained_weights)
     unused = [name for name in reader.index.keys() - tensors.keys() if name.startswith(prefixes)]
     return [f"{name}: the optimizer has no such state" for name in sorted(unused)]
 

@@ -269,14 +269,14 @@ def _locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a cache folder during the `with` block, which can write to the folder.
 
     Raises:
-        UserError: If the disk of the cache is full.
+        UserError: If the disk or the disk quota of the cache is full.
     """
     try:
         with (folder / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise UserError(
             f"The disk of the cache {folder} is full: {error.strerror}. Free some space, or set "

@@ -163,10 +163,11 @@ class NonFiniteGuard(Hook):
         parameter = None
         finite_flags = result.squares.isfinite().tolist()
         if not all(finite_flags):
-            # Frozen parameters have no gradient. A plugin may freeze some after `built`.
+            # Frozen parameters have no gradient. A plugin may freeze some in any step.
             parameters = self._trainer.model.named_parameters()
             names = [name for name, weight in parameters if weight.requires_grad]
-            parameter = names[finite_flags.index(False)]
+            if len(names) == len(finite_flags):
+                parameter = names[finite_flags.index(False)]
         data_rank = self._trainer.mesh.data_rank
         return SkippedStep(step, data_rank, result.loss.item(), parameter)
 

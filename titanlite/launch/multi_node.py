@@ -87,7 +87,9 @@ def run_agent(
     is_host = is_local if node_rank is None else node_rank == 0
     config = _configure_agent(nodes, store, node_rank, is_local, restarts)
 
-    with tempfile.TemporaryDirectory(prefix="titanlite-launch-") as name:
+    with tempfile.TemporaryDirectory(
+        prefix="titanlite-launch-", ignore_cleanup_errors=True
+    ) as name:
         folder = Path(name)
         command, environment = python_command(["-m", "titanlite", "launch", *argv])
         os.environ.update(environment)
@@ -275,7 +277,9 @@ def _leave_after_crash(folder: Path) -> None:
     while not crash_file.exists():
         time.sleep(1.0)
     time.sleep(AGENT_SECONDS)
-    leave(int(crash_file.read_text()))
+    code = int(crash_file.read_text())
+    shutil.rmtree(folder, ignore_errors=True)
+    leave(code)
 
 
 def _log_missing_nodes(folder: Path, store: tuple[str, int], is_host: bool) -> None:

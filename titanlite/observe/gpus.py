@@ -174,7 +174,9 @@ def _read_gpu(path: str) -> Gpu:
         for former_key, key in RENAMED_KEYS.items():
             if former_key in values and key not in values:
                 values[key] = values.pop(former_key)
-                logging.getLogger("titanlite").warning(f"{former_key} is now called {key}.")
+                logging.getLogger("titanlite").warning(
+                    f"--gpu {path}: {former_key} is now called {key}."
+                )
         return Gpu.model_validate(values)
     except ValidationError as error:
         raise UserError(

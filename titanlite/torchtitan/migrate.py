@@ -437,6 +437,11 @@ class Migration:
 
     def _add_defaults(self) -> None:
         """Set missing keys to their torchtitan defaults, if our defaults differ."""
+        # titanlite rejects these keys if the job does not set the key that they need.
+        if "compile.components" in self._new:
+            self._set_default("compile.enable", False, DEFAULT)
+        if "float8.recipe_name" in self._new:
+            self._set_default("float8.enable", False, DEFAULT)
         if self._sizes:
             return  # it has all keys
         for key, value in tables.DEFAULTS.items():
