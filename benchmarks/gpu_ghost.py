@@ -84,11 +84,13 @@ TIED = ("1b", "3b")
 ROWS = {
     "compiled": Row(_work()),
     "eager": Row(_work(compile=False)),
-    "full recomputation": Row(_work(activation_checkpoint="full")),
+    "full activation checkpointing": Row(_work(activation_checkpoint="full")),
     "activation checkpointing of every 2nd block": Row(_work(), checkpoint_interval=2),
-    "no recomputation, 1 sequence": Row(_work(local_batch_size=1, activation_checkpoint="none")),
+    "no activation checkpointing, 1 sequence": Row(
+        _work(local_batch_size=1, activation_checkpoint="none")
+    ),
     "4,096 tokens, 4 sequences": Row(_work(local_batch_size=4, seq_len=4096)),
-    "32,768 tokens, full recomputation": Row(
+    "32,768 tokens, full activation checkpointing": Row(
         _work(local_batch_size=1, seq_len=32768, activation_checkpoint="full")
     ),
     "4 microbatches": Row(_work(), microbatches=4),
