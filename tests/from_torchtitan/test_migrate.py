@@ -315,6 +315,7 @@ float8.min_features = 0
         ("validation.enable = true ; validation.freq = 7", VALIDATED),
         # titanlite rejects these keys without the keys that they need.
         ("compile.components = ['model']", "compile.enable = false"),
+        ("compile.enable = true ; compile.components = []", "compile.enable = false"),
         ("float8.recipe_name = 'rowwise'", "float8.enable = false"),
         (HF, OUR_HF),
         (HF.replace("true", "false", 1), "checkpoint.enable = false"),

@@ -440,6 +440,8 @@ class Migration:
         # titanlite rejects these keys if the job does not set the key that they need.
         if "compile.components" in self._new:
             self._set_default("compile.enable", False, DEFAULT)
+        if self._new.get("compile.components") == []:
+            self._set("compile.enable", False, "compile.components is empty")
         if "float8.recipe_name" in self._new:
             self._set_default("float8.enable", False, DEFAULT)
         if self._sizes:
