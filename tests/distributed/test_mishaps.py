@@ -36,7 +36,7 @@ def launch(mishap: str, ranks: int, folder: Path, options: str) -> "subprocess.P
 HANGS = {
     "hang_data": (
         ["Rank 1 (", "step 5, is LATE", "gloo:", "trainer.py", "late_batch"],
-        "gloo:all_reduce",
+        "gloo:all_gather",
     ),
     "hang_save": (["Rank 1 (", "is LATE", "gloo:", "save.py", "mishap_run.py"], "gloo:all_gather"),
     "hang_nccl": (

@@ -58,7 +58,8 @@ class NormalizedLoss:
 
     Attributes:
         loss_fn: Function that returns a scaled sum of token losses, such as `CrossEntropy`.
-        global_tokens: Divisor, a scalar on the device.
+        global_tokens: Divisor, a scalar on the device. The all-reduce that computes this number
+            can overlap with the forward pass, because only the loss reads the number.
         requires_grad: Always False. Zero-bubble schedules of torch 2.12 read this attribute and
             `grad_fn` of all arguments of a stage, as if they were tensors.
         grad_fn: Always None; see `requires_grad`.
@@ -159,6 +160,7 @@ class ForwardBackward:
         Args:
             microbatches: This rank's sequences of the global batch.
             global_tokens: Number of valid labels in the global batch, a scalar on the device.
+                The first loss reads it, so its all-reduce may still be in progress.
         """
         total_loss = torch.zeros((), device=self._device)
         for i, microbatch in enumerate(microbatches):

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
 from torch.profiler import record_function
 
 from titanlite.config.run import Run
@@ -123,8 +123,9 @@ class TrainStep:
             Loss, gradient norm and other results, as tensors on the device.
         """
         start_time = time.perf_counter()
-        global_tokens = torch.full((), num_valid_tokens, dtype=torch.int64, device=self._device)
-        dist.all_reduce(global_tokens, group=self._mesh.data_group)
+        local_tokens = torch.full((), num_valid_tokens, dtype=torch.int64, device=self._device)
+        # Asynchronous: torch waits for the sum at its first use, in the loss of a microbatch.
+        global_tokens = collectives.all_reduce(local_tokens, "sum", self._mesh.data_group)
         loss = self.forward_backward(microbatches, global_tokens)
         update_time = time.perf_counter()
 
