@@ -15,12 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def get_device_properties(_device: object) -> SimpleNamespace:
-    """Return the memory of this computer in place of that of a GPU."""
+    """Return the memory of this computer, because there is no GPU."""
     return SimpleNamespace(total_memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def memory_stats(_device: object) -> dict[str, int]:
-    """Return the peak of the resident set in place of that of the GPU allocator."""
+    """Return the peak of the resident set, because there is no GPU allocator."""
     peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {"reserved_bytes.all.peak": peak_kib * 1024}
 

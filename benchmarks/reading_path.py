@@ -93,7 +93,7 @@ def find_function(path: Path, first_line: int) -> Function | None:
     """Return the function that starts at a line of a module, or None for a lambda or a module."""
     source = path.read_text()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef) and starts_at(node) == first_line:
+        if isinstance(node, ast.FunctionDef) and find_first_line(node) == first_line:
             end = node.end_lineno or first_line
             num_code_lines = len(code_lines(node, source.splitlines()))
             module = str(path.relative_to(PACKAGE))
@@ -101,8 +101,8 @@ def find_function(path: Path, first_line: int) -> Function | None:
     return None
 
 
-def starts_at(node: ast.FunctionDef) -> int:
-    """Return the first line of a function, which is that of its first decorator if it has one."""
+def find_first_line(node: ast.FunctionDef) -> int:
+    """Return the first line of a function, including its decorators."""
     return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 

@@ -239,7 +239,7 @@ IN_FAMILY = []
 for family, lines in REJECTED_IN_FAMILY.items():
     for line in lines:
         keys = json.loads(line)
-        # The rejected key comes first, and its value replaces that of the family.
+        # The rejected key comes first, and its value replaces the value of the family.
         IN_FAMILY.append(keys | FAMILIES[family] | keys)
 
 

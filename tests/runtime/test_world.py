@@ -64,7 +64,7 @@ def test_a_missing_variable_of_the_launcher_is_an_error_that_names_it(monkeypatc
 
 
 def use_unreachable_address(rank: int, port: int) -> None:
-    """Connect as one of two ranks, of which the other one does not exist."""
+    """Set the variables of one of two ranks. The other rank is not started."""
     del os.environ[STORE]
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -189,7 +189,7 @@ class Mirror:
         return self._run_on_rank0(self._is_newest_copied)
 
     def _is_newest_copied(self) -> bool:
-        """Return whether the mirror has the newest local checkpoint, or True if there is none."""
+        """Return whether the mirror has the newest local checkpoint. True without checkpoints."""
         checkpoints = self._list_local()
         return not checkpoints or self._get_name(checkpoints[-1]) in self._copied
 

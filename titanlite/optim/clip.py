@@ -161,7 +161,7 @@ def local_shard(tensor: Tensor) -> Tensor:
     if is_fp8_wrapper(tensor):
         wrapper: Any = tensor
         names, _ = wrapper.__tensor_flatten__()
-        weight_name = names[0]  # a second name would be that of the scale
+        weight_name = names[0]  # a second name belongs to the scale
         return getattr(wrapper, weight_name)
     return tensor
 
@@ -171,7 +171,7 @@ def is_fp8_wrapper(tensor: Tensor) -> bool:
 
     DTensor is also a wrapper class, so pass the local shard of a DTensor.
     """
-    return hasattr(tensor, "__tensor_flatten__")  # torch's protocol for wrapper classes
+    return hasattr(tensor, "__tensor_flatten__")  # all wrapper classes define it
 
 
 def count_replicas(tensor: Tensor) -> int:
