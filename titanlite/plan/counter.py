@@ -233,23 +233,23 @@ class Counter(TorchDispatchMode):
         if self._recording is not None:
             self._recording.append(log_entry)
 
-    def mark(self, tensors: Iterable[Any], kind: str, keep_marked: bool = False) -> None:
+    def mark(self, tensors: Iterable[Any], kind: str, overwrite: bool = True) -> None:
         """Set the kind of memory that tensors occupy, for example "gradients".
 
         Args:
             tensors: Tensors. Values that are not tensors are ignored.
             kind: New kind, one of `ALL_KINDS`.
-            keep_marked: Do not change memory that was marked before, such as weights.
+            overwrite: Also change memory that was marked before, such as weights.
         """
         for tensor in tensors:
             for plain in plain_tensors(tensor):
-                number = self._storage_number(plain)
-                is_marked = self.kinds[number] not in GUESSED_KINDS
-                if not (is_marked and keep_marked):
+                number = self._register_storage(plain)
+                is_guessed = self.kinds[number] in GUESSED_KINDS
+                if is_guessed or overwrite:
                     self.kinds[number] = kind
 
     def start_recording(self, name: Any) -> None:
-        """Record all further log entries under `name`, so that `replay` can append them again.
+        """Record all further log entries under `name`, so that they can be appended again.
 
         This ends the previous recording, and replaces an earlier one of the same name.
         """
@@ -260,7 +260,7 @@ class Counter(TorchDispatchMode):
         """End the current recording."""
         self._recording = None
 
-    def replay(self, name: Any) -> None:
+    def append_recording(self, name: Any) -> None:
         """Append the log entries that were recorded under `name` to the log, if there are any."""
         self.log += self._recordings.get(name, ())
 
@@ -346,34 +346,40 @@ class Counter(TorchDispatchMode):
         if func is GET_DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a shortcut, because this is more than half of all calls
         if func is GET_SCALAR and isinstance(args[0], FakeTensor) and args[0].constant is None:
-            # `tensor.item()` would fail, because a fake tensor has no value. The result 0 is right
-            # for the flag that skips the optimizer update: the update must run, to be counted.
+            # A fake tensor has no value that the CPU could read. Some optimizers read the flag that
+            # skips their update. With 0, the update runs and is counted.
             return 0
 
         kwargs = kwargs or {}
-        # Operators such as `reshape` return a view or a copy. Count the operators that they call.
         if func.is_view:
-            with self:  # torch disables this mode during this method, so enable it again
+            # Operators such as `reshape`, which return a view or a copy, only call simpler ones.
+            # torch disables this mode during this method. Enable it again, to count these calls.
+            with self:
                 result = func.decompose(*args, **kwargs)
-            has_simpler_operators = result is not NotImplemented
-            if has_simpler_operators:
+            if result is not NotImplemented:
                 return result
 
         return self._run_and_count(func, args, kwargs)
 
     def _run_and_count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operator, log its allocations and its work, and return its result."""
-        self._allocate_pending_sum()  # a sum of two gradients before this operator
+        if self._pending_sum is not None:
+            # The sum of two gradients needs its own memory, because the first one is still in use.
+            self._register_storage(self._pending_sum.result)
+            self._pending_sum = None
+
         result = func(*args, **kwargs)
         signature = _signature(func)
         # To infer shapes, DTensor runs operators on fake tensors, which a real step does not run.
-        if not signature.is_counted or self._is_inferring_shapes:
+        if signature.is_view_or_annotation or self._is_inferring_shapes:
             return result
 
         self._count_allocations(func, args, result)
+        # Optional arguments at the end of `args` may be omitted.
+        arguments = {**dict(zip(signature.accesses, args, strict=False)), **kwargs}
         if signature.name in FSDP_KINDS:
-            tensors = _find_tensors([*args, *kwargs.values()])
-            self.mark(tensors, FSDP_KINDS[signature.name], keep_marked=True)
+            tensors = _find_tensors(list(arguments.values()))
+            self.mark(tensors, FSDP_KINDS[signature.name], overwrite=False)
 
         collective = _collective_name(signature.name)
         if collective is not None:
@@ -382,7 +388,7 @@ class Counter(TorchDispatchMode):
             group = self._find_group(args)
             self._append(Work(self.location.phase, collective, group=group, bytes=num_bytes))
         elif signature.launches_kernel:
-            self._append(_describe_kernel(self.location.phase, signature, args, kwargs, result))
+            self._append(_describe_kernel(self.location.phase, signature, arguments, result))
         return result
 
     def _count_allocations(self, func: Any, args: Any, result: Any) -> None:
@@ -398,7 +404,7 @@ class Counter(TorchDispatchMode):
             return
 
         for tensor in _find_tensors(result):
-            self._storage_number(tensor)  # logs the allocation if the storage is new
+            self._register_storage(tensor)
 
     def _is_adding_gradients(self) -> bool:
         """Return whether the addition that runs now is autograd's sum of two gradients.
@@ -423,10 +429,11 @@ class Counter(TorchDispatchMode):
         names = [value for value in args if isinstance(value, str)]
         return self._groups.get(names[-1])
 
-    def _storage_number(self, tensor: Tensor) -> int:
-        """Return the index of a tensor's storage in `kinds`, `streams` and `_sizes`.
+    def _register_storage(self, tensor: Tensor) -> int:
+        """Log the allocation of a tensor's storage, unless the storage is registered already.
 
-        The first call for a storage adds it to these lists, and logs the allocation.
+        Returns:
+            Index of the storage in `kinds`, `streams` and `_sizes`.
         """
         storage = tensor.untyped_storage()
         if id(storage) in self._living:
@@ -463,17 +470,6 @@ class Counter(TorchDispatchMode):
             self._track(pending_sum.result.untyped_storage(), number)
         else:
             self._log_size(number, 0)
-
-    def _allocate_pending_sum(self) -> None:
-        """Log new memory for the pending sum of two gradients, if there is one.
-
-        This is called before the next operator. At this point the first gradient is still in use,
-        so the sum cannot reuse its memory.
-        """
-        if self._pending_sum is not None:
-            result = self._pending_sum.result
-            self._pending_sum = None
-            self._storage_number(result)  # logs the allocation
 
     def _log_size(self, number: int, size: int) -> None:
         """Log the size of a storage (the memory behind tensors) if it has changed.
@@ -530,35 +526,36 @@ class _Signature(NamedTuple):
 
     Attributes:
         name: Name of the operator, such as "aten::mm".
-        is_counted: Whether the operator is neither a view nor a profiler annotation.
+        is_view_or_annotation: Whether the operator only returns a view or informs the profiler. It
+            then needs no memory and no kernel.
         launches_kernel: Whether the operator launches a kernel, unlike `empty`, for example.
         returns_new: Whether the operator allocates a result.
-        arguments: Name of each argument, and how often its memory is accessed: 1 if it is read or
+        accesses: Name of each argument -> how often its memory is accessed: 1 if it is read or
             written, 2 if both.
     """
 
     name: str
-    is_counted: bool
+    is_view_or_annotation: bool
     launches_kernel: bool
     returns_new: bool
-    arguments: tuple[tuple[str, int], ...]
+    accesses: Mapping[str, int]
 
 
 @cache
 def _signature(func: Any) -> _Signature:
     """Derive the properties of an operator from its schema."""
     name = func.name().split(".")[0]
-    arguments = []
+    accesses = {}
     for argument in func._schema.arguments:
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         # The target of a copy and `out` arguments are not read.
         is_only_written = is_written and (argument.kwarg_only or name.endswith("copy_"))
         is_read = not is_only_written
-        arguments.append((argument.name, is_read + is_written))
-    is_counted = not func.is_view and not name.startswith(("prim::", "profiler::"))
+        accesses[argument.name] = is_read + is_written
+    is_view_or_annotation = func.is_view or name.startswith(("prim::", "profiler::"))
     returns_new = any(value.alias_info is None for value in func._schema.returns)
     launches_kernel = not name.startswith(NO_KERNEL)
-    return _Signature(name, is_counted, launches_kernel, returns_new, tuple(arguments))
+    return _Signature(name, is_view_or_annotation, launches_kernel, returns_new, accesses)
 
 
 @cache
@@ -576,31 +573,27 @@ def _collective_name(operator: str) -> str | None:
 
 
 def _describe_kernel(
-    phase: str,
-    signature: _Signature,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    result: Any,
+    phase: str, signature: _Signature, arguments: Mapping[str, Any], result: Any
 ) -> Work:
     """Return the work of one operator call: its dtype, shape, FLOPs and bytes."""
-    shape, flops = _count_flops(signature, args, kwargs)
+    op = signature.name.removeprefix("aten::")
+    shape, flops = _count_flops(op, arguments)
     return Work(
         phase,
         op=signature.name.replace("::", "."),
-        dtype=_describe_dtype(_find_inputs(signature, args)),
+        dtype=_describe_dtype(_find_inputs(op, arguments)),
         shape=shape,
         flops=flops,
-        bytes=_count_traffic(signature, args, kwargs, result),
+        bytes=_count_traffic(signature, arguments, result),
     )
 
 
-def _find_inputs(signature: _Signature, args: Sequence[Any]) -> list[Tensor]:
+def _find_inputs(op: str, arguments: Mapping[str, Any]) -> list[Tensor]:
     """List the tensor arguments of an operator, but without the summand of a matmul.
 
     For example, the inputs of addmm(summand, a, b) are `a` and `b`.
     """
-    inputs = _find_tensors(args)
-    op = signature.name.removeprefix("aten::")
+    inputs = _find_tensors(list(arguments.values()))
     return inputs[1:] if op in MATMULS_WITH_SUMMAND else inputs
 
 
@@ -615,97 +608,113 @@ def _describe_dtype(inputs: Sequence[Tensor]) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _count_traffic(
-    signature: _Signature, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
-) -> int:
+def _count_traffic(signature: _Signature, arguments: Mapping[str, Any], result: Any) -> int:
     """Return how many bytes of memory an operator reads and writes."""
     num_bytes = bytes_of(result) if signature.returns_new else 0
-    for i, (name, num_passes) in enumerate(signature.arguments):
-        value = args[i] if i < len(args) else None
-        num_bytes += num_passes * bytes_of(kwargs.get(name, value))
+    for name, value in arguments.items():
+        num_bytes += signature.accesses[name] * bytes_of(value)
     return num_bytes
 
 
-def _count_flops(
-    signature: _Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[int, ...], int]:
+def _count_flops(op: str, arguments: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
     """Return the shape and the FLOPs of a matmul or an attention operator.
 
     The shape is (m, k, n) or (batch, heads, queries, keys, head_dim). Other operators have the
     shape () and 0 FLOPs.
+
+    Args:
+        op: Operator without "aten::".
+        arguments: Name of each argument -> value.
     """
-    op = signature.name.removeprefix("aten::")
     if op in MATMULS:
-        a, b, *_ = _find_inputs(signature, args)
+        a, b, *_ = _find_inputs(op, arguments)
         *rows, k = a.shape  # `bmm` has several dimensions of rows
         m = math.prod(rows)
         n = b.shape[-1]
         return (m, k, n), 2 * m * k * n
 
-    if "_scaled_dot_product" in op:
-        tensors = _find_tensors(args)
-        if "backward" in op:
-            _grad_output, query, key, *_ = tensors
-        else:
-            query, key, *_ = tensors
-        batch, heads, num_queries, head_dim = query.shape
-        shape = (batch, heads, num_queries, key.shape[2], head_dim)
-        # A trace runs flash attention in place of flex attention, and passes the sliding window in
-        # the argument `scale`; see `simulate._flex_attention`.
-        window = kwargs.get("scale") if op in FLEX_OPS else None
-        return shape, _attention_flops(op, shape, int(window) if window else None)
-
     if op in VARLEN_OPS:
-        return _count_varlen_flops(signature, args)
+        return _count_varlen_flops(op, arguments)
+    if "_scaled_dot_product" in op:
+        return _count_sdpa_flops(op, arguments)
     return (), 0
 
 
-def _count_varlen_flops(signature: _Signature, args: Sequence[Any]) -> tuple[tuple[int, ...], int]:
+def _count_sdpa_flops(op: str, arguments: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
+    """Count the FLOPs of causal scaled dot-product attention, or of flex attention.
+
+    Args:
+        op: Operator without "aten::", forward or backward.
+        arguments: Name of each argument -> value.
+
+    Returns:
+        (batch, heads, queries, keys, head_dim), and the number of FLOPs.
+    """
+    batch, heads, num_queries, head_dim = arguments["query"].shape
+    num_keys = arguments["key"].shape[2]
+    if op in FLEX_OPS:
+        # The operator represents flex attention, and `scale` its sliding window; see
+        # `simulate._flex_attention`. The queries are spread over the whole sequence, as in context
+        # parallelism.
+        window = int(arguments.get("scale") or num_keys)
+        mean_visible_keys = _mean_visible_keys(num_keys, window)
+    else:
+        # The queries are the last tokens. The first query attends only to the keys before
+        # the queries, and the last one attends to all keys.
+        mean_visible_keys = num_keys - Fraction(num_queries, 2)
+    shape = (batch, heads, num_queries, num_keys, head_dim)
+    return shape, _attention_flops(op, shape, mean_visible_keys)
+
+
+def _count_varlen_flops(op: str, arguments: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
     """Count the FLOPs of variable-length attention.
 
     The lengths of documents are unknown, because fake tensors have no values. So each sequence
     counts as one document.
 
     Args:
-        signature: Signature of the operator in `VARLEN_OPS`, forward or backward.
-        args: Positional arguments of the call.
+        op: Operator in `VARLEN_OPS`, forward or backward.
+        arguments: Name of each argument -> value.
 
     Returns:
         (batch, heads, queries, keys, head_dim), and the number of FLOPs.
     """
-    names = [name for name, _ in signature.arguments]
-    arguments = dict(zip(names, args, strict=False))  # the last arguments may be omitted
     num_tokens, heads, head_dim = arguments["query"].shape  # (B * T, H, D)
     seq_len = arguments["max_q"]
     num_earlier, _ = arguments["window_size"]  # visible tokens before the query, or -1 for all
-    window = None if num_earlier == -1 else num_earlier + 1  # a query also attends to itself
+    window = seq_len if num_earlier == -1 else num_earlier + 1  # a query also attends to itself
     shape = (num_tokens // seq_len, heads, seq_len, seq_len, head_dim)
-    return shape, _attention_flops(signature.name, shape, window)
+    return shape, _attention_flops(op, shape, _mean_visible_keys(seq_len, window))
 
 
-def _attention_flops(op: str, shape: tuple[int, ...], window: int | None) -> int:
-    """Return the FLOPs of causal attention, without scores that the mask hides.
+def _mean_visible_keys(num_keys: int, window: int) -> Fraction:
+    """Return to how many keys a query of a sequence attends on average, with a causal mask.
+
+    Queries in the first window attend to half of a window on average, and all others to a whole
+    window. For example, with 8 keys and a window of 4, half of the queries attend to 2 keys, and
+    half to 4, so the mean is 3.
 
     Args:
-        op: Operator without "aten::", forward or backward.
-        shape: (batch, heads, queries, keys, head_dim).
-        window: Sliding window of flex or variable-length attention in tokens, or None.
+        num_keys: Number of tokens in the sequence.
+        window: Sliding window in tokens. `num_keys` or more means no window.
     """
-    batch, heads, num_queries, num_keys, head_dim = shape
-    if op in (*FLEX_OPS, *VARLEN_OPS):
-        # The queries are spread over the whole sequence, as in context parallelism. Those in the
-        # first window attend to half of the window on average, and all others to the whole window.
-        window = num_keys if window is None else min(window, num_keys)
-        share_in_first = Fraction(window, num_keys)
-        mean_visible_keys = share_in_first * window / 2 + (1 - share_in_first) * window
-    else:
-        # The queries are the last tokens. The first query attends only to the keys before
-        # the queries, and the last one attends to all keys.
-        mean_visible_keys = num_keys - Fraction(num_queries, 2)
+    window = min(window, num_keys)
+    share_in_first_window = Fraction(window, num_keys)
+    return window - share_in_first_window * window / 2
 
+
+def _attention_flops(op: str, shape: tuple[int, ...], mean_visible_keys: Fraction) -> int:
+    """Return the FLOPs of attention, without scores that the mask hides.
+
+    Args:
+        op: Name of the operator, which contains "backward" for the backward pass.
+        shape: (batch, heads, queries, keys, head_dim).
+        mean_visible_keys: Average number of keys to which a query attends.
+    """
+    batch, heads, num_queries, _num_keys, head_dim = shape
+    num_scores = batch * heads * num_queries * mean_visible_keys
     # The backward pass has five matmuls, because it recomputes the scores.
     num_matmuls = 5 if "backward" in op else 2
-    num_scores = batch * heads * num_queries * mean_visible_keys
     return int(2 * num_matmuls * num_scores * head_dim)
 
 

@@ -62,10 +62,10 @@ PIPELINE_ACTIONS = {
 # Methods of a pipeline stage that torch calls between an action and its communication. In torch
 # 2.15 they allocate the tensors to receive.
 PIPELINE_RECEIVES = ("get_fwd_recv_ops", "get_bwd_recv_ops")
-# Methods of a pipeline stage in which ranks exchange messages before the first step, to vote on
-# whether they have the shapes of the tensors to receive. No other rank exists here, so replace the
-# methods. torch reads the result as a tensor: `vote.item()` is 1 if all ranks agree.
-SHAPE_VOTE: dict[str, Callable[..., Any]] = {
+# Replacements for the methods of a pipeline stage in which ranks exchange messages before the first
+# step, to vote on whether they have the shapes of the tensors to receive. torch reads the result as
+# a tensor: `vote.item()` is 1 if all ranks agree.
+UNANIMOUS_SHAPE_VOTE: dict[str, Callable[..., Any]] = {
     "_warmup_forward_vote": lambda *_, **__: None,
     "_warmup_backward_result": lambda *_, **__: SimpleNamespace(item=lambda: 1),
 }
@@ -387,9 +387,10 @@ def _follow_stage(counter: Counter, stage: int, module: Llama) -> None:
     """
 
     def start_microbatch(*_: Any) -> None:
-        first_entry = len(counter.log)  # index of the next log entry
-        counter.forward_starts.append(first_entry)
-        counter.location = Location("forward", "forward", stage)
+        # Log where a microbatch starts, because the work of one is counted again for skipped ones.
+        counter.forward_starts.append(len(counter.log))
+        # The location of operators between the parts below, which set their own.
+        counter.location = Location(phase="forward", name="forward", stage=stage)
 
     module.register_forward_pre_hook(start_microbatch, prepend=True)
 
@@ -397,7 +398,7 @@ def _follow_stage(counter: Counter, stage: int, module: Llama) -> None:
     parts = [("embedding", module.tok_embeddings), *blocks, ("norm", module.norm)]
     for name, part in parts:
         if part is not None:  # else it belongs to another stage
-            _follow_part(counter, part, Location("forward", name, stage))
+            _follow_part(counter, part, Location(phase="forward", name=name, stage=stage))
             _follow_unsharded_parameters(counter, part)
     # The loss function calls the output layer, so the location of its work is the loss.
     if module.output is not None:
@@ -418,11 +419,11 @@ def _follow_unsharded_parameters(counter: Counter, part: nn.Module) -> None:
     hooked_ids = set[int]()  # `id` of each parameter whose gradient has a hook
 
     def mark_gradient(parameter: Tensor) -> None:
-        counter.mark([parameter.grad], "gradients", keep_marked=True)
+        counter.mark([parameter.grad], "gradients", overwrite=False)
 
     def start_forward(module: nn.Module, _inputs: Any) -> None:
         parameters = list(module.parameters())
-        counter.mark(parameters, "unsharded parameters", keep_marked=True)
+        counter.mark(parameters, "unsharded parameters", overwrite=False)
         for parameter in parameters:
             if parameter.requires_grad and id(parameter) not in hooked_ids:
                 parameter.register_post_accumulate_grad_hook(mark_gradient)
@@ -476,18 +477,17 @@ def _follow_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> No
     """
     forward_backward = train_step.forward_backward
     compute_loss = forward_backward.loss_fn
-    location = Location("forward", "loss", last_stage)
+    location = Location(phase="forward", name="loss", stage=last_stage)
 
     def compute_loss_at_location(
         hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor
     ) -> Tensor:
-        counter.mark([scale], "loss")  # its memory was allocated before the loss
+        counter.mark([scale], "loss")  # belongs to the loss, but was allocated before this call
         counter.location = location
         loss = compute_loss(hidden, weight, labels, scale)
         _follow_backward(counter, loss, location)
-
-        # Operators after the loss belong to no part of the model.
-        counter.location = Location("forward", "forward", last_stage)
+        # The forward pass may continue after the loss, but not in a part of the model.
+        counter.location = location._replace(name="forward")
         return loss
 
     forward_backward.loss_fn = compute_loss_at_location
@@ -497,7 +497,7 @@ def _follow_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> No
 def _follow_pipeline(
     counter: Counter, stages: Sequence[PipelineStage], skipped: range
 ) -> Iterator[None]:
-    """Wrap the methods of pipeline stages that run a microbatch, so that some can be skipped.
+    """Wrap the methods of pipeline stages that run, send or receive a microbatch, to skip some.
 
     A skipped microbatch computes nothing. Instead, the log entries of an earlier microbatch are
     appended to the log again.
@@ -510,37 +510,23 @@ def _follow_pipeline(
     follower = _PipelineFollower(counter, skipped, last_loss=torch.zeros(()))
     with ExitStack() as stack:
         for stage in stages:
-            actions = _wrap_methods(stage, PIPELINE_ACTIONS, follower.run_action)
-            receives = _wrap_methods(stage, PIPELINE_RECEIVES, follower.run_receive)
-            stack.enter_context(override(stage, **actions, **receives, **SHAPE_VOTE))
+            methods = dict(UNANIMOUS_SHAPE_VOTE)  # the other ranks do not exist, so none can vote
+            for name in PIPELINE_ACTIONS:
+                methods[name] = partial(follower.run_action, stage, name, getattr(stage, name))
+            for name in PIPELINE_RECEIVES:
+                methods[name] = partial(follower.run_receive, stage, name, getattr(stage, name))
+            stack.enter_context(override(stage, **methods))
         yield
-
-
-def _wrap_methods(
-    stage: PipelineStage, names: Iterable[str], wrapper: Callable[..., Any]
-) -> dict[str, Callable[..., Any]]:
-    """Wrap methods of a pipeline stage.
-
-    Args:
-        stage: The pipeline stage.
-        names: Names of its methods.
-        wrapper: Function that is called with the stage, the name of the method, the method, and the
-            arguments of the call.
-
-    Returns:
-        Name -> wrapped method.
-    """
-    return {name: partial(wrapper, stage, name, getattr(stage, name)) for name in names}
 
 
 @dataclass
 class _PipelineFollower:
-    """Records the log entries of each method of a pipeline stage, or replays them.
+    """Records the log entries of each method of a pipeline stage, or appends them again.
 
     Attributes:
         counter: Counter of the step.
         skipped: Indices of microbatches for which no method is called. The log entries of an
-            earlier microbatch are replayed for them.
+            earlier microbatch are appended again for them.
         last_loss: Loss of the last microbatch that ran, and of the skipped ones after it.
     """
 
@@ -559,8 +545,8 @@ class _PipelineFollower:
     ) -> Any:
         """Call a method of a pipeline stage, and record all log entries until the next call.
 
-        For a skipped microbatch, replay the entries of an earlier call instead, and return a result
-        that the pipeline schedule accepts.
+        For a skipped microbatch, do not call it. Append the log entries of the last call again, and
+        return a result that the pipeline schedule accepts.
 
         Args:
             stage: The pipeline stage.
@@ -575,7 +561,7 @@ class _PipelineFollower:
         self.counter.location = Location(PIPELINE_ACTIONS[name], "stage", stage.stage_index)
         if microbatch in self.skipped:
             self.counter.stop_recording()
-            self.counter.replay(action)
+            self.counter.append_recording(action)
             if returns_loss:
                 return self.last_loss
             if name.endswith("send_ops"):
@@ -591,10 +577,10 @@ class _PipelineFollower:
     def run_receive(
         self, stage: PipelineStage, name: str, method: Callable[..., Any], microbatch: int
     ) -> list[Any]:
-        """Call a method that returns the receive operations of a stage, and record its memory.
+        """Call a method that returns the receive operations of a stage, and record its log entries.
 
-        The method may allocate the tensors to receive. For a skipped microbatch, replay an earlier
-        call, and return an empty list.
+        The log has entries if the method allocates the tensors to receive. For a skipped
+        microbatch, append the entries of the last call to the log again, and return an empty list.
 
         Args:
             stage: The pipeline stage.
@@ -604,7 +590,7 @@ class _PipelineFollower:
         """
         action = (name, stage.stage_index)
         if microbatch in self.skipped:
-            self.counter.replay(action)
+            self.counter.append_recording(action)
             return []
         with self.counter.recording(action):
             return method(microbatch)
