@@ -280,30 +280,25 @@ def _checkpoint(function: Function, *inputs: Any, **options: Any) -> Any:
 
     # The context gives each node a mark, and the number of its checkpointed function. A graph has
     # only one such function, with the number 0.
-    policy_context = _make_policy_context(options.get("context_fn"))
+    policy_context = _make_policy_context(options["context_fn"])
     policy_context.ac_graph_id = 0
     with traceback.preserve_node_meta(), policy_context:
         traceback.current_meta["ac_graph_id"] = 0  # needed only before torch 2.13
         return function(*inputs)
 
 
-def _make_policy_context(context_fn: Any) -> Any:
+def _make_policy_context(context_fn: Callable[[], tuple[Any, Any]]) -> Any:
     """Return the context that marks the result of each operator to be saved or recomputed.
 
     Args:
-        context_fn: The argument `context_fn` of `torch.utils.checkpoint.checkpoint`. If it is None
-            or saves nothing, all results are marked to be recomputed.
+        context_fn: The argument `context_fn` of `torch.utils.checkpoint.checkpoint`.
     """
-    # `partial(create_selective_checkpoint_contexts, [])` saves nothing, because the list contains
-    # the operators to save. Pass a policy function instead of this list; see `_recompute_all`.
+    # A block that recomputes everything passes an empty list of operators to save. Replace it by a
+    # policy that also recomputes flex attention, which `_partition` would otherwise save.
     saves_nothing = isinstance(context_fn, partial) and context_fn.args == ([],)
-    if context_fn is None:
-        contexts = create_selective_checkpoint_contexts([])
-    elif saves_nothing:
-        contexts = create_selective_checkpoint_contexts(_recompute_all)
-    else:
-        contexts = context_fn()
-    forward_context, _recompute_context = contexts
+    if saves_nothing:
+        context_fn = partial(create_selective_checkpoint_contexts, _recompute_all)
+    forward_context, _recompute_context = context_fn()
     return forward_context
 
 
@@ -319,7 +314,7 @@ class _Kernel(NamedTuple):
 
     Attributes:
         node: Graph node that the kernel computes.
-        reads: Nodes whose values the kernel reads from memory.
+        reads: Nodes that allocate the memory that the kernel reads. Views allocate none.
         is_generated: Whether the compiler generates the kernel. If so, the planner only allocates
             its result instead of running it.
         num_bytes: Bytes that a generated kernel reads and writes. 0 for other kernels.
@@ -384,11 +379,11 @@ def _schedule_kernels(graph: Graph) -> tuple[list[_Kernel], dict[Node, list[Node
     *nodes, output = graph.nodes
     inputs = set(graph.find_nodes(op="placeholder"))
     bases = _find_bases(nodes)
-    returned = {bases[node] for node in output.all_input_nodes}
-    stored = _find_stored(nodes, bases) | returned | inputs
+    returned_bases = {bases[node] for node in output.all_input_nodes}
+    stored = _find_stored(nodes, bases) | returned_bases | inputs
     reads = _find_reads(nodes, bases, stored)
     kernels = _list_kernels(reads, stored)
-    return kernels, _find_freed(kernels, bases, returned)
+    return kernels, _find_freed(kernels, bases, returned_bases)
 
 
 def _run_kernel(kernel: _Kernel, values: Mapping[Node, Any], gm: GraphModule) -> Any:
@@ -452,7 +447,7 @@ def _find_stored(nodes: Sequence[Node], bases: Mapping[Node, Node]) -> set[Node]
     for node in nodes:
         if _is_view(node):
             continue
-        if _has_own_kernel(node):
+        if _has_library_kernel(node):
             # A matmul, for example, reads its inputs from memory and writes its result to memory.
             stored.add(node)
             for source in node.all_input_nodes:
@@ -465,33 +460,30 @@ def _find_stored(nodes: Sequence[Node], bases: Mapping[Node, Node]) -> set[Node]
 def _list_kernels(reads: Mapping[Node, set[Node]], stored: set[Node]) -> list[_Kernel]:
     """List the kernels that compute the stored values of a graph, in the order in which they run.
 
-    Generated kernels between two library kernels, such as matmuls, are fused into one. It accesses
-    the memory of each value once, so only the first of the kernels that read or write a value
-    counts its bytes. For example, in `b = a + 1; c = a * b`, the kernel of `b` counts `a` and `b`,
-    and the kernel of `c` counts only `c`.
+    Library kernels, such as matmuls, run as they are. The compiler generates all other kernels, and
+    fuses those between two library kernels, so that they access the memory of each value once.
+    Only the first of them that reads or writes a value counts its bytes. For example, in
+    `b = a + 1; c = a * b`, the kernel of `b` counts `a` and `b`, and the kernel of `c` counts `c`.
 
     Args:
         reads: Nodes of the graph in order -> stored values that a kernel must read to compute them.
         stored: Nodes whose values are written to memory.
     """
     kernels: list[_Kernel] = []
-    counted: set[Node] = set()  # values that the current fused kernel has read or written
+    accessed: set[Node] = set()  # by generated kernels since the last library kernel
     for node, inputs in reads.items():
         # A value that is not stored has no kernel: the kernels that use it compute it.
         has_kernel = node.op == "call_function" and (node in stored or _is_copy(node))
         if not has_kernel:
             continue
-        if _has_own_kernel(node):
+        if _has_library_kernel(node):
             kernels.append(_Kernel(node, inputs, is_generated=False))
-            counted = set()  # the next generated kernel starts another fused kernel
-            continue
-
-        num_bytes = 0
-        for value in {node, *inputs}:
-            if value not in counted:
-                num_bytes += _bytes_of(value)
-                counted.add(value)
-        kernels.append(_Kernel(node, inputs, is_generated=True, num_bytes=num_bytes))
+            accessed = set()
+        else:
+            newly_accessed = {node, *inputs} - accessed
+            num_bytes = sum(_bytes_of(value) for value in newly_accessed)
+            kernels.append(_Kernel(node, inputs, is_generated=True, num_bytes=num_bytes))
+            accessed |= newly_accessed
     return kernels
 
 
@@ -520,27 +512,26 @@ def _find_reads(
 
 
 def _find_freed(
-    kernels: Sequence[_Kernel], bases: Mapping[Node, Node], returned: set[Node]
+    kernels: Sequence[_Kernel], bases: Mapping[Node, Node], returned_bases: set[Node]
 ) -> dict[Node, list[Node]]:
-    """Map the node of each kernel to the nodes whose values can be freed after it.
+    """Map the node of each kernel to the nodes whose memory can be freed after it.
 
-    These are values that no later kernel reads, and that the graph does not return.
+    This is memory that no later kernel uses, and that no result of the graph uses.
 
     Args:
         kernels: Kernels in the order in which they run.
         bases: Node -> node that allocates its memory. For a view, this is the viewed node.
-        returned: Nodes whose values the graph returns.
+        returned_bases: Nodes that allocate the memory of the results of the graph.
     """
-    last_uses: dict[Node, Node] = {}  # node of a value -> node of the last kernel that uses it
+    last_users: dict[Node, Node] = {}  # base -> node of the last kernel that uses its memory
     for kernel in kernels:
-        written = bases[kernel.node]  # the result, or the tensor that an in-place copy changes
-        for value in (*kernel.reads, written):
-            last_uses[value] = kernel.node
+        for base in (*kernel.reads, bases[kernel.node]):
+            last_users[base] = kernel.node
 
     freed_after: dict[Node, list[Node]] = {kernel.node: [] for kernel in kernels}
-    for value, last_use in last_uses.items():
-        if value not in returned:
-            freed_after[last_use].append(value)
+    for base, last_user in last_users.items():
+        if base not in returned_bases:
+            freed_after[last_user].append(base)
     return freed_after
 
 
@@ -564,12 +555,12 @@ def _is_reduction(node: Node) -> bool:
     return REDUCTION_RATIO * _bytes_of(node) <= max(input_sizes, default=0)
 
 
-def _has_own_kernel(node: Node) -> bool:
+def _has_library_kernel(node: Node) -> bool:
     """Return whether a node runs a kernel that the compiler does not generate, such as a matmul."""
     namespace, _, name = _operator_name(node).partition("::")
-    is_library_kernel = name in MATMULS or "scaled_dot_product" in name
+    is_matmul_or_attention = name in MATMULS or "scaled_dot_product" in name
     is_foreign = namespace not in ("", "aten", "prims")
-    return (is_library_kernel or is_foreign) and not _is_view(node)
+    return (is_matmul_or_attention or is_foreign) and not _is_view(node)
 
 
 def _operator_name(node: Node) -> str:
