@@ -252,11 +252,12 @@ def search(
     traced = candidates[:max_jobs]
     text = f"Tracing {len(traced)} of {len(candidates)} jobs"
 
+    fastest_first = _trace_candidates(run, traced, gpu, map_function, text)
     variants: list[tuple[Settings, Forecast]] = []
-    for settings, plan in _trace_candidates(run, traced, gpu, map_function, text):
+    for settings, plan in fastest_first:
         variants.append((settings, plan))
-        if settings == unchanged:  # the remaining jobs are slower than the run itself
-            break
+        if settings == unchanged:
+            break  # omit the remaining jobs, which are slower than the run itself
     return SearchResult(variants, len(traced), len(candidates))
 
 
@@ -391,7 +392,7 @@ def _list_combined_remedies(run: Run) -> list[Settings]:
     All of them use the smallest local batch size and full activation checkpointing.
     """
     # Without a smaller batch, {} leaves the batch size unchanged.
-    smallest_batch = ([{}, *_list_smaller_batches(run)])[-1]
+    smallest_batch = [{}, *_list_smaller_batches(run)][-1]
     base = {**smallest_batch, **SAVE_NOTHING}
     return [
         base,
@@ -421,29 +422,30 @@ def list_layouts(run: Run, gpu: Gpu) -> list[Settings]:
     candidates: list[tuple[float, Settings]] = []  # estimated speed and options
     for degrees in _list_degrees(run, gpus_per_node=gpu.gpus_per_node):
         for has_float8, mode in itertools.product(float8_choices, modes):
-            layout = {**degrees, **_list_options(run, gpu, degrees, has_float8, mode)}
+            layout = _complete_layout(degrees, run, gpu, has_float8, mode)
             candidates += _choose_batch_sizes(run, gpu, layout)
     candidates.sort(key=itemgetter(0), reverse=True)
     return [settings for _, settings in candidates]
 
 
-def _list_options(
-    run: Run, gpu: Gpu, degrees: Mapping[str, Any], has_float8: bool, mode: str
+def _complete_layout(
+    degrees: Mapping[str, Any], run: Run, gpu: Gpu, has_float8: bool, mode: str
 ) -> dict[str, Any]:
-    """List the options that a search sets in addition to `degrees` and the batch sizes.
+    """Add options of FP8, activation checkpointing and compilation to parallel degrees.
 
     Args:
-        run: The run that the search started from.
-        gpu: GPU of each rank.
         degrees: Options that set the parallel degrees, such as
             {"parallelism.tensor_parallel_degree": 2}.
+        run: The run that the search started from.
+        gpu: GPU of each rank, or its share of a CPU if `gpu.cpu` is set.
         has_float8: Whether matmuls compute in FP8.
         mode: Mode of activation checkpointing, such as "full".
     """
-    is_gpu = not gpu.cpu  # a `Gpu` can also describe a CPU
+    is_gpu = not gpu.cpu
     has_tensor_parallel = degrees["parallelism.tensor_parallel_degree"] > 1
     gathers_float8 = has_float8 and run.job.float8.recipe_name == "tensorwise"
     return {
+        **degrees,
         "float8.enable": has_float8,
         "activation_checkpoint.mode": mode,
         "parallelism.data_parallel_shard_degree": -1,  # all remaining ranks
@@ -581,7 +583,7 @@ def _guess_activation_bytes(run: Run) -> float:
     block_bytes = 2 * values_per_token * saved_share * _microbatch_tokens(run)
     # A pipeline runs several forward passes before the first backward pass.
     saved_microbatches = min(run.microbatches, run.degrees.pipeline)
-    return block_bytes * _count_layers(run) * saved_microbatches
+    return block_bytes * _count_blocks(run) * saved_microbatches
 
 
 def _guess_unsharded_bytes(run: Run) -> float:
@@ -590,7 +592,7 @@ def _guess_unsharded_bytes(run: Run) -> float:
     gradient_bytes = 4 if run.microbatches > 1 else 0
     # Weights are gathered in bfloat16: all weights of a pipeline stage, or otherwise a few blocks.
     has_pipeline = run.degrees.pipeline > 1
-    gathered_share = 1.0 if has_pipeline else BLOCKS_IN_FLIGHT / _count_layers(run)
+    gathered_share = 1.0 if has_pipeline else BLOCKS_IN_FLIGHT / _count_blocks(run)
     return _count_weights(run) * (gradient_bytes + 2 * gathered_share)
 
 
@@ -626,7 +628,7 @@ def _guess_attention(run: Run) -> Work:
     # for its output. The backward pass is counted as three forward passes, and recomputing
     # everything as another one.
     visible_keys = run.arch.attended(run.job.training.seq_len)
-    flops_per_token = 4 * visible_keys * run.arch.q_dim * _count_layers(run) / run.degrees.tensor
+    flops_per_token = 4 * visible_keys * run.arch.q_dim * _count_blocks(run) / run.degrees.tensor
     num_passes = 5 if _recomputed_share(run) == 1 else 4
     flops = num_passes * flops_per_token * _step_tokens(run)
     return Work("backward", "attention", "bfloat16", shape=ATTENTION_SHAPE, flops=int(flops))
@@ -638,7 +640,7 @@ def _guess_other_kernels(run: Run) -> Work:
     Assume 20 bytes per activation that a block without checkpointing saves for its backward pass.
     """
     values_per_token = activation_values(run.arch, run.degrees.tensor)  # of a block
-    num_bytes = 20 * values_per_token * _step_tokens(run) * _count_layers(run)
+    num_bytes = 20 * values_per_token * _step_tokens(run) * _count_blocks(run)
     return Work("backward", "other", bytes=int(num_bytes))
 
 
@@ -651,57 +653,44 @@ def _guess_tensor_parallel(run: Run) -> Work:
     collectives_per_block = 8 + 4 * _recomputed_share(run)
     block_bytes = collectives_per_block * 2 * run.arch.dim * _step_tokens(run)
     group = Group("tensor", size=run.degrees.tensor, span=1)  # within one node
-    return Work("backward", "all_gather", group=group, bytes=int(block_bytes * _count_layers(run)))
+    return Work("backward", "all_gather", group=group, bytes=int(block_bytes * _count_blocks(run)))
 
 
-def _guess_fsdp(run: Run) -> tuple[Work, Work, Work]:
+def _guess_fsdp(run: Run) -> list[Work]:
     """Estimate the all-gathers, reduce-scatters and all-reduces of FSDP and HSDP in a step.
 
-    Each collective transfers the weights or gradients of one block. `Work` has the number of
-    collectives and their total bytes.
+    Each collective transfers the weights or gradients of one block. Like all estimated work, they
+    count as part of the backward pass.
     """
     degrees = run.degrees
-    num_shards = degrees.shard * degrees.context
-    num_blocks = _count_layers(run)
+    num_blocks = _count_blocks(run)
     num_weights = _count_weights(run)
     weight_bytes = num_weights * (1 if run.job.float8.enable else 2)  # FP8 or bfloat16
     gradient_bytes = 4 * num_weights  # float32
 
     # Tensor parallel ranks are neighbors, so the ranks of an FSDP group are `tensor` ranks apart.
+    # `span`, the distance from the first to the last rank, decides how many nodes a group uses.
+    num_shards = degrees.shard * degrees.context
     shard_group = Group("fsdp", size=num_shards, span=num_shards * degrees.tensor)
     replicate_group = Group("replicate", size=degrees.replicate, span=run.world_size)
 
     # All weights are gathered for the forward and the backward pass of each microbatch. With a
     # pipeline, they stay gathered during all microbatches.
-    num_gathers = 2 if degrees.pipeline > 1 else 2 * run.microbatches
-    gathers = Work(
-        "backward",
-        "all_gather",
-        group=shard_group,
-        count=int(num_gathers * num_blocks),
-        bytes=int(num_gathers * weight_bytes),
-    )
-
+    num_passes = 2 if degrees.pipeline > 1 else 2 * run.microbatches
     # Assume that all gradients are reduced to shards once per step. HSDP then adds up the shards of
     # all replicas.
-    reductions = Work(
-        "backward",
-        "reduce_scatter",
-        group=shard_group,
-        count=int(num_blocks),
-        bytes=int(gradient_bytes),
+    collectives = (  # with their number and total bytes
+        ("all_gather", shard_group, num_passes * num_blocks, num_passes * weight_bytes),
+        ("reduce_scatter", shard_group, num_blocks, gradient_bytes),
+        ("all_reduce", replicate_group, num_blocks, gradient_bytes / num_shards),
     )
-    sums_of_replicas = Work(
-        "backward",
-        "all_reduce",
-        group=replicate_group,
-        count=int(num_blocks),
-        bytes=int(gradient_bytes / num_shards),
-    )
-    return gathers, reductions, sums_of_replicas
+    return [
+        Work("backward", op, group=group, count=int(count), bytes=int(num_bytes))
+        for op, group, count, num_bytes in collectives
+    ]
 
 
-def _count_layers(run: Run) -> float:
+def _count_blocks(run: Run) -> float:
     """Return the average number of blocks on a pipeline rank."""
     return run.arch.n_layers / run.degrees.pipeline
 
