@@ -169,24 +169,23 @@ def _shard_column_cast(_x: Any) -> list[Sharding]:
 
 @contextmanager
 def simulate_mxfp8() -> Iterator[None]:
-    """Replace the torchao kernels that quantize to MXFP8 by operators without computation.
+    """Replace the torchao kernels that quantize to MXFP8, so that a trace needs no Blackwell GPU.
 
-    The kernels need a Blackwell GPU. The replacements only allocate the results.
+    The replacements only allocate the results: the quantized values and their scales.
     """
     from torchao.prototype.mx_formats import kernels, mx_tensor
 
-    def cast_rows(x: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    def quantize_rows(x: Tensor, **_options: Any) -> tuple[Tensor, Tensor]:
         return _cast_rows(x)
 
-    def cast_columns(x: Tensor, **_: Any) -> tuple[None, Tensor, None, Tensor]:
-        values, scales = _cast_columns(x)
-        # (values of rows, values of columns, scales of rows, scales of columns). By default, the
-        # torchao kernel does not cast the rows.
-        return None, values, None, scales
+    def quantize_columns(x: Tensor, **_options: Any) -> tuple[None, Tensor, None, Tensor]:
+        row_values = row_scales = None  # torchao calls the kernel only to quantize the columns
+        column_values, column_scales = _cast_columns(x)
+        return row_values, column_values, row_scales, column_scales
 
     with (
-        override(mx_tensor, triton_to_mxfp8_dim0=cast_rows),
-        override(kernels, mxfp8_quantize_cuda=cast_columns),
+        override(mx_tensor, triton_to_mxfp8_dim0=quantize_rows),
+        override(kernels, mxfp8_quantize_cuda=quantize_columns),
     ):
         yield
 

@@ -222,10 +222,10 @@ def _may_shard_differently(run: Run, num_blocks: int) -> bool:
     if min_block_size < min_group_size:
         return True
 
-    # On a single rank, or with only replicas, FSDP does not reshard a small model; see
-    # `fsdp._should_reshard`.
+    # On a single rank, or with only replicas, FSDP does not reshard a small model.
     is_sharded = run.degrees.shard * run.degrees.context > 1
-    return not is_sharded and num_blocks * min_block_size < 16 * min_group_size
+    min_resharded_size = 16 * min_group_size  # as in `fsdp._should_reshard`
+    return not is_sharded and num_blocks * min_block_size < min_resharded_size
 
 
 def _remove_blocks(run: Run, num_removed: int) -> Run:
@@ -277,11 +277,13 @@ def _count_fake_step(run: Run, has_float8: bool, run_all_microbatches: bool) -> 
     mesh = build_mesh(run.degrees, DEVICE.type)
     meta = torch.device("meta")
     sharded = build_model(run, mesh, meta, log=lambda _: None, has_float8=has_float8)
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)  # accepts weights on the meta device
+    # Operators also get tensors that are not fake: meta weights, and constants of AdamW8bit.
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    model = sharded.whole  # all weights of this rank
     with fake_mode:
-        sharded.whole.to_empty(device=DEVICE)  # replaces the weights by fake tensors
+        model.to_empty(device=DEVICE)  # replaces the weights by fake tensors
 
-    # AdamW8bit reads values of tensors that its constructor creates, so they must not be fake.
+    # Outside of the fake mode, because the constructor of AdamW8bit reads values of its constants.
     train_step = TrainStep(run, mesh, sharded, DEVICE)
     with fake_mode:
         return count_step(run, mesh, sharded, train_step, run_all_microbatches)
@@ -321,22 +323,23 @@ def _summarize(rank: int, counts: StepCounts, on_gpu: bool) -> RankTrace:
         counts: Counts for all blocks of the rank.
         on_gpu: Whether the rank has a GPU.
     """
-    peak_location, peak_sizes = max(counts.peaks.items(), key=lambda peak: peak[1].sum())
+    peak_location = max(counts.peaks, key=lambda location: counts.peaks[location].sum())
+    peak_sizes = counts.peaks[peak_location]  # bytes of each kind of memory
     peak_bytes = int(peak_sizes.sum())
     is_in_block = peak_location.name == "block"
     moment = f"{peak_location.phase} of a block" if is_in_block else peak_location.name
 
     if not on_gpu:
         reserved_bytes = peak_bytes
-    elif counts.reserved is not None:
+    elif counts.reserved is not None:  # all allocations were replayed on a simulated allocator
         reserved_bytes = counts.reserved
     else:
         reserved_bytes = _estimate_reserved(counts.stream_peaks)
 
     work: list[Work] = []
-    for kind, amounts in counts.work.items():
+    for work_without_amounts, amounts in counts.work.items():
         count, flops, num_bytes = amounts.tolist()
-        work.append(kind._replace(count=count, flops=flops, bytes=num_bytes))
+        work.append(work_without_amounts._replace(count=count, flops=flops, bytes=num_bytes))
 
     return RankTrace(
         rank=rank,
