@@ -6,7 +6,8 @@ name and shape, all weights are finite, and no tensor of the saved model or opti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -296,16 +297,17 @@ class Resumer:
             suffix: Suffix of the new name, "damaged" or "archived".
         """
 
-        def rename() -> str:
-            if not is_from_titanlite(path):
-                return (
-                    f"not renamed, because it has no {MANIFEST} written by titanlite. Move it "
-                    "away: while it exists, this step cannot be saved"
-                )
-            return f"renamed to {set_aside(path, suffix).name}"
+        def rename() -> str | None:
+            return set_aside(path, suffix).name if is_from_titanlite(path) else None
 
-        result = self._ranks.run_on_rank0(rename)
-        self._log(f"{description}; {result}")
+        new_name = self._ranks.run_on_rank0(rename)
+        if new_name is not None:
+            self._log(f"{description}; renamed to {new_name}")
+        else:
+            self._log(
+                f"{description}; not renamed, because it has no {MANIFEST} written by titanlite. "
+                "Move it away: while it exists, this step cannot be saved"
+            )
 
     def _load(self, path: Path) -> dict[str, Any]:
         """Load one checkpoint into the model, the optimizer and the hooks in memory.
@@ -344,41 +346,38 @@ class Resumer:
             info: Entry "info" of its manifest.
             parts_to_reset: Parts of the state, such as "optimizer", that are not loaded.
         """
-        parts_to_load = {"optimizer", "hooks", "rng"} - parts_to_reset
-        has_optimizer_state = any(name.startswith("optimizer.") for name in reader.index)
-        if self._live.optimizer is None or not has_optimizer_state:
-            parts_to_load.discard("optimizer")
-        # Random states are saved by rank, so only the same number of ranks can restore them.
-        if info["layout"]["world_size"] != self._ranks.size:
-            parts_to_load.discard("rng")
+        live = self._live
+        is_optimizer_saved = any(name.startswith("optimizer.") for name in reader.index)
+        should_load_optimizer = (
+            live.optimizer is not None and is_optimizer_saved and "optimizer" not in parts_to_reset
+        )
+        should_load_hooks = "hooks" not in parts_to_reset
+        # Each rank saves its random state, so only the same number of ranks can restore it.
+        is_same_size = info["layout"]["world_size"] == self._ranks.size
+        should_load_rng = is_same_size and "rng" not in parts_to_reset
 
-        if "hooks" in parts_to_load:
+        # Reset first. In a rollback, state that is not loaded must not keep its later values.
+        if should_load_hooks:
             self._resize_hook_tensors(reader, info["train_state"])
-        if "optimizer" in parts_to_load:
+        self._reset_hook_tensors()
+        if should_load_optimizer:
             self._create_optimizer_state()
         else:
-            _reset_optimizer(self._live)  # a rollback must not keep the state of later steps
+            _reset_optimizer(live)
 
-        tensors_to_load = self._live.tensors(
-            optimizer="optimizer" in parts_to_load,
-            hooks="hooks" in parts_to_load,
-            rng="rng" in parts_to_load,
+        tensors = live.tensors(
+            optimizer=should_load_optimizer, hooks=should_load_hooks, rng=should_load_rng
         )
-        # A checkpoint may lack hooks that the job has added, and generators of GPUs.
-        missing = tensors_to_load.keys() - reader.index.keys()
-        for name in missing:
+        for name in tensors.keys() - reader.index.keys():
+            # The job may have new hooks, or run on GPUs for the first time.
             if name.startswith(("hooks.", "rng.cuda.")):
-                del tensors_to_load[name]
+                del tensors[name]
 
-        self._reset_hook_tensors(except_for=tensors_to_load)
-        trained_weights: list[str] = []
-        if "optimizer" in parts_to_load:
-            parameters = self._live.model.named_parameters()
-            trained_weights = [name for name, weight in parameters if weight.requires_grad]
-        _load_and_check(
-            tensors_to_load, self._live.model.arch, reader, self._ranks, trained_weights
-        )
-        _set_random_state(tensors_to_load)
+        ignored_state: list[str] = []
+        if should_load_optimizer:
+            ignored_state = _find_ignored_optimizer_state(live.model, tensors, reader)
+        _load_and_check(tensors, live.model.arch, reader, self._ranks, ignored_state)
+        _set_random_state(tensors)
 
     def _resize_hook_tensors(self, reader: SafeReader, train_state: dict[str, Any]) -> None:
         """Resize the tensors of hooks to their sizes in a checkpoint, so that they can be loaded.
@@ -393,16 +392,13 @@ class Resumer:
                 sizes[name.removeprefix("hooks.")] = entry.size
         self._live.prepare_hooks(sizes, train_state.get("hooks", {}))
 
-    def _reset_hook_tensors(self, except_for: Collection[str]) -> None:
+    def _reset_hook_tensors(self) -> None:
         """Reset the tensors of hooks to their values at the start of the process.
 
-        Otherwise, they would keep the values of later steps after a rollback.
-
-        Args:
-            except_for: Names of tensors to skip, because they will be loaded from a checkpoint.
+        Tensors that had no value or another shape then are filled with NaN.
         """
         for name, tensor in self._live.tensors(optimizer=False).items():
-            if not name.startswith("hooks.") or name in except_for:
+            if not name.startswith("hooks."):
                 continue
             shard = to_local(tensor)
             initial = self._initial_hook_tensors.get(name)
@@ -539,7 +535,7 @@ def _load_and_check(
     arch: Architecture,
     reader: SafeReader,
     ranks: RankGroup,
-    trained_weights: Sequence[str] = (),
+    ignored_state: Sequence[str] = (),
 ) -> None:
     """Check the shapes of saved tensors, load them in place, and check that weights are finite.
 
@@ -550,10 +546,9 @@ def _load_and_check(
         arch: Architecture of the model.
         reader: Reader of the checkpoint.
         ranks: The ranks that load together.
-        trained_weights: Names of the weights of this rank whose optimizer state is loaded. None of
-            their saved state may be left over.
+        ignored_state: Error messages about saved optimizer state that is not in `tensors`.
     """
-    ranks.run_together(lambda: _check_shapes(tensors, arch, reader, trained_weights))
+    ranks.run_together(lambda: _check_shapes(tensors, arch, reader, ignored_state))
     load_tensors(reader, tensors, ranks.group)
     ranks.run_together(lambda: _check_finite(reader.path, tensors))
 
@@ -563,7 +558,7 @@ def _check_train_state(path: Path, info: dict[str, Any]) -> None:
 
     Raises:
         CheckpointError: If the checkpoint contains only weights.
-        Damage: If the data position is after the step.
+        Damage: If the checkpoint of step 4, for example, has the data position of step 5.
     """
     state = info["train_state"]
     if info.get("weights_only") or "step" not in state:
@@ -573,10 +568,7 @@ def _check_train_state(path: Path, info: dict[str, Any]) -> None:
         )
 
     schedule = get_data_state(info).get("schedule")
-    if schedule is None:
-        return
-    # The number of sequences has no such limit: with loss masks, it can exceed `state["tokens"]`.
-    if schedule["step"] > state["step"]:
+    if schedule is not None and schedule["step"] > state["step"]:
         raise Damage(f"{MANIFEST}: no run can reach this data position")
 
 
@@ -584,7 +576,7 @@ def _check_shapes(
     tensors: dict[str, Tensor],
     arch: Architecture,
     reader: SafeReader,
-    trained_weights: Sequence[str],
+    ignored_state: Sequence[str],
 ) -> None:
     """Check that the tensors in a checkpoint have the expected names and shapes.
 
@@ -592,27 +584,27 @@ def _check_shapes(
         tensors: This rank's tensors to load, by their names in the checkpoint.
         arch: Architecture of the whole model. A pipeline rank holds only a part of it.
         reader: Reader of the checkpoint.
-        trained_weights: See `_load_and_check`.
+        ignored_state: Error messages about saved optimizer state that is not in `tensors`.
 
     Raises:
         UserError: If names or shapes differ. The message lists the differences.
     """
-    differences = _compare_with_saved_shapes(tensors, arch, reader)
-    differences += _find_unused_optimizer_state(tensors, reader, trained_weights)
+    differences = [*_compare_with_saved_shapes(tensors, arch, reader), *ignored_state]
     if not differences:
         return
-    # Each difference starts with the name of a tensor, and this name with the part of the state.
+
+    # For example, "optimizer.norm.weight.exp_avg: missing" is about the part "optimizer".
     parts = sorted({difference.partition(".")[0] for difference in differences})
-    if parts == ["hooks"]:
-        problem = "does not fit the hooks of this job"
-        fix = 'Restore their options, or set checkpoint.exclude_from_loading = ["hooks"].'
-    elif "model" not in parts:
-        problem = "does not fit the optimizer of this job"
-        excluded = ", ".join(f'"{part}"' for part in parts)
-        fix = f"Restore its options, or set checkpoint.exclude_from_loading = [{excluded}]."
-    else:
+    exclusion = f"checkpoint.exclude_from_loading = {json.dumps(parts)}"
+    if "model" in parts:
         problem = "does not fit this model"
         fix = "Restore the keys of [model]."
+    elif parts == ["hooks"]:
+        problem = "does not fit the hooks of this job"
+        fix = f"Restore their options, or set {exclusion}."
+    else:
+        problem = "does not fit the optimizer of this job"
+        fix = f"Restore its options, or set {exclusion}."
     raise UserError(f"{reader.path} {problem}:\n  {join_lines(differences)}\n{fix}")
 
 
@@ -640,19 +632,22 @@ def _compare_with_saved_shapes(
     return compare_shapes(expected, saved)
 
 
-def _find_unused_optimizer_state(
-    tensors: dict[str, Tensor], reader: SafeReader, trained_weights: Sequence[str]
+def _find_ignored_optimizer_state(
+    model: Llama, tensors: dict[str, Tensor], reader: SafeReader
 ) -> list[str]:
-    """Return a line for each saved optimizer tensor that this rank should load, but does not.
+    """Return an error message for each saved optimizer tensor that this rank would not load.
+
+    State of frozen weights and, with a pipeline, of other ranks' weights may be ignored.
 
     Args:
+        model: This rank's part of the model.
         tensors: This rank's tensors to load, by their names in the checkpoint.
         reader: Reader of the checkpoint.
-        trained_weights: See `_load_and_check`.
     """
+    trained_weights = [name for name, weight in model.named_parameters() if weight.requires_grad]
     prefixes = tuple(f"optimizer.{name}." for name in trained_weights)
-    unused = [name for name in reader.index.keys() - tensors.keys() if name.startswith(prefixes)]
-    return [f"{name}: the optimizer has no such state" for name in sorted(unused)]
+    ignored = [name for name in reader.index.keys() - tensors.keys() if name.startswith(prefixes)]
+    return [f"{name}: the optimizer has no such state" for name in sorted(ignored)]
 
 
 def _check_finite(path: object, tensors: dict[str, Tensor]) -> None:
