@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import pickle
 import time
@@ -13,7 +12,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -86,32 +85,25 @@ class CheckpointWriter(FileSystemWriter):
             file.write(content)
         sync(path)
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         """Write this rank's tensors to a new file.
 
         If `single_file_per_rank` is False, as for imported weights, write a file for each tensor.
 
         Returns:
-            The position and checksum of each tensor, and the size and checksum of each file. DCP
-            sends them to `finish` on rank 0.
+            A completed future of a `_RankResult`, which DCP sends to `finish` on rank 0.
         """
         if self.single_file_per_rank:
             items_of_files = [plan.items] if plan.items else []
         else:
             items_of_files = [[item] for item in plan.items]
 
-        results: list[WriteResult] = []
+        tensor_results: list[WriteResult] = []
         for index, items in enumerate(items_of_files):
             # DCP sets "__RANK_" as prefix, so the first file of rank 3 is "__3_0.distcp".
             file_name = f"{plan.storage_data.prefix}{index}.distcp"
-            results += self._write_file(file_name, items, planner)
-
-        # `finish` also needs the size and the checksum of each file, for the manifest. `self.fs`
-        # has computed them during the writes.
-        for file_name, entry in self.fs.written.items():
-            file_id = MetadataIndex(file_name)
-            results.append(_FileResult(file_id, size_in_bytes=entry["size"], storage_data=entry))
-        return completed_future(results)
+            tensor_results += self._write_file(file_name, items, planner)
+        return completed_future(_RankResult(tensor_results, self.fs.written))
 
     def _write_file(
         self, name: str, items: list[WriteItem], planner: SavePlanner
@@ -135,20 +127,19 @@ class CheckpointWriter(FileSystemWriter):
             os.fsync(file.fileno())
         return results
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: Metadata, results: list[Any]) -> None:
         """Write the index and the manifest, and publish the step folder. Runs on rank 0.
 
         Args:
             metadata: DCP's description (size, dtype, shards) of all tensors.
-            results: The list that `write_data` returned on each rank.
+            results: The `_RankResult` that `write_data` returned on each rank.
         """
-        all_results = list(itertools.chain.from_iterable(results))
-        tensor_results = [item for item in all_results if not isinstance(item, _FileResult)]
         # DCP writes and syncs the index with `self.fs`, which keeps its manifest entry.
-        super().finish(metadata, [tensor_results])
+        super().finish(metadata, [result.tensors for result in results])
 
-        file_results = [item for item in all_results if isinstance(item, _FileResult)]
-        entries = {result.index.fqn: result.storage_data for result in file_results}
+        entries: dict[str, Entry] = {}
+        for result in results:
+            entries |= result.files
         entries[INDEX] = self.fs.written[INDEX]
         publish_checkpoint(self.tmp_folder, self.step, entries, self.info)
 
@@ -183,12 +174,13 @@ def completed_future(result: Any) -> Future[Any]:
     return future
 
 
-class _FileResult(WriteResult):
-    """Size and checksum of a file that a rank has written.
+class _RankResult(NamedTuple):
+    """Tensors and files that a rank has written."""
 
-    It is a `WriteResult` because DCP sends only these to rank 0. The attribute `index` contains the
-    name of the file, and `storage_data` its manifest entry.
-    """
+    tensors: list[WriteResult]
+    """Position and checksum of each tensor, for DCP's index."""
+    files: dict[str, Entry]
+    """Size and checksum of each file, by its name, for the manifest."""
 
 
 class _HashingFileSystem(FileSystem):
