@@ -134,39 +134,44 @@ class Saver:
         # Complete the previous save first: it calls `on_saved`, which may change the state.
         self.wait_until_saved()
         train_state = collect_state()
-        # Checkpoints with another run ID are never removed as outdated.
+        # Outdated checkpoints are removed only if they have the same run ID.
         self._saved_folders.run_id = train_state.get("run")
 
-        weights_only = is_last and self._config.last_save_model_only
-        if weights_only:
-            # A run cannot resume from weights, so they are not in the folder of checkpoints.
-            path = self._folder.parent / "final" / step_folder_name(step)
-            must_write = self._make_room_for_weights(path, step)
+        if is_last and self._config.last_save_model_only:
+            path = self._save_only_weights(step, train_state)
         else:
             path = self._folder / step_folder_name(step)
-            must_write = not self.has_saved(step)
-        if must_write:
-            tensors = self._select_tensors(weights_only)
-            writer = self._create_writer(path.parent, step, train_state, weights_only)
-            self._start_save(writer, tensors)
+            if not self.has_saved(step):
+                tensors = self._live.tensors(rng=True)
+                writer = self._create_writer(self._folder, step, train_state)
+                self._start_save(writer, tensors)
 
         if is_last:
             self.wait_until_saved()
             self.remove_outdated()
             self._export_if_requested(path, step)
 
-    def _make_room_for_weights(self, path: Path, step: int) -> bool:
-        """Rename existing weights at `path`, unless no step was trained since they were saved.
+    def _save_only_weights(self, step: int, train_state: dict[str, Any]) -> Path:
+        """Save the weights and their averages in the folder `final`, and return the step folder.
 
-        Returns:
-            Whether the weights of this step must be written. False if existing ones are kept.
+        A run cannot resume from them, so they are not in the folder of checkpoints. If this step
+        was loaded and not trained, keep weights that exist already.
         """
-        return self._ranks.run_on_rank0(
-            lambda: self._saved_folders.prepare_output_path(path, step == self.loaded_step)
+        folder = self._folder.parent / "final"
+        path = folder / step_folder_name(step)
+        was_loaded = step == self.loaded_step
+        should_write = self._ranks.run_on_rank0(
+            lambda: self._saved_folders.prepare_output_path(path, keep=was_loaded)
         )
+        if should_write:
+            tensors = self._live.tensors(optimizer=False)
+            weights = {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
+            writer = self._create_writer(folder, step, train_state, weights_only=True)
+            self._start_save(writer, weights)
+        return path
 
     def _create_writer(
-        self, folder: Path, step: int, train_state: dict[str, Any], weights_only: bool
+        self, folder: Path, step: int, train_state: dict[str, Any], **extra: Any
     ) -> CheckpointWriter:
         """Create the object that writes a checkpoint and its manifest.
 
@@ -174,31 +179,19 @@ class Saver:
             folder: Parent of the step folder.
             step: The step to save.
             train_state: Training state that is not a tensor.
-            weights_only: Record in the manifest that the checkpoint contains only weights.
+            extra: Additional keys of the manifest's `info`, such as `weights_only`.
         """
         info = manifest_info(
             self._live.model.arch,
             train_state,
             job=self._context.job,
             layout={"world_size": self._ranks.size},
+            **extra,
         )
-        if weights_only:
-            info["weights_only"] = True
         self._num_started += 1
         # The name of the temporary folder is unique, and the same on all ranks.
         token = f"{self._context.token}-{self._num_started}"
         return CheckpointWriter(folder, step, token, info)
-
-    def _select_tensors(self, weights_only: bool) -> Tensors:
-        """Return the tensors to save by name, which share memory with model and optimizer.
-
-        Args:
-            weights_only: Return only the weights and their averages.
-        """
-        if not weights_only:
-            return self._live.tensors(rng=True)
-        tensors = self._live.tensors(optimizer=False)
-        return {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
 
     def _start_save(self, writer: CheckpointWriter, tensors: Tensors) -> None:
         """Start writing a checkpoint in the background thread, and return.
@@ -215,34 +208,12 @@ class Saver:
         try:
             result = self._write_in_background(writer, tensors, self._stager)
         except Exception as error:  # for example, too little memory for the copies or a thread
-            result = self._write_in_foreground(writer, tensors, error)
+            text = f"Saving step {writer.step} while training waits ({describe_error(error)})"
+            self._log(Event(text, "foreground", writer.step))
+            # Other ranks may write in the background. They call the same collectives.
+            result = Future[bool]()
+            result.set_result(self._write_and_publish(writer, lambda: tensors))
         self._pending = writer.step, result  # for `wait_until_saved`, which compares all ranks
-
-    def _write_in_foreground(
-        self, writer: CheckpointWriter, tensors: Tensors, error: Exception
-    ) -> Future[bool]:
-        """Write a checkpoint while training waits, because its background save could not start.
-
-        The other ranks wait for this rank's part of the checkpoint. Their background threads call
-        the same collectives in the same order.
-
-        Args:
-            writer: Writer of the checkpoint.
-            tensors: The tensors to save by name.
-            error: The reason why the background save could not start, for the log.
-
-        Returns:
-            A completed future of whether the checkpoint is complete.
-        """
-        text = f"Saving step {writer.step} while training waits ({describe_error(error)})"
-        self._log(Event(text, "foreground", writer.step))
-        # The save may still be in the queue of the thread. Replace it, to write the save only once.
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
-
-        result = Future[bool]()
-        result.set_result(self._write_and_publish(writer, lambda: tensors))
-        return result
 
     def _write_in_background(
         self, writer: CheckpointWriter, tensors: Tensors, stager: DefaultStager
@@ -254,7 +225,14 @@ class Saver:
         """
         get_copies = self._copy(tensors, stager)
         seconds_waited = time.perf_counter() - writer.started
-        return self._thread.submit(self._write_and_publish, writer, get_copies, seconds_waited)
+        try:
+            return self._thread.submit(self._write_and_publish, writer, get_copies, seconds_waited)
+        except Exception:
+            # The thread cannot start, but the save is in its queue. Discard both, so that a later
+            # save does not start the thread, which would write this save as well.
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread = ThreadPoolExecutor(1, "checkpoint")
+            raise
 
     def _copy(self, tensors: Tensors, stager: DefaultStager) -> Callable[[], Tensors]:
         """Copy tensors to CPU memory, so that training can change the originals during the save.
