@@ -95,20 +95,42 @@ class Checkpointer:
     def __init__(self, trainer: Trainer) -> None:
         """Store the trainer without reading any file. Call `load` before all other methods."""
         self._trainer = trainer
-        self._forced_save_step: int | None = None  # step to save even if no rank requests a save
+        self._step_to_save: int | None = None  # even if no rank requests a save
         self._resources = ExitStack()
         self._mirror: Mirror | None = None
 
     def load(self) -> None:
         """Resume from the newest valid checkpoint, or else load checkpoint.initial_load_path.
 
-        Also prepare the checkpoint folder for saves. If the job has a mirror (a URL to which
-        checkpoints are copied) with a newer checkpoint, download it first.
+        If neither exists, the weights stay randomly initialized. Also prepare the run for saves.
 
         Raises:
             UserError: If the disk lacks space for a checkpoint, or the job does not match the
                 checkpoint.
             CheckpointError: If there are checkpoints, but none is valid.
+        """
+        self._prepare()
+
+        state = self._resumer.load()
+        if state is not None:
+            self._trainer.load_state_dict(state)
+            self._saver.loaded_step = state["step"]
+            # The link is outdated after checkpoint.load_step, or if the previous start was killed.
+            self._saver.update_best_link()
+
+        if self._mirror is not None:
+            self._mirror.begin(self._trainer.steps_done)  # from now on, copy new checkpoints
+
+    def _prepare(self) -> None:
+        """Create the checkpoint folder, and the objects that load, save and mirror checkpoints.
+
+        If the job has a mirror (a URL to which checkpoints are copied) with a newer checkpoint,
+        download it.
+
+        Raises:
+            UserError: If the disk lacks space for a checkpoint, or the job does not match the
+                checkpoints of the mirror.
+            CheckpointError: If the mirror cannot be read, or there is no valid checkpoint.
         """
         trainer = self._trainer
         self._resumer = build_resumer(trainer, trainer.job)
@@ -126,22 +148,6 @@ class Checkpointer:
         # This hook must run first, because other hooks may change tensors in `before_update` that a
         # save is still copying.
         trainer.hooks.insert(0, WaitForCopies(self._saver))
-        self._load_newest()
-        if self._mirror is not None:
-            self._mirror.begin(trainer.steps_done)  # from now on, copy new checkpoints
-
-    def _load_newest(self) -> None:
-        """Load the newest valid checkpoint, or else checkpoint.initial_load_path, into the trainer.
-
-        If neither exists, the weights stay randomly initialized.
-        """
-        state = self._resumer.load()
-        if state is None:  # the run starts at step 0
-            return
-        self._trainer.load_state_dict(state)
-        self._saver.loaded_step = state["step"]
-        # The link is outdated after checkpoint.load_step, or if the previous start was killed.
-        self._saver.update_best_link()
 
     def _create_saver(self, context: CheckpointContext) -> Saver:
         """Create the `Saver` of the run, which calls the hooks of the trainer after each save."""
@@ -165,14 +171,14 @@ class Checkpointer:
             loss: Validation loss after this step.
         """
         if self._saver.is_best(loss):
-            self._forced_save_step = step
+            self._step_to_save = step
 
     def is_due(self, step: int) -> bool:
         """Return whether `step` must be saved even if no rank requests a save.
 
         This is the case after a rollback, and after a validation with the lowest loss so far.
         """
-        return step == self._forced_save_step
+        return step == self._step_to_save
 
     def roll_back(self, step: int) -> int | None:
         """Restore weights, optimizer state and hook tensors from the newest valid checkpoint.
@@ -191,10 +197,8 @@ class Checkpointer:
             state = self._resumer.load_before(step)
         if state is None:
             return None
-        # The FP8 scales in memory belong to the previous weights. `evaluation_mode` updates them
-        # only with a schedule-free optimizer.
-        self._trainer.train_step.precompute_scales()
-        self._forced_save_step = step
+        self._trainer.train_step.precompute_scales()  # FP8 scales depend on the weights
+        self._step_to_save = step  # `is_due` reads it
         return state["step"]
 
     def save(self, step: int, is_last: bool = False) -> None:
