@@ -289,20 +289,22 @@ class SpikeGuard(Hook):
 
     name = SPIKE_GUARD
 
+    def __init__(self) -> None:
+        """Start without spikes."""
+        self._num_spikes = 0
+        self._num_roll_backs = 0
+        self._needs_roll_back = False
+        # Number and tensor of each recent step that the CPU has not read from the GPU yet. Reading
+        # waits for the GPU, so it is delayed until the next logged step, save or, with "roll_back",
+        # validation.
+        self._unread: list[tuple[int, Tensor]] = []
+
     def built(self, trainer: Trainer) -> None:
         """Read the options, and allocate an empty history of losses and gradient norms."""
         self._trainer = trainer
         self._config = trainer.job.guards
         self._should_skip = self._config.on_spike == "skip"
         self._should_roll_back = self._config.on_spike == "roll_back"
-        self._num_spikes = 0
-        self._num_roll_backs = 0
-        self._needs_roll_back = False
-
-        # Number and tensor of each recent step that the CPU has not read from the GPU yet. Reading
-        # waits for the GPU, so it is delayed until the next logged step, save or, with "roll_back",
-        # validation.
-        self._unread: list[tuple[int, Tensor]] = []
 
         # With "skip", the GPU compares each step with the history. Otherwise, the CPU does so.
         device = torch.device("cpu")

@@ -36,19 +36,15 @@ class Norms(Hook):
 
     def built(self, trainer: Trainer) -> None:
         """Group the parameters by name, and allocate a tensor for their sums of squares."""
-        self._is_log_step = trainer.meter.is_log_step
-        self._optimizer = trainer.optimizer
-        details = trainer.run.job.metrics.details
-        self._has_gradients = "gradients" in details
-        self._has_updates = "updates" in details
+        self._trainer = trainer
+        self._details = trainer.job.metrics.details
 
         # Number the parameters of the whole model, because pipeline stages hold different ones.
         names = list(parameter_shapes(trainer.run.arch))
-        index_of_name = {name: index for index, name in enumerate(names)}
         self._groups = _group_by_name(names)
         self._index_of: dict[nn.Parameter, int] = {}
         for name, parameter in trainer.model.named_parameters():
-            self._index_of[parameter] = index_of_name[name]
+            self._index_of[parameter] = names.index(name)
 
         # Sums of squares of the gradient, the update and the weights (rows) of each parameter
         # (columns) on this rank. `numbers` adds them up over the ranks to compute norms.
@@ -58,7 +54,7 @@ class Norms(Hook):
     @torch.no_grad()
     def gradients(self, step: int) -> None:
         """Store the sum of squares of each gradient, at logged steps."""
-        if not self._has_gradients or not self._is_log_step(step):
+        if "gradients" not in self._details or not self._trainer.meter.is_log_step(step):
             return
         for parameter in self._index_of:
             if parameter.grad is not None:
@@ -74,11 +70,12 @@ class Norms(Hook):
     @torch.no_grad()
     def updated(self, step: int) -> None:
         """At logged steps, store the sum of squares of each weight and of its update."""
-        if not self._has_updates or not self._is_log_step(step):
+        if "updates" not in self._details or not self._trainer.meter.is_log_step(step):
             return
-        for group in self._optimizer.param_groups:
+        optimizer = self._trainer.optimizer
+        for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if self._optimizer.state.get(parameter):
+                if optimizer.state.get(parameter):
                     self._store(UPDATES, parameter, self._adam_update(parameter, group))
                     self._store(WEIGHTS, parameter, local_shard(parameter))
 
@@ -89,21 +86,20 @@ class Norms(Hook):
             Depending on metrics.details:
 
             - "grad_norms": Norm of the gradient of each group.
-            - "distributions": For groups with several parameters, the gradient norm in each
-              transformer block.
+            - "distributions": Histograms for TensorBoard. Its key "grad_norms" has the gradient
+              norm in each transformer block, for groups with several parameters.
             - "update_ratios": Norm of the update divided by the norm of the weights, for each
               group. Missing if the step was skipped, because there was no update.
         """
-        squares = self._squares
-        self._squares = torch.zeros_like(squares)  # for the next logged step
-        dist.all_reduce(squares)
-        gradient_squares, update_squares, weight_squares = squares.tolist()
+        dist.all_reduce(self._squares)
+        gradient_squares, update_squares, weight_squares = self._squares.tolist()
+        self._squares.zero_()  # for the next logged step
 
         metrics: dict[str, Any] = {}
-        if self._has_gradients:
+        if "gradients" in self._details:
             metrics["grad_norms"] = self._group_norms(gradient_squares)
             metrics["distributions"] = {"grad_norms": self._block_norms(gradient_squares)}
-        if self._has_updates and not self._skip:  # the flag of this step, from `before_update`
+        if "updates" in self._details and not self._skip:  # the flag from `before_update`
             update_norms = self._group_norms(update_squares)
             weight_norms = self._group_norms(weight_squares)
             ratios = {}
@@ -122,7 +118,7 @@ class Norms(Hook):
             parameter: Parameter, possibly sharded.
             group: Its parameter group in the optimizer, with "betas", "eps" and "lr".
         """
-        state = self._optimizer.state[parameter]
+        state = self._trainer.optimizer.state[parameter]
         step = state["step"]
         beta1, beta2 = group["betas"]
         exp_avg = local_shard(state["exp_avg"]).float()

@@ -9,7 +9,6 @@ forward pass over the whole text.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, cast
@@ -120,8 +119,8 @@ class Samples(Hook):
         shape = (len(microbatches), batch_size, self._run.arch.vocab_size)
         all_logits = torch.full(shape, -torch.inf, device=self._device)
 
-        def store(index: int, rows: Tensor, labels: Tensor, logits: Tensor) -> None:
-            all_logits[index, rows] = logits
+        def store(microbatch: int, sequences: Tensor, labels: Tensor, logits: Tensor) -> None:
+            all_logits[microbatch, sequences] = logits
 
         use_logits(self._trainer, microbatches, store)
         dist.all_reduce(all_logits, op=dist.ReduceOp.MAX, group=self._trainer.mesh.world_group)
@@ -144,33 +143,36 @@ class Samples(Hook):
 def use_logits(
     trainer: Trainer,
     microbatches: Sequence[Microbatch],
-    use: Callable[[int, Tensor, Tensor, Tensor], None],
+    process: Callable[[int, Tensor, Tensor, Tensor], None],
 ) -> None:
-    """Run the model forward, and call a function with the logits of all tokens that have a label.
+    """Run the model forward, and call `process` with the logits of all tokens that have a label.
 
-    All logits together would need much memory, so the function is called for at most
-    `LOGITS_CHUNK` (256) tokens at once. It is called on the ranks that hold these tokens, including
-    all tensor-parallel ranks.
+    All logits together would need much memory, so `process` is called for at most `LOGITS_CHUNK`
+    (256) tokens at once. It is called on the ranks that hold these tokens, including all
+    tensor-parallel ranks.
+
+    FSDP gathers the output matrix only while the model computes a loss. So the logits are computed
+    in a loss function, which is called for one microbatch after another.
 
     Args:
         trainer: Trainer whose model computes the logits.
         microbatches: Microbatches of this rank. Tokens whose label is IGNORE_INDEX are left out.
-        use: Called with the index of a microbatch, and for n of its tokens: their rows in the
-            microbatch (n,), labels (n,), and logits (n, V) in fp32.
+        process: Called with the index of a microbatch, and for n of its tokens: the indices of
+            their sequences in the microbatch (n,), labels (n,), and logits (n, V) in fp32.
     """
-    call_count = itertools.count()
+    index = 0
 
-    # FSDP gathers the output matrix only while the model computes the loss of a microbatch. So use
-    # a loss function that computes the logits, and returns a loss of 0, which is ignored.
-    def loss_fn(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-        index = next(call_count)
+    def compute_logits(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+        nonlocal index
         is_padding = index >= len(microbatches)  # appended by a pipeline schedule
         if not is_padding:
-            for rows, chunk_labels, logits in _split_logits(trainer, hidden, weight, labels):
-                use(index, rows, chunk_labels, logits)
-        return torch.zeros_like(scale)
+            chunks = _split_logits(trainer, hidden, weight, labels)
+            for sequences, chunk_labels, logits in chunks:
+                process(index, sequences, chunk_labels, logits)
+        index += 1
+        return torch.zeros_like(scale)  # the loss, which is ignored
 
-    trainer.forward_backward.evaluate(microbatches, loss_fn=loss_fn)
+    trainer.forward_backward.evaluate(microbatches, loss_fn=compute_logits)
 
 
 def _split_logits(
@@ -185,16 +187,18 @@ def _split_logits(
         labels: Labels, shape (B, T).
 
     Yields:
-        Rows (n,), labels (n,) and logits (n, V) of up to `LOGITS_CHUNK` tokens.
+        For up to `LOGITS_CHUNK` tokens: the indices of their sequences in the microbatch (n,),
+        labels (n,) and logits (n, V).
     """
     if trainer.mesh.tensor is not None:
         hidden = cast(DTensor, hidden).redistribute(placements=[Replicate()]).to_local()
-    all_rows, all_columns = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
-    chunks = zip(all_rows.split(LOGITS_CHUNK), all_columns.split(LOGITS_CHUNK), strict=True)
-    for rows, columns in chunks:
-        logits = _whole_logits(hidden[rows, columns], weight)
+    # The sequence of each token, and its position in this sequence.
+    all_sequences, all_positions = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
+    chunks = zip(all_sequences.split(LOGITS_CHUNK), all_positions.split(LOGITS_CHUNK), strict=True)
+    for sequences, positions in chunks:
+        logits = _whole_logits(hidden[sequences, positions], weight)
         logits = soft_cap(logits, trainer.run.arch.logit_softcap)
-        yield rows, labels[rows, columns], logits
+        yield sequences, labels[sequences, positions], logits
 
 
 def _whole_logits(hidden: Tensor, weight: Tensor) -> Tensor:
