@@ -43,26 +43,26 @@ def make_microbatch(
     """
     # Each token predicts the next one: inputs are tokens 0 to T - 1, labels are tokens 1 to T.
     tokens = np.stack([sequence.tokens for sequence in sequences]).astype(np.int64)  # (B, T + 1)
-    ids, is_ignored = remove_marks(tokens)  # tokens outside of the loss mask are marked
-    labels = np.where(is_ignored, IGNORE_INDEX, ids)[:, 1:]  # (B, T)
-    arrays = {"input_ids": ids[:, :-1], "labels": labels}
+    ids, is_ignored = remove_marks(tokens)  # tokens that do not count in the loss are marked
+    arrays = {"input_ids": ids[:, :-1]}
 
-    # Mask the padding at the end of each sequence.
+    # Ignore the padding at the end of each sequence.
     for i, sequence in enumerate(sequences):
-        num_labels = max(0, int(sequence.segment_sizes.sum()) - 1)
-        labels[i, num_labels:] = IGNORE_INDEX
+        is_ignored[i, sequence.segment_sizes.sum() :] = True
 
     if document_mask:
         document_ids, positions = _compute_documents(sequences)
-        # Mask the first token of each document.
-        labels[positions[:, 1:] == 0] = IGNORE_INDEX
+        is_first = positions == 0
+        is_ignored |= is_first  # no token of the same document predicts its first token
         arrays["document_ids"] = document_ids[:, :-1]
         arrays["positions"] = positions[:, :-1]
         if document_bounds:
-            # Every document starts at position 0. The number of documents is known on the CPU only.
-            starts = np.flatnonzero(positions[:, :-1] == 0)
-            arrays["cu_seqlens"] = np.append(starts, labels.size).astype(np.int32)
+            # On the GPU, finding out how many documents there are would need a host sync.
+            starts = np.flatnonzero(is_first[:, :-1])
+            num_inputs = arrays["input_ids"].size
+            arrays["cu_seqlens"] = np.append(starts, num_inputs).astype(np.int32)
 
+    arrays["labels"] = np.where(is_ignored, IGNORE_INDEX, ids)[:, 1:]
     tensors: dict[str, Tensor] = {}
     for name, array in arrays.items():
         tensors[name] = torch.from_numpy(np.ascontiguousarray(array))

@@ -136,14 +136,14 @@ def _restore_streams(
         has_changed: Whether the source has changed. Each stream then continues at the beginning of
             the document or part (such as a file) that was being read.
     """
-    num_streams = len(saved)
+    # Streams take turns. For example, of 10 sequences, 4 streams have yielded 3, 3, 2 and 2.
+    num_rounds, remainder = divmod(num_sequences, len(saved))
     positions = []
-    for stream, (index_in_stream, window_start, index_in_window, offset) in enumerate(saved):
-        # Streams take turns: of 10 sequences, stream 1 of 4 has yielded the sequences 1, 5 and 9.
-        num_yielded = len(range(stream, num_sequences, num_streams))
-        document = DocumentPosition(index_in_stream, window_start, index_in_window)
+    for stream, (*document_fields, offset) in enumerate(saved):
+        num_yielded = num_rounds + 1 if stream < remainder else num_rounds
+        document = DocumentPosition(*document_fields)
         if has_changed:
-            document = DocumentPosition(index_in_stream)
+            document = DocumentPosition(document.index_in_stream)
             offset = 0
         positions.append(StreamPosition(num_yielded, document, offset))
     return positions

@@ -266,8 +266,9 @@ class SequenceReader:
 
         self._progress[_SOURCE] = source  # for the report of a read that hangs
         for sequence in self._streams[source, stream]:
-            num_read = sequence.next_position.num_sequences  # in this stream, with `sequence`
-            if num_read > index_in_stream:  # the sequences before are left out
+            # Drop the sequences before `index_in_stream`, which the caller has left out.
+            num_yielded = sequence.next_position.num_sequences  # including this sequence
+            if num_yielded > index_in_stream:
                 return sequence._replace(index=index_in_batch)
 
         name = self._data.sources[source].name
@@ -363,22 +364,17 @@ class SequenceReader:
         """
         for window_start, window in self._read_windows(source, part.index, start.window_start):
             size = len(window)
+            window_position = DocumentPosition(part.index_in_stream, window_start)
+            window_end = DocumentPosition(part.index_in_stream, window_start + size)
+            positions = [window_position._replace(index_in_window=i) for i in range(size)]
+            next_positions = [*positions[1:], window_end]
             shuffle_key = f"{self._data.seed} position {part.position} window {window_start}"
-            shuffled_offsets = permuted(np.arange(size), size, shuffle_key).tolist()
+            shuffled = permuted(np.arange(size), size, shuffle_key).tolist()
 
-            for index_in_window, offset in enumerate(shuffled_offsets):
-                position = DocumentPosition(part.index_in_stream, window_start, index_in_window)
-                if position < start:
-                    continue  # it was read before the run was resumed
-
-                is_last = index_in_window + 1 == size
-                if is_last:
-                    next_position = DocumentPosition(part.index_in_stream, window_start + size)
-                else:
-                    next_position = position._replace(index_in_window=index_in_window + 1)
-                index_in_part = window_start + offset
-                tokens = self._data.documents.encode(window[offset], is_repeated=part.is_repeated)
-                yield Document(position, next_position, part.index, index_in_part, tokens)
+            for position, next_position, i in zip(positions, next_positions, shuffled, strict=True):
+                if position >= start:  # otherwise, it was read before the run was resumed
+                    tokens = self._data.documents.encode(window[i], is_repeated=part.is_repeated)
+                    yield Document(position, next_position, part.index, window_start + i, tokens)
 
     def _read_windows(
         self, source: Sequential, part: int, start: int
