@@ -87,7 +87,7 @@ class DocumentTokenizer:
         """
         if isinstance(record, BadRecord):
             if not self.skip_bad:
-                raise self._explain(record)
+                raise self.explain_bad_record(record)
             if not is_repeated:
                 self.skipped.append(str(record))
             return self._no_tokens
@@ -146,7 +146,7 @@ class DocumentTokenizer:
         is_held_out = text_hash < self.holdout * 2**64
         return is_held_out == self.is_validation
 
-    def _explain(self, record: BadRecord) -> BadRecord:
+    def explain_bad_record(self, record: BadRecord) -> BadRecord:
         """Return a copy of the error that names the options of the job file to change."""
         problem = str(record).replace("Set text_column", f"Set {self.section}.text_column")
         if self.proposes_skip:
@@ -198,10 +198,11 @@ def inspect_source(source: Source, document_tokenizer: DocumentTokenizer, seq_le
     if isinstance(source, TokenSource):
         source.check(document_tokenizer.tokenizer, document_tokenizer.holdout)
 
-    # Errors propose to skip bad records only if at least one of the first records is good.
+    # If all of the first records are bad, options such as text_column are probably wrong. The error
+    # then does not propose to skip bad records, because this would skip the whole source.
     first_records = islice(source, _SAMPLE_DOCUMENTS)
     has_good_record = any(not isinstance(record, BadRecord) for record in first_records)
-    # A copy has a separate list of skipped records, because training reports them again.
+    # Use a copy, because training reports the skipped records again.
     sample_tokenizer = replace(document_tokenizer, proposes_skip=has_good_record)
 
     # Read documents from the beginning of the source.
@@ -213,8 +214,8 @@ def inspect_source(source: Source, document_tokenizer: DocumentTokenizer, seq_le
     if isinstance(source, RandomAccess):
         for index in source.sample():
             record = source.record(index)
-            if isinstance(record, BadRecord):
-                sample_tokenizer.encode(record)  # raises, unless the job skips bad records
+            if isinstance(record, BadRecord) and not sample_tokenizer.skip_bad:
+                raise sample_tokenizer.explain_bad_record(record)
 
 
 def _count_tokens(source: Source, document_tokenizer: DocumentTokenizer, limit: int) -> int:
@@ -239,21 +240,27 @@ def _explain_too_little_text(
 
     Args:
         source: Source whose name the message contains.
-        document_tokenizer: Tokenizer that has read the source. It lists the skipped records.
+        document_tokenizer: Tokenizer that has read the source. `skipped` lists the reasons why it
+            has skipped bad records. If `holdout` is not 0, it reads only a part of the documents:
+            those for training, or those held out for validation.
         num_tokens: Number of tokens that the source has.
-        seq_len: Number of tokens that the source must exceed.
+        seq_len: Length of a sequence. The source needs at least `seq_len` + 1 tokens, because
+            labels are shifted by one.
     """
-    if num_tokens == 0 and document_tokenizer.skipped:
-        problem = f"all {len(document_tokenizer.skipped):,} records are skipped"
-        return f"{source.name}: {problem}. The first one: {document_tokenizer.skipped[0]}."
-    if num_tokens == 0 and not document_tokenizer.holdout:
+    skipped = document_tokenizer.skipped
+    holdout = document_tokenizer.holdout
+    if num_tokens == 0 and skipped:
+        problem = f"all {len(skipped):,} records are skipped"
+        return f"{source.name}: {problem}. The first one: {skipped[0]}."
+    if num_tokens == 0 and not holdout:
         return f"{source.name}: the documents contain no text. Choose other files."
 
-    text = "the documents"
-    remedy = "Lower training.seq_len or add text."
-    if document_tokenizer.holdout:
-        text = f"the documents in this split (validation.holdout = {document_tokenizer.holdout})"
+    if holdout:
+        text = f"the documents in this split (validation.holdout = {holdout})"
         remedy = _propose_holdout(source, document_tokenizer, seq_len)
+    else:
+        text = "the documents"
+        remedy = "Lower training.seq_len or add text."
     return (
         f"{source.name}: {text} contain {num_tokens:,} tokens, fewer than one sequence "
         f"(training.seq_len = {seq_len:,}). {remedy}"
@@ -267,8 +274,6 @@ def _propose_holdout(source: Source, document_tokenizer: DocumentTokenizer, seq_
     no such holdout, propose to add text.
     """
     for holdout in _HOLDOUTS:
-        if document_tokenizer.is_validation and holdout <= document_tokenizer.holdout:
-            continue
         validation = replace(document_tokenizer, holdout=holdout, is_validation=True)
         training = replace(document_tokenizer, holdout=holdout, is_validation=False)
         num_tokens = min(

@@ -82,19 +82,20 @@ class Mixture:
         total_weight = sum(self.weights)
         num_sequences = sum(self.stage_counts) + 1  # including the next one
 
-        # The lag is num_sequences * weight / total_weight - count. Multiply it and 1/m by
-        # m * total_weight to compare integers, so that nothing is rounded.
+        # The lag is num_sequences * weight / total_weight - count. Multiply both sides of
+        # lag >= 1/m by m * total_weight to compare integers, so that nothing is rounded.
         candidates = []
         for source, (weight, count) in enumerate(zip(self.weights, self.stage_counts, strict=True)):
             if m * (num_sequences * weight - count * total_weight) >= total_weight:
                 candidates.append(source)
 
         # The lag reaches 1 - 1/m after (count + 1 - 1/m) * total_weight / weight sequences. Find
-        # the candidate with the least (count + 1 - 1/m) / weight. To compare the fractions of two
-        # candidates, multiply both by m and by both weights.
+        # the candidate with the least (count + 1 - 1/m) / weight, or equivalently with the least
+        # numerator / weight, where numerator = m * (count + 1) - 1.
         numerators = [m * (count + 1) - 1 for count in self.stage_counts]
         first = candidates[0]
         for source in candidates:
+            # Compare numerator / weight of both sources without a division.
             if numerators[source] * self.weights[first] < numerators[first] * self.weights[source]:
                 first = source
         return first

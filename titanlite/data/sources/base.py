@@ -11,7 +11,7 @@ import io
 import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
@@ -341,11 +341,11 @@ class Sequential(Source):
             UserError: If the part is damaged or has changed.
         """
         file, part_in_file = self.parts[part]
-        if file is None:  # the part can be in any file of the source
-            files = self.files
+        if file is None:  # it is unknown which file of the source contains the part
+            check_for_changes = self.check_files
             last_location = f"the beginning of {self.name}"
         else:
-            files = [file]
+            check_for_changes = file.check
             last_location = f"the beginning of {file.path}"
 
         try:
@@ -356,12 +356,12 @@ class Sequential(Source):
                 else:
                     yield parse_record(raw, self.column, location, self.mask_column)
         except Exception as error:  # each library has its own exception types
-            _check_all(files)  # a file that has changed is the more likely cause
+            check_for_changes()  # raises another error if a changed file is the cause
             raise UserError(
                 f"cannot read past {last_location}: {error!r}. "
                 "If the file is damaged, copy it again."
             ) from None
-        _check_all(files)
+        check_for_changes()
 
     def documents(self, start: int = 0) -> Iterator[Record]:
         """Yield the documents in the order of the files, from index `start` on."""
@@ -371,16 +371,6 @@ class Sequential(Source):
                 if index >= start and record is not None:
                     yield record
                 index += 1
-
-
-def _check_all(files: Iterable[File]) -> None:
-    """Check that none of `files` was removed or has changed.
-
-    Raises:
-        UserError: If a file was removed or has changed.
-    """
-    for file in files:
-        file.check()
 
 
 def locate_document(
