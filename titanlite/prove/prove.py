@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, closing, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -329,10 +329,11 @@ def compare_with_one_rank(run: Run, folder: Path, save_after: int) -> Iterator[C
     resumed_steps = load_steps(folder, "resumed", run.world_size)
     one_rank_run = make_one_rank_run(run, folder / "single")
     with process_group(one_rank_run.job) as device:
-        reference = ReferenceTrainer(one_rank_run, device)
-        one_rank_steps = repeat_on_one_rank(one_rank_run, device, tested_steps)
-        yield from _compare_steps(run, tested_steps, one_rank_steps, reference)
-        reference.close()
+        # Compare each step with two results of the same step on one rank: computed in float64 by
+        # `reference`, and in the precision of the run, which shows how large rounding errors are.
+        with closing(ReferenceTrainer(one_rank_run, device)) as reference:
+            one_rank_steps = repeat_on_one_rank(one_rank_run, device, tested_steps)
+            yield from _compare_steps(run, tested_steps, one_rank_steps, reference)
 
         # Check the checkpoint, by resuming from it and by exporting it.
         yield from compare_resumed(run, save_after, tested_steps, resumed_steps)

@@ -7,8 +7,9 @@ no parallelism, FSDP, compiler, fused loss or optimizer class.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -131,8 +132,14 @@ class ReferenceTrainer:
         masks = self._make_masks(selected, use_window)
         z_loss = self._run.job.training.z_loss if use_z_loss else 0.0
         with computing_in_float64():
-            head = _make_loss_head(self._run, selected["labels"], num_valid_tokens, z_loss)
             # With a head, the model returns the result of the head instead of logits.
+            head = partial(
+                _compute_loss,
+                run=self._run,
+                labels=selected["labels"],
+                num_valid_tokens=num_valid_tokens,
+                z_loss=z_loss,
+            )
             loss = self.model(selected["input_ids"], selected.get("positions"), head=head, **masks)
             loss.backward()
         gradients = {
@@ -182,52 +189,45 @@ def _make_mask(sequences: NamedTensors, window: int) -> Tensor:
     return mask
 
 
-def _make_loss_head(
-    run: Run, labels: Tensor, num_valid_tokens: int, z_loss: float
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function that computes the loss from hidden states and the output matrix.
+def _compute_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    run: Run,
+    labels: Tensor,
+    num_valid_tokens: int,
+    z_loss: float,
+) -> Tensor:
+    """Compute the loss from the last hidden states and the weight of the output layer.
 
-    The returned function takes hidden states of shape (B, T, C) and a matrix of shape (V, C).
+    The loss is cross-entropy, or the loss of a plugin if the job sets one. The z-loss is the sum of
+    the squared logarithms of the softmax denominators.
 
     Args:
+        hidden: Hidden states after the final norm, shape (B, T, C).
+        weight: Weight of the output layer, shape (V, C).
         run: The run, whose `training.loss` selects the loss.
         labels: Labels of the tokens, shape (B, T).
         num_valid_tokens: Divisor of the summed loss.
-        z_loss: Weight of the z-loss.
-    """
-    softcap = run.arch.logit_softcap
-    is_plugin = run.job.training.loss not in ("cross_entropy", "reference")
-    if is_plugin:
-        # The formula of a plugin's loss is unknown, so compute it as training does, on one rank.
-        recipe = LossRecipe(z_loss, compiled=False, tensor=None, softcap=softcap)
-        loss = build_loss(run.job, recipe)
-        scale = torch.tensor(1 / num_valid_tokens)
-        return lambda hidden, weight: loss(hidden, weight, labels, scale)
-
-    def compute_loss(hidden: Tensor, weight: Tensor) -> Tensor:
-        logits = F.linear(hidden, weight).flatten(0, 1)  # (B * T, V)
-        if softcap:
-            logits = softcap * (logits / softcap).tanh()
-        return _sum_cross_entropy(logits, labels.flatten(), z_loss) / num_valid_tokens
-
-    return compute_loss
-
-
-def _sum_cross_entropy(logits: Tensor, targets: Tensor, z_loss: float) -> Tensor:
-    """Return the summed cross-entropy of all valid tokens, plus the weighted z-loss.
-
-    The z-loss is the sum of the squared logarithms of the softmax denominators.
-
-    Args:
-        logits: Logits, shape (tokens, V).
-        targets: Labels, shape (tokens,).
         z_loss: Weight of the z-loss. 0 leaves it out.
     """
+    softcap = run.arch.logit_softcap
+    # Both "cross_entropy" and "reference" are cross-entropy. All other names belong to plugins.
+    if run.job.training.loss not in ("cross_entropy", "reference"):
+        # The formula is unknown, so call the plugin, as training without tensor parallelism does.
+        recipe = LossRecipe(z_loss, compiled=False, tensor=None, softcap=softcap)
+        plugin_loss = build_loss(run.job, recipe)
+        return plugin_loss(hidden, weight, labels, torch.tensor(1 / num_valid_tokens))
+
+    logits = F.linear(hidden, weight).flatten(0, 1)  # (B * T, V)
+    if softcap:
+        logits = softcap * (logits / softcap).tanh()
+    targets = labels.flatten()
     total = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
     if z_loss:
         log_sums = logits.logsumexp(-1)[targets != IGNORE_INDEX]
         total = total + z_loss * log_sums.square().sum()
-    return total
+    return total / num_valid_tokens
 
 
 class Update(NamedTuple):

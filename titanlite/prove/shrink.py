@@ -168,37 +168,20 @@ def shrink_degrees(job: JobConfig, world_size: int | None) -> dict[str, int]:
     )
     degrees = {name: min(2, getattr(job.parallelism, name)) for name in names}
     has_fsdp = job.parallelism.data_parallel_shard_degree != 1
-    fsdp_degree = 2 if has_fsdp else 1
-    if world_size is not None:
-        fsdp_degree = _choose_fsdp_degree(world_size, math.prod(degrees.values()), has_fsdp)
-    return {**degrees, "data_parallel_shard_degree": fsdp_degree}
-
-
-def _choose_fsdp_degree(world_size: int, other_degrees: int, has_fsdp: bool) -> int:
-    """Return the FSDP degree with which a job uses all ranks.
-
-    For example, 8 ranks with a product of other degrees of 4 need an FSDP degree of 2.
-
-    Args:
-        world_size: Number of ranks.
-        other_degrees: Product of all other parallel degrees.
-        has_fsdp: Whether the job uses FSDP. If not, the only possible degree is 1.
-
-    Raises:
-        UserError: If no FSDP degree uses exactly `world_size` ranks.
-    """
-    if has_fsdp:
-        is_possible = world_size > 0 and world_size % other_degrees == 0
-        needed = f"a multiple of {other_degrees}"
+    if world_size is None:
+        fsdp_degree = 2 if has_fsdp else 1
     else:
-        is_possible = world_size == other_degrees
-        needed = str(other_degrees)
-    if not is_possible:
-        raise UserError(
-            f"--world-size {world_size}: the small job needs {needed}, 2 ranks along each "
-            "parallel dimension of the job."
-        )
-    return world_size // other_degrees
+        # For example, 8 ranks with tensor and pipeline parallelism need an FSDP degree of 2.
+        other_degrees = math.prod(degrees.values())
+        fsdp_degree, num_unused = divmod(world_size, other_degrees)
+        is_possible = fsdp_degree > 0 if has_fsdp else fsdp_degree == 1
+        if num_unused or not is_possible:
+            needed = f"a multiple of {other_degrees}" if has_fsdp else str(other_degrees)
+            raise UserError(
+                f"--world-size {world_size}: the small job needs {needed}, 2 ranks along each "
+                "parallel dimension of the job."
+            )
+    return {**degrees, "data_parallel_shard_degree": fsdp_degree}
 
 
 def shrink_model(original: Run, layout: Run) -> tuple[Model, list[str]]:
@@ -362,29 +345,31 @@ def _drop_missing_names(small: JobConfig) -> tuple[JobConfig, list[str]]:
 
 
 def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
-    """Replace the training data by a toy text if a job with small sizes cannot read it.
+    """Simplify how a job with small sizes reads its training data.
+
+    The job gets the default tokenizer, whose vocabulary is small, no data stages and at most one
+    data worker. If it cannot read the original training data, it gets a toy text.
 
     Args:
         small: Job with the small model, batch size and sequence length.
         out: Folder in which the toy text is written.
 
     Returns:
-        The changed job, and one sentence for each changed setting of the data.
+        The changed job, and one sentence for each property of the data that the small job lacks.
     """
     dataset = small.dataset
+    small = small.model_copy(update={"tokenizer": TokenizerOptions()})
+    small = _update(small, "dataset", stages=(), num_workers=min(1, dataset.num_workers))
     notes = []
     if dataset.stages:
         notes.append("dataset.stages: the small job ends before they begin.")
-        small = _update(small, "dataset", stages=())
 
     problem = _find_data_problem(dataset)
     if problem:
         notes.append(f"[dataset]: a toy text is read instead, because {problem}.")
         write_output(out / TOY_TEXT, _make_toy_text().encode())
         small = _replace_data(small, out / TOY_TEXT)
-
-    small = _update(small, "dataset", num_workers=min(1, dataset.num_workers))
-    return small.model_copy(update={"tokenizer": TokenizerOptions()}), notes
+    return small, notes
 
 
 def _replace_data(job: JobConfig, path: Path) -> JobConfig:

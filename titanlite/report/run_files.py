@@ -464,14 +464,16 @@ def _describe_end(starts_and_ends: Sequence[JsonObject]) -> tuple[State, str]:
 def _describe_user_error(reason: str, earlier_kinds: Sequence[str]) -> tuple[State, str]:
     """Return the state of a run whose last start ended with an error that the user can fix.
 
-    The state is "failed" if the error ended the training, and "rejected" if the start was rejected
-    before it trained. A run that has finished stays "finished" if a later start is rejected.
+    Each start logs the event "data", then "start" once it trains, and an end such as "finish" or
+    "user error". For example, these kinds of events before the error give these states:
+
+    - "data", "start": "failed", because the error ended the training.
+    - "data": "rejected", because the start was rejected before it trained.
+    - "data", "start", "finish", "data": "finished". A later start was rejected.
 
     Args:
         reason: The error.
-        earlier_kinds: Kinds of the starts and ends of the run before the error, oldest first. Each
-            start logs "data", then "start" once it trains, and at its end, for example, "finish".
-            An error that the user can fix is logged as "user error".
+        earlier_kinds: Kinds of the starts and ends of the run before the error, oldest first.
 
     Returns:
         The state, and the reason for it.
@@ -479,9 +481,10 @@ def _describe_user_error(reason: str, earlier_kinds: Sequence[str]) -> tuple[Sta
     if earlier_kinds and earlier_kinds[-1] == "start":
         return "failed", reason
 
-    # The start was rejected. Ignore the events of this start and of other rejected starts.
-    kinds = [kind for kind in earlier_kinds if kind not in ("data", *USER_ERRORS)]
-    if kinds and kinds[-1] == "finish":
+    # The start was rejected. Rejected starts log no other kinds than these.
+    kinds_of_rejected = ("data", *USER_ERRORS)
+    other_kinds = [kind for kind in earlier_kinds if kind not in kinds_of_rejected]
+    if other_kinds and other_kinds[-1] == "finish":
         return "finished", f"a later start was rejected: {reason}"
     return "rejected", reason
 
