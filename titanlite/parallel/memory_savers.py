@@ -7,10 +7,8 @@
   at most 0.3% by estimate.
 - "all": also savers that make the GPU wait longer, which has not been measured on a real GPU.
 
-No saver changes a value. The docstring of each saver states its gain, its hazard, and the test in
-tests/parallel/test_memory_savers.py that guards it. Gains are GiB of GPU memory of the compiled 8B
-model on 8 GPUs of the ghost GPU, with 2 sequences of 8,192 tokens per GPU;
-docs/internals/memory_savers.md has the whole table.
+No saver changes a value. docs/internals/memory_savers.md states the measured gain and the hazard of
+each saver, and the test in tests/parallel/test_memory_savers.py that guards it.
 """
 
 from __future__ import annotations
@@ -32,14 +30,6 @@ from titanlite.optim.adamw import AdamW, new_state
 ModuleGroups = list[list[nn.Module]]
 """FSDP groups: lists of modules whose parameters are gathered and freed together."""
 RANKS_PER_NODE = 8
-LARGE_OUTPUT_FACTOR = 16
-"""An output layer with this many times `parallelism.fsdp_min_num_params` parameters is large."""
-MIN_WORK_TO_WAIT = 200_000
-"""Tokens of a microbatch, times the parameters of all blocks per parameter of the output layer.
-
-From this value on, a reduce-scatter of the output layer takes at most 0.3% of the time of a
-microbatch. This estimate assumes 370 GB/s of NVLink bandwidth and 45% MFU on H100 GPUs.
-"""
 
 
 def apply_memory_savers(model: Llama, mesh: DeviceMesh, run: Run) -> None:
@@ -74,12 +64,9 @@ def frees_output_after_forward(run: Run) -> bool:
 def skip_unshard_in_backward(model: Llama, run: Run) -> None:
     """Stop FSDP from all-gathering the embedding and the output matrix for the backward pass.
 
-    The gradient of the embedding depends only on the token ids.
-
-    Gain: 0.48 GiB of allocated memory, one all-gather of each matrix, and 6 kernel launches.
-    Hazard: A backward pass that reads the output matrix would fail, so the matrix is skipped only
-    if `frees_output_after_forward` allows it.
-    Test: test_safe_gathers_embedding_and_output_only_for_the_forward_pass
+    The gradient of the embedding depends only on the token ids. A backward pass that reads the
+    output matrix would fail, so the matrix is skipped only if `frees_output_after_forward` allows
+    it.
     """
     if isinstance(model.tok_embeddings, FSDPModule):
         model.tok_embeddings.set_unshard_in_backward(False)
@@ -93,12 +80,8 @@ def free_gather_buffer_before_loss(model: Llama) -> None:
     FSDP2 copies the weights of a module out of their all-gather buffer in the forward pass, and
     keeps the buffer until it gathers the next module. No module follows the output layer, so its
     buffer, 1.0 GiB for the 8B model, would stay allocated during the loss. A hook therefore makes
-    the copy before the forward pass, after which FSDP2 frees the buffer at once.
-
-    Gain: Less allocated memory in eager jobs with "safe". With "all", another saver has the same
-    effect. No kernel launches.
-    Hazard: None, because only the streams of later all-gathers wait for the copy.
-    Test: test_safe_savers_lower_the_peak_of_allocated_memory
+    the copy before the forward pass, after which FSDP2 frees the buffer at once. Only the streams
+    of later all-gathers wait for the copy.
     """
     if isinstance(model.output, FSDPModule):
         model.output.register_forward_pre_hook(_unshard_before_forward, prepend=True)
@@ -114,10 +97,11 @@ def regroup_norm(
 ) -> tuple[ModuleGroups, ModuleGroups]:
     """Separate the final norm from the output projection, so that FSDP frees the projection early.
 
-    FSDP frees the weights of a group together. The backward pass reads the weight of the norm, but
-    does not need the projection. So the norm joins the last group of blocks: [block 0], [block 1]
-    and [norm, projection] become [block 0], [block 1, norm] and [projection]. If there are no
-    blocks, or `separates_norm` returns True, the norm becomes a separate group instead.
+    FSDP frees all weights of a group together. The backward pass reads the weight of the norm, but
+    not the projection. So the norm moves to the group of the last block: the groups [block 0],
+    [block 1], [norm, projection] become [block 0], [block 1, norm], [projection]. A group of its
+    own for the norm saves more memory, but makes the GPU wait; `separates_norm` decides. A model
+    without blocks also gets such a group.
 
     Args:
         blocks: Modules of each FSDP group of blocks, in forward order.
@@ -131,7 +115,7 @@ def regroup_norm(
     if not output or not frees_output_after_forward(run):
         return blocks, output
 
-    [[norm, projection]] = output
+    norm, projection = output[0]
     if not blocks or separates_norm(blocks, projection, mesh, run):
         return blocks, [[norm], [projection]]
 
@@ -143,15 +127,10 @@ def separates_norm(blocks: ModuleGroups, output: nn.Module, mesh: DeviceMesh, ru
     """Return whether the final norm becomes a separate FSDP group, to lower the peak memory.
 
     In the backward pass, FSDP2 frees the gradient of the output projection (2 GiB for the 8B model)
-    only when the next FSDP group reduces its gradients. With the norm as a separate group, this is
-    before the backward pass of the last block, which then has more free memory.
-
-    Gain: 1.33 GiB of reserved and 1.89 GiB of allocated memory, for 4 more kernel launches.
-    Hazard: The GPU waits until the gradient of the output projection is reduced, by estimate 5 ms.
-    So the norm is not separate if the reduction crosses nodes, if the projection is small, or, with
-    "safe", if the wait may take more than 0.3% of a microbatch.
-    Tests: test_safe_savers_lower_the_peak_of_allocated_memory,
-    test_safe_does_not_wait_for_the_output_in_short_microbatches
+    only when the next FSDP group reduces its gradients. If the norm is this group, the gradient is
+    freed before the backward pass of the last block. But the GPU then waits until the gradient of
+    the projection is reduced, by estimate 5 ms for the 8B model, so the norm is separate only if
+    the wait is worth it.
 
     Args:
         blocks: Modules of each FSDP group of blocks, in forward order.
@@ -161,21 +140,22 @@ def separates_norm(blocks: ModuleGroups, output: nn.Module, mesh: DeviceMesh, ru
     """
     num_shards = mesh.size(-1)
     if num_shards > RANKS_PER_NODE:
-        return False  # the network between nodes is slow
+        return False  # the wait is long, because the network between nodes is slow
 
     config = run.job.parallelism
     num_output_params = count_params([output])
-    if num_output_params < LARGE_OUTPUT_FACTOR * config.fsdp_min_num_params:
-        return False  # the buffer is small
+    if num_output_params < 16 * config.fsdp_min_num_params:
+        return False  # the gradient is small
     if config.memory_savers == "all":
-        return True
+        return True  # accept any wait
 
-    # With "safe", the microbatch must take so long that the wait is negligible. Its time is
-    # proportional to tokens * block parameters, and the wait to the parameters of the output.
+    # By default, accept a wait of at most 0.3% of the time of a microbatch. This time is
+    # proportional to tokens * block parameters, and the wait to output parameters. The factor
+    # assumes 370 GB/s of NVLink bandwidth and 45% MFU on H100 GPUs.
     training = run.job.training
     num_tokens = training.local_batch_size * training.seq_len // run.degrees.context
-    num_block_params = count_params(module for group in blocks for module in group)
-    return num_tokens * num_block_params >= MIN_WORK_TO_WAIT * num_output_params
+    num_block_params = sum(count_params(group) for group in blocks)
+    return num_tokens * num_block_params >= 200_000 * num_output_params
 
 
 def count_params(modules: Iterable[nn.Module]) -> int:
@@ -201,10 +181,8 @@ def reduce_in_main_stream(model: Llama, mesh: DeviceMesh) -> None:
     memory that was allocated for another stream. No additional wait is needed, because FSDP2 makes
     its stream wait for the main stream before it allocates a result.
 
-    Gain: 3.75 GiB of reserved memory. No kernel launches.
-    Hazard: A result that is freed early would be overwritten while the collective still writes to
-    it. So call this only if `are_reductions_final` returns True.
-    Test: test_only_gradients_that_are_kept_are_allocated_in_the_main_stream
+    Call this only if `are_reductions_final` returns True. Otherwise, FSDP2 would free a result
+    early, and its memory would be used again while the collective still writes to it.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -235,10 +213,8 @@ class _MainStreamReduceScatter:
 def gather_in_main_stream(model: Llama) -> None:
     """Allocate the results of FSDP all-gathers in the main stream, to save memory.
 
-    Gain: 1.06 GiB of reserved memory, 1.56 GiB in eager mode. No kernel launches.
-    Hazard: Casts and copies of weights before each all-gather also run in the main stream, so they
-    no longer overlap with computation. The effect on a real GPU has not been measured.
-    Test: test_each_saver_lowers_reserved_memory
+    Casts and copies of weights before each all-gather also run in the main stream, so they no
+    longer overlap with computation. The effect on a real GPU has not been measured.
     """
     cast(Any, model)._set_unshard_async_op(True)
 
@@ -248,10 +224,6 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
 
     torch allocates them during the first step, between large activations, which leaves holes in GPU
     memory. Other optimizers are left unchanged.
-
-    Gain: 0.02 GiB of reserved memory, 0.14 GiB in eager mode. No kernel launches.
-    Hazard: None, because torch allocates the same tensors in the first step otherwise.
-    Test: test_moments_exist_before_the_first_step
 
     Args:
         optimizer: New optimizer. In its first step, torch then finds existing moments, as after
@@ -266,21 +238,21 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def find_unneeded_matmul(block: nn.Module) -> int | None:
-    """Return the index of the matmul of a block whose output the backward pass does not read.
+    """Return which matmul of a block has an output that activation checkpointing need not save.
 
-    This is the last matmul, because its output is only added to the residual stream, so activation
-    checkpointing need not save it.
-
-    Gain: 4.0 GiB of allocated and reserved memory in eager mode. The compiler does this anyway.
-    Hazard: If the backward pass needs the output, the matmul is computed twice.
-    Tests: test_each_saver_lowers_reserved_memory, test_safe_savers_compute_nothing_again
+    This is the last matmul of the block. Its output is only added to the residual stream, and the
+    backward pass of an addition reads no values.
 
     Returns:
-        Index of the matmul, counted from 1. None if the backward pass reads the outputs of all
-        matmuls, because the block has a norm after the last one, or if the block has FP8 layers,
-        which in eager mode recompute their matmuls anyway.
+        Index of the matmul in the block, counted from 1. None if the output of the last matmul must
+        be saved as well, because the backward pass would otherwise compute the matmul again.
     """
-    is_normalized = isinstance(block, TransformerBlock) and block.norm_after
-    linear_types = [type(module) for module in block.modules() if isinstance(module, nn.Linear)]
-    has_float8_layers = set(linear_types) != {nn.Linear}
-    return None if is_normalized or has_float8_layers else len(linear_types)
+    if isinstance(block, TransformerBlock) and block.norm_after:
+        return None  # the backward pass of the norm reads the output
+
+    linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
+    for linear in linears:
+        if type(linear) is not nn.Linear:
+            return None  # an FP8 layer saves its input only after its matmul
+    index_of_last_matmul = len(linears)
+    return index_of_last_matmul
