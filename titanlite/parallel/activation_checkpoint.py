@@ -55,8 +55,8 @@ def _always_saved() -> set[Any]:
 def apply_activation_checkpointing(
     model: Llama,
     config: schema.ActivationCheckpoint,
-    in_graph: bool = False,
-    saves_last_matmul: bool = False,
+    is_compiled: bool = False,
+    saves_unneeded_matmul: bool = False,
 ) -> None:
     """Wrap the forward pass of blocks so that the backward pass recomputes their activations.
 
@@ -66,8 +66,8 @@ def apply_activation_checkpointing(
     Args:
         model: Model before FSDP, modified in place.
         config: Section [activation_checkpoint] of the job.
-        in_graph: Whether each block is compiled together with its recomputation, as one graph.
-        saves_last_matmul: See `_recompute_some_operations`.
+        is_compiled: Whether each block is then compiled together with its recomputation.
+        saves_unneeded_matmul: See `_recompute_some_operations`.
     """
     if config.mode == "none":
         return
@@ -76,23 +76,23 @@ def apply_activation_checkpointing(
         return
 
     if config.mode == "full":
-        _recompute_whole_blocks(model, in_graph, interval=1)
+        _recompute_whole_blocks(model, is_compiled, interval=1)
     elif config.selective_ac_option == "op":
-        _recompute_some_operations(model, saves_last_matmul)
+        _recompute_some_operations(model, saves_unneeded_matmul)
     else:  # a number, such as "2" for every second block
-        _recompute_whole_blocks(model, in_graph, int(config.selective_ac_option))
+        _recompute_whole_blocks(model, is_compiled, int(config.selective_ac_option))
 
 
-def _recompute_whole_blocks(model: Llama, in_graph: bool, interval: int) -> None:
+def _recompute_whole_blocks(model: Llama, is_compiled: bool, interval: int) -> None:
     """Recompute all operations of every `interval`-th block in the backward pass.
 
     Args:
         model: Model before FSDP, modified in place.
-        in_graph: Whether each block is compiled together with its recomputation, as one graph.
+        is_compiled: Whether each block is then compiled together with its recomputation.
         interval: 1 selects all blocks, 2 every second block.
     """
     create_contexts: Callable[[], tuple[Any, Any]] = noop_context_fn  # the default in eager mode
-    if in_graph:
+    if is_compiled:
         # By default, the compiler would save inputs of collectives and of SwiGLU. Save nothing.
         create_contexts = partial(create_selective_checkpoint_contexts, [])
     for index, block in model.layers.items():
@@ -100,7 +100,7 @@ def _recompute_whole_blocks(model: Llama, in_graph: bool, interval: int) -> None
             _checkpoint_block(model, block, create_contexts)
 
 
-def _recompute_some_operations(model: Llama, saves_last_matmul: bool) -> None:
+def _recompute_some_operations(model: Llama, saves_unneeded_matmul: bool) -> None:
     """Recompute about half of the matmuls of each block, and most other operations.
 
     The forward pass of a block saves the outputs of matmuls 1, 3, 5 and so on, and of operators
@@ -108,11 +108,11 @@ def _recompute_some_operations(model: Llama, saves_last_matmul: bool) -> None:
 
     Args:
         model: Model before FSDP, modified in place.
-        saves_last_matmul: Treat the last matmul of a block like all others. If False, its output is
-            not saved if the backward pass does not need it; see `find_unneeded_matmul`.
+        saves_unneeded_matmul: Treat the last matmul of a block like all others, even if the
+            backward pass does not need its output; see `find_unneeded_matmul`.
     """
     for block in model.layers.values():
-        skipped_matmul = None if saves_last_matmul else find_unneeded_matmul(block)
+        skipped_matmul = None if saves_unneeded_matmul else find_unneeded_matmul(block)
         _checkpoint_block(model, block, partial(_create_op_contexts, skipped_matmul))
 
 

@@ -304,19 +304,15 @@ class PipelineForwardBackward(ForwardBackward):
         # states from other ranks.
         inputs = [] if self._model.tok_embeddings is None else [tokens]
 
-        # The schedule passes `head` and `attention` on to `Llama.forward` of each stage. The last
-        # stage calls the head, which computes the loss, and the schedule fills the list `losses`.
+        # The schedule passes `inputs`, `head` and `attention` to `Llama.forward` of each stage. The
+        # last stage calls the head, so it returns the loss of a microbatch. The schedule collects
+        # these losses in the list `losses`. It requires a target to do so, but does not use it.
         losses: list[Tensor] = []
+        head = LossHead(labels, NormalizedLoss(loss_fn, global_tokens))
         run_schedule(
-            *inputs,
-            head=LossHead(labels, NormalizedLoss(loss_fn, global_tokens)),
-            **attention,
-            target=labels,  # not used, but required by the schedule to compute a loss
-            losses=losses,
-            return_outputs=False,
+            *inputs, head=head, **attention, target=labels, losses=losses, return_outputs=False
         )
-        has_last_stage = self._model.norm is not None
-        if not has_last_stage:
+        if not losses:  # another rank has the last stage
             return torch.zeros((), device=tokens.device)
         return torch.stack(losses).detach().sum()
 
@@ -378,17 +374,19 @@ def local_inputs(
     """
     batch = _join(microbatches)
 
-    def build_mask(window: int) -> Any:
-        """Build the mask of whole sequences, or return None if causal attention needs no mask."""
-        if model.uses_document_bounds:
-            return _build_bounds(microbatches, window)
-        return _build_mask(batch, mesh, window, uses_flex=model.attention_backend == "flex")
+    windows = {"mask": arch.sliding_window}
+    if arch.full_attention_interval > 0:
+        windows["full_mask"] = 0  # for the layers without a sliding window
 
-    # With context parallelism, this rank's queries attend to the keys of whole sequences. So build
-    # the masks for whole sequences, but select this rank's part of everything else.
-    attention = {"mask": build_mask(arch.sliding_window)}
-    if arch.full_attention_interval > 0:  # some layers have no window
-        attention["full_mask"] = build_mask(window=0)
+    # Build the masks from whole sequences: with context parallelism, this rank has only some of the
+    # queries, but they attend to all keys.
+    attention: dict[str, Any] = {}
+    for name, window in windows.items():
+        if model.uses_document_bounds:  # variable-length attention takes these instead of a mask
+            attention[name] = _build_bounds(microbatches, window)
+        else:
+            uses_flex = model.attention_backend == "flex"
+            attention[name] = _build_mask(batch, mesh, window, uses_flex)
 
     local_batch = batch
     if mesh.context is not None:
