@@ -68,30 +68,26 @@ def _llama3_kept_fraction(arch: Architecture, frequencies: Tensor) -> Tensor:
 def _yarn_kept_fraction(arch: Architecture, device: torch.device) -> Tensor:
     """Return the fraction of each RoPE frequency that YaRN keeps, shape (D / 2,).
 
-    With the fraction k, YaRN changes frequency f to k * f + (1 - k) * f / rope_scaling_factor.
-
-    Channel pair 0 rotates fastest. k is 1 up to the pair `low`, which completes about
-    `rope_beta_fast` turns in the original context. It is 0 from the pair `high` on, which completes
-    about `rope_beta_slow` turns, and linear in between. See https://arxiv.org/abs/2309.00071.
+    The rest of the frequency is divided by `rope_scaling_factor`. From one channel pair to the
+    next, the frequency decreases. The fraction is 1 up to the pair that completes `rope_beta_fast`
+    turns in the original context, 0 from the pair that completes `rope_beta_slow` turns on, and
+    linear in between. See https://arxiv.org/abs/2309.00071.
     """
 
     def find_pair(turns: float) -> float:
-        """Return the index i of the pair that completes `turns` turns, not rounded.
-
-        It is the solution of: context length / rope_theta**(2i / head_dim) = 2 pi * turns.
-        """
+        """Return the index of the pair that completes `turns` turns, not rounded."""
+        # Pair i rotates by one radian in rope_theta ** (2 * i / head_dim) positions. Solve for i.
         positions_per_radian = arch.rope_original_max_seq_len / (2 * math.pi * turns)
         return arch.head_dim * math.log(positions_per_radian) / (2 * math.log(arch.rope_theta))
 
-    # The reference implementation uses the bound head_dim - 1, although there are only head_dim / 2
-    # pairs.
-    low = max(math.floor(find_pair(arch.rope_beta_fast)), 0)
-    high = min(math.ceil(find_pair(arch.rope_beta_slow)), arch.head_dim - 1)
-    width: float = high - low
-    if width == 0:
-        width = 0.001  # avoid a division by zero
+    # Round and limit both like the YaRN reference code, whose upper limit is not the last pair.
+    last_kept = max(math.floor(find_pair(arch.rope_beta_fast)), 0)
+    first_divided = min(math.ceil(find_pair(arch.rope_beta_slow)), arch.head_dim - 1)
+    distance: float = first_divided - last_kept
+    if distance == 0:
+        distance = 0.001  # avoid a division by zero
     pairs = torch.arange(arch.head_dim // 2, dtype=torch.float32, device=device)
-    return 1.0 - ((pairs - low) / width).clamp(0.0, 1.0)
+    return 1.0 - ((pairs - last_kept) / distance).clamp(0.0, 1.0)
 
 
 def rope_table(arch: Architecture, positions: Tensor, is_scaled: bool) -> tuple[Tensor, Tensor]:

@@ -547,7 +547,7 @@ def _add_rounded_weight_grad(
 def _convert_in_place(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a matrix to a smaller dtype, and store the result in the memory of the matrix.
 
-    The result takes the first part of the memory. Blocks of rows are converted one after another,
+    The result takes the first part of the memory. Blocks of values are converted one after another,
     so a block never overwrites unread values. For example, converting 8 values from fp32 to
     bfloat16 in blocks of 4 reads the bytes 0-15 and writes the bytes 0-7, then reads the bytes
     16-31 and writes the bytes 8-15.
@@ -559,17 +559,16 @@ def _convert_in_place(x: Tensor, dtype: torch.dtype) -> Tensor:
     Returns:
         The converted matrix, which shares the memory of `x`.
     """
-    # The result is contiguous, because the bf16 matmul of CPUs with AMX (oneDNN 3.12) reads between
-    # the rows of other matrices, where old values can be NaN.
-    memory = x.view(dtype).flatten()
-    result = memory[: x.numel()].view(x.shape)
+    # Leave no gaps between the rows of the result. On CPUs with AMX, the bf16 matmul of oneDNN 3.12
+    # would read old values in the gaps, which can be NaN.
+    values = x.view(-1)
+    result = x.view(dtype).view(-1)[: x.numel()]
 
-    # Each block has about as many values as `VOCAB_BLOCK` columns of the matrix.
-    num_blocks = math.ceil(x.shape[1] / VOCAB_BLOCK[x.device.type])
-    for block, result_block in zip(x.chunk(num_blocks), result.chunk(num_blocks), strict=True):
-        converted = block.to(dtype)
-        result_block.copy_(converted)
-    return result
+    num_columns = VOCAB_BLOCK[x.device.type]
+    block_size = len(x) * num_columns  # in values
+    for block, result_block in zip(values.split(block_size), result.split(block_size), strict=True):
+        result_block.copy_(block.to(dtype))
+    return result.view(x.shape)
 
 
 def _all_reduce(x: Tensor, operation: str, group: dist.ProcessGroup | None) -> Tensor:
