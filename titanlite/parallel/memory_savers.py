@@ -7,8 +7,10 @@
   at most 0.3% by estimate.
 - "all": also savers that make the GPU wait longer, which has not been measured on a real GPU.
 
-No saver changes a value. docs/internals/memory_savers.md states the measured gain and the hazard of
-each saver, and the test in tests/parallel/test_memory_savers.py that guards it.
+No saver changes a value. The docstring of each saver states its gain, its hazard, and the test in
+tests/parallel/test_memory_savers.py that guards it. Gains are GiB of GPU memory of the compiled 8B
+model on 8 GPUs of the ghost GPU, with 2 sequences of 8,192 tokens per GPU;
+docs/internals/memory_savers.md has the whole table.
 """
 
 from __future__ import annotations
@@ -64,9 +66,12 @@ def frees_output_after_forward(run: Run) -> bool:
 def skip_unshard_in_backward(model: Llama, run: Run) -> None:
     """Stop FSDP from all-gathering the embedding and the output matrix for the backward pass.
 
-    The gradient of the embedding depends only on the token ids. A backward pass that reads the
-    output matrix would fail, so the matrix is skipped only if `frees_output_after_forward` allows
-    it.
+    The gradient of the embedding depends only on the token ids.
+
+    Gain: 0.48 GiB of allocated memory, one all-gather of each matrix, and 6 kernel launches.
+    Hazard: A backward pass that reads the output matrix would fail, so the matrix is skipped only
+    if `frees_output_after_forward` allows it.
+    Test: test_safe_gathers_embedding_and_output_only_for_the_forward_pass
     """
     if isinstance(model.tok_embeddings, FSDPModule):
         model.tok_embeddings.set_unshard_in_backward(False)
@@ -80,8 +85,12 @@ def free_gather_buffer_before_loss(model: Llama) -> None:
     FSDP2 copies the weights of a module out of their all-gather buffer in the forward pass, and
     keeps the buffer until it gathers the next module. No module follows the output layer, so its
     buffer, 1.0 GiB for the 8B model, would stay allocated during the loss. A hook therefore makes
-    the copy before the forward pass, after which FSDP2 frees the buffer at once. Only the streams
-    of later all-gathers wait for the copy.
+    the copy before the forward pass, after which FSDP2 frees the buffer at once.
+
+    Gain: Less allocated memory in eager jobs with "safe". With "all", another saver has the same
+    effect. No kernel launches.
+    Hazard: None, because only the streams of later all-gathers wait for the copy.
+    Test: test_safe_savers_lower_the_peak_of_allocated_memory
     """
     if isinstance(model.output, FSDPModule):
         model.output.register_forward_pre_hook(_unshard_before_forward, prepend=True)
@@ -99,9 +108,9 @@ def regroup_norm(
 
     FSDP frees all weights of a group together. The backward pass reads the weight of the norm, but
     not the projection. So the norm moves to the group of the last block: the groups [block 0],
-    [block 1], [norm, projection] become [block 0], [block 1, norm], [projection]. A group of its
-    own for the norm saves more memory, but makes the GPU wait; `separates_norm` decides. A model
-    without blocks also gets such a group.
+    [block 1], [norm, projection] become [block 0], [block 1, norm], [projection]. If there are no
+    blocks, or `separates_norm` returns True, the norm becomes a separate group instead. This saves
+    more memory, but makes the GPU wait.
 
     Args:
         blocks: Modules of each FSDP group of blocks, in forward order.
@@ -128,9 +137,13 @@ def separates_norm(blocks: ModuleGroups, output: nn.Module, mesh: DeviceMesh, ru
 
     In the backward pass, FSDP2 frees the gradient of the output projection (2 GiB for the 8B model)
     only when the next FSDP group reduces its gradients. If the norm is this group, the gradient is
-    freed before the backward pass of the last block. But the GPU then waits until the gradient of
-    the projection is reduced, by estimate 5 ms for the 8B model, so the norm is separate only if
-    the wait is worth it.
+    freed before the backward pass of the last block, which then has more free memory.
+
+    Gain: 1.33 GiB of reserved and 1.89 GiB of allocated memory, for 4 more kernel launches.
+    Hazard: The GPU waits until the gradient of the output projection is reduced, by estimate 5 ms
+    for the 8B model. So the norm is separate only if the wait is short or worth it.
+    Tests: test_safe_savers_lower_the_peak_of_allocated_memory,
+    test_safe_does_not_wait_for_the_output_in_short_microbatches
 
     Args:
         blocks: Modules of each FSDP group of blocks, in forward order.
@@ -181,8 +194,10 @@ def reduce_in_main_stream(model: Llama, mesh: DeviceMesh) -> None:
     memory that was allocated for another stream. No additional wait is needed, because FSDP2 makes
     its stream wait for the main stream before it allocates a result.
 
-    Call this only if `are_reductions_final` returns True. Otherwise, FSDP2 would free a result
-    early, and its memory would be used again while the collective still writes to it.
+    Gain: 3.75 GiB of reserved memory. No kernel launches.
+    Hazard: If FSDP2 freed a result early, its memory would be used again while the collective still
+    writes to it. So call this only if `are_reductions_final` returns True.
+    Test: test_only_gradients_that_are_kept_are_allocated_in_the_main_stream
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -213,8 +228,10 @@ class _MainStreamReduceScatter:
 def gather_in_main_stream(model: Llama) -> None:
     """Allocate the results of FSDP all-gathers in the main stream, to save memory.
 
-    Casts and copies of weights before each all-gather also run in the main stream, so they no
-    longer overlap with computation. The effect on a real GPU has not been measured.
+    Gain: 1.06 GiB of reserved memory, 1.56 GiB in eager mode. No kernel launches.
+    Hazard: Casts and copies of weights before each all-gather also run in the main stream, so they
+    no longer overlap with computation. The effect on a real GPU has not been measured.
+    Test: test_each_saver_lowers_reserved_memory
     """
     cast(Any, model)._set_unshard_async_op(True)
 
@@ -224,6 +241,10 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
 
     torch allocates them during the first step, between large activations, which leaves holes in GPU
     memory. Other optimizers are left unchanged.
+
+    Gain: 0.02 GiB of reserved memory, 0.14 GiB in eager mode. No kernel launches.
+    Hazard: None, because torch allocates the same tensors in the first step otherwise.
+    Test: test_moments_exist_before_the_first_step
 
     Args:
         optimizer: New optimizer. In its first step, torch then finds existing moments, as after
@@ -242,6 +263,10 @@ def find_unneeded_matmul(block: nn.Module) -> int | None:
 
     This is the last matmul of the block. Its output is only added to the residual stream, and the
     backward pass of an addition reads no values.
+
+    Gain: 4.0 GiB of allocated and reserved memory in eager mode. The compiler does this anyway.
+    Hazard: If the backward pass needs the output, the matmul is computed twice.
+    Tests: test_each_saver_lowers_reserved_memory, test_safe_savers_compute_nothing_again
 
     Returns:
         Index of the matmul in the block, counted from 1. None if the output of the last matmul must
