@@ -106,9 +106,9 @@ def _read_events(folder: Path) -> tuple[list[dict[str, Any]], list[int]]:
         if event.get("event") == "roll back":
             roll_backs.append(step)
         elif event.get("event") == "start" and "record" in event:
-            # This start resumed from `step`, so the run trained all later steps again. Forget the
-            # earlier starts that trained only later steps, and the rollbacks in later steps.
-            start_events = [start for start in start_events if start["step"] < step]
+            # This start resumed from `step`, so the run trained all later steps again. Keep only
+            # the earlier starts whose first step, and the rollbacks whose step, is at most `step`.
+            start_events = [start for start in start_events if start["step"] + 1 <= step]
             roll_backs = [roll_back for roll_back in roll_backs if roll_back <= step]
             start_events.append(event)
     return start_events, roll_backs

@@ -58,9 +58,9 @@ class RequestExchange:
 
         Args:
             request: Request of this rank. In most steps it is empty.
-            num_requests: Number of ranks that have submitted a non-empty request, a scalar on the
-                device. With this number, `receive` gathers the requests only if there are any. It
-                is counted in a training step; without it, `receive` always gathers them.
+            num_requests: Number of ranks whose request is not empty, including this rank. A scalar
+                on the device, which the training step has all-reduced. If it is 0, `receive` does
+                not gather the requests. If None, `receive` always gathers them.
         """
         if num_requests is None:
             self._queue.append(_QueuedRequest(request))

@@ -299,16 +299,15 @@ class Trainer:
         exchange.submit(Request(stop=self.stop_signal, data_fails=data_error is not None))
         end = self._find_end(exchange.receive())
 
-        # On a CPU, the ranks submit their requests for a step during this step. On a GPU, they do
-        # so one step early, so that the CPU can launch a step before it waits for the previous one.
-        # Submit the requests for the first step here.
-        is_early = exchange.delay == 1
-        if is_early:
+        # On a GPU, `delay` is 1: the ranks submit their requests for a step one step early, so that
+        # the CPU can launch a step before it waits for the previous one. Submit the requests for
+        # the first step here.
+        if exchange.delay == 1:
             exchange.submit(self._collect_request(self.steps_done + 1))
 
         while end is None:
             step = self.steps_done + 1
-            local_request = self._collect_request(step + 1 if is_early else step)
+            local_request = self._collect_request(step + exchange.delay)
             self.step(has_request=local_request != Request())
             exchange.submit(local_request, num_requests=self._num_requests)  # counted by the step
 
@@ -669,8 +668,8 @@ class Trainer:
     def _sum_losses_by_data_rank(self, loss: Tensor, local_tokens: int) -> Tensor:
         """Return the part of the loss and the number of valid tokens of each data-parallel rank.
 
-        Context and pipeline parallel ranks with the same sequences have different parts of the
-        loss, which are added up.
+        Several context and pipeline parallel ranks can share the sequences of a data-parallel rank.
+        Each of them has a different part of the loss, but they count the same tokens.
 
         Args:
             loss: This rank's part of the loss.
@@ -680,11 +679,10 @@ class Trainer:
             Shape (2, number of data-parallel ranks), float64, on the device. The rows are the
             losses and the numbers of tokens.
         """
-        # Ranks that share the tokens of a data rank count the same tokens.
-        degrees = self.mesh.degrees
-        num_sharing_ranks = degrees.context * degrees.pipeline
         sums = torch.zeros(2, self.mesh.data_degree, dtype=torch.float64, device=self.device)
         sums[0, self.mesh.data_rank] = loss
+        # Divide the tokens among the ranks that share them, so that the sum counts them once.
+        num_sharing_ranks = self.mesh.degrees.context * self.mesh.degrees.pipeline
         sums[1, self.mesh.data_rank] = local_tokens / num_sharing_ranks
         # Tensor parallel ranks compute the same loss, so they are not in this group.
         dist.all_reduce(sums, group=self.mesh.loss_group)
@@ -755,9 +753,9 @@ class Trainer:
         Returns:
             An error or None for each hook, and for the last save.
         """
-        errors: list[Exception | None] = []
-        for hook in reversed(self.hooks):
-            errors.append(hook.ended(self.steps_done, stopped))
+        errors: list[Exception | None] = [
+            hook.ended(self.steps_done, stopped) for hook in reversed(self.hooks)
+        ]
         if self.checkpointer is not None:
             errors.append(self.checkpointer.finish(self.steps_done, stopped))
         return errors
