@@ -111,13 +111,11 @@ class Architecture:
         divided by the width of the small model on which you tuned the learning rate, and k is the
         same ratio of the head widths. Without muP, both ratios are 1.
 
-        - Matrices of blocks: 1 / sqrt(m) for the initialization, 1 / m for the learning rate.
-        - The output matrix, or with tied embeddings the final norm: 1 / m for both.
-        - All other parameters: 1.
-
-        Both factors of the query projection, or of the query norm if there is one, are also
-        multiplied by 1 / sqrt(k). For example, with m = 4, k = 4 and no query norm, the query
-        matrix has the factors 1/2 * 1/2 and 1/4 * 1/2.
+        - The factor of the learning rate is 1 / m for the matrices of blocks and for the output
+          matrix (with tied embeddings, for the final norm instead), and 1 for other parameters. For
+          the query projection, or the query norm if there is one, it is multiplied by 1 / sqrt(k).
+        - The factor of the initialization is the same, but for the matrices of blocks it is
+          multiplied by sqrt(m), so 1 / m becomes 1 / sqrt(m).
 
         Args:
             name: Name of the parameter, for example "layers.3.attention.wo.weight".
@@ -143,7 +141,7 @@ class Architecture:
 
         init_factor = lr_factor
         if is_block_matrix:
-            init_factor /= math.sqrt(inverse_width_ratio)
+            init_factor /= math.sqrt(inverse_width_ratio)  # multiplies by sqrt(m)
         return init_factor, lr_factor
 
     def is_full_attention(self, layer: int) -> bool:

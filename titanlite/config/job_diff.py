@@ -104,6 +104,9 @@ def compare_jobs(
 ) -> list[tuple[Effect, str]]:
     """List the differences between the job in a checkpoint and the job that resumes from it.
 
+    Keys that only one of the jobs has are not compared: another version of titanlite has saved the
+    checkpoint, or plugins have changed.
+
     Args:
         before: Job in the checkpoint: section -> key -> value. The section "model" contains all
             fields of the architecture.
@@ -120,7 +123,7 @@ def compare_jobs(
     changes: list[tuple[Effect, str]] = []
     data_key_changes: list[str] = []
     for name in old.keys() & new.keys():
-        if old[name] == new[name] or _is_left_out(name, new):
+        if old[name] == new[name] or _is_ignored(name, new):
             continue
         description = f"{name}: {shorten(str(old[name]))} -> {shorten(str(new[name]))}"
         if data is not None and _determines_data(name, new):
@@ -208,8 +211,8 @@ def flatten(table: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _is_left_out(name: str, new: dict[str, Any]) -> bool:
-    """Return whether a changed key is left out of the report.
+def _is_ignored(name: str, new: dict[str, Any]) -> bool:
+    """Return whether a changed key does not count as a difference, for example "auto".
 
     Args:
         name: Full name of the key, such as "model.dim".
@@ -243,7 +246,8 @@ def _determines_data(name: str, new: dict[str, Any]) -> bool:
 def _classify(name: str, old: dict[str, Any], new: dict[str, Any], *, resumes_data: bool) -> Effect:
     """Return the effect of a changed key on a resumed run.
 
-    All keys of a section have the same effect, except for the keys that are handled first.
+    The first rule that applies decides. Special cases come first, then the effect of the whole
+    section.
 
     Args:
         name: Full name of the key, such as "training.seed" or "dataset.sources.0.path".
@@ -266,8 +270,9 @@ def _classify(name: str, old: dict[str, Any], new: dict[str, Any], *, resumes_da
         return COMPATIBLE  # otherwise, it determines the global batch size
 
     short_name = f"{section}.{key}"  # dataset.sources.0.path has the effect of dataset.path
-    is_compatible = section in _COMPATIBLE_SECTIONS or short_name in _COMPATIBLE_KEYS
-    if is_compatible and short_name not in _AFFECTING_KEYS:
+    if short_name in _AFFECTING_KEYS:
+        return AFFECTS_TRAINING
+    if section in _COMPATIBLE_SECTIONS or short_name in _COMPATIBLE_KEYS:
         return COMPATIBLE
 
     # A plugin declares the effect of its section. The default of `Section` is AFFECTS_TRAINING.

@@ -29,7 +29,7 @@ from titanlite.config.stages import (
     PieceCosts,
     activation_values,
     balanced_cuts,
-    piece_times,
+    forward_flops,
 )
 
 MOST_RANKS = 1_000_000
@@ -121,7 +121,7 @@ class Run:
     def _choose_cuts(self) -> tuple[int, ...]:
         """Choose the first block of pipeline stages 1, 2, ..., so that the stages are balanced."""
         num_stages = self.degrees.pipeline * self.stages_per_rank
-        times = piece_times(self.arch, self.job.training.seq_len)
+        times = forward_flops(self.arch, self.job.training.seq_len)
         memory = tuple(stage_memory(self, num_stages))
         return balanced_cuts(times, memory, self.arch.n_layers)
 

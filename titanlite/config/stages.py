@@ -44,24 +44,24 @@ class PieceCosts:
         return cost
 
 
-def piece_times(arch: Architecture, seq_len: int) -> PieceCosts:
-    """Estimate the relative time per token of the embedding, a block and the output.
+def forward_flops(arch: Architecture, seq_len: int) -> PieceCosts:
+    """Estimate the forward FLOPs per token of the embedding, a block and the output.
 
-    The unit is the time of 3 FLOPs: one in the forward pass, and the two that belong to it in the
-    backward pass. The embedding has no matmul, but writes a dense fp32 gradient once per sequence.
+    Forward and backward pass together take 3 times these FLOPs. The embedding has no matmul, but
+    its backward pass writes a dense fp32 gradient once per sequence. It counts as a third of the
+    FLOPs that take as long as this write.
 
     Args:
         arch: Architecture of the model.
         seq_len: Sequence length in tokens, which determines the cost of attention.
     """
     gradient_bytes = 4 * arch.vocab_size * arch.dim
-    gradient_flops = gradient_bytes * FLOPS_PER_BYTE  # FLOPs that take as long as writing it
+    write_flops = gradient_bytes * FLOPS_PER_BYTE  # per sequence
     attention_flops = 4 * arch.attended(seq_len) * arch.q_dim  # scores and weighted sum
     return PieceCosts(
-        embedding=gradient_flops / (3 * seq_len),
-        # FLOPs of the forward pass
+        embedding=write_flops / (3 * seq_len),
         block=2 * arch.block_matrices + attention_flops,
-        output=2.0 * arch.dim * arch.vocab_size,
+        output=2 * arch.dim * arch.vocab_size,
     )
 
 
