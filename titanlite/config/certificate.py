@@ -17,7 +17,7 @@ from titanlite.config.schema import LENGTH_KEYS, JobConfig
 
 FOLDER = "proof"
 """Folder of the certificates in job.dump_folder."""
-PROVEN_SECTIONS = (
+HASHED_SECTIONS = (
     "model",
     "training",
     "optimizer",
@@ -29,12 +29,12 @@ PROVEN_SECTIONS = (
     "ema",
 )
 """Sections of a job that decide what a step computes."""
-UNPROVEN_KEYS = {
+KEYS_LEFT_OUT = {
     "training": (*LENGTH_KEYS, "seed", "num_threads", "gc_freq"),
     "lr_scheduler": ("warmup_steps", "total_steps", "decay_steps"),
     "model": ("vocab_size",),  # a proof always uses a small vocabulary
 }
-"""Keys in these sections that a certificate does not depend on."""
+"""Keys in these sections that a certificate does not depend on, by section."""
 
 
 class Row(FileModel):
@@ -119,15 +119,16 @@ class Certificate(FileModel):
 def hash_job(job: JobConfig) -> str:
     """Return a hash of everything that determines what a training step of a job computes.
 
-    A certificate is valid only for jobs with the same hash. The hash covers keys of the job,
-    library versions, and the source code of titanlite and of plugins. It does not cover other
-    modules that a plugin imports.
+    A result of `titanlite prove` is valid only for jobs with the same hash. The hash covers keys of
+    the job, library versions, and the source code of titanlite and of plugins. It does not cover
+    other modules that a plugin imports.
     """
     values = job.model_dump(mode="json")
-    hashed = {section: values[section] for section in PROVEN_SECTIONS}
-    for section, keys in UNPROVEN_KEYS.items():
-        for key in keys:
-            hashed[section].pop(key)
+    hashed: dict[str, object] = {}
+    for section in HASHED_SECTIONS:
+        ignored_keys = KEYS_LEFT_OUT.get(section, ())
+        table = values[section]
+        hashed[section] = {key: table[key] for key in table if key not in ignored_keys}
 
     # Other sections have only a few keys that change what a step computes.
     dataset = values["dataset"]
@@ -137,7 +138,7 @@ def hash_job(job: JobConfig) -> str:
         "dataset": [dataset["document_mask"], dataset["packing"]],
         "plugin_sections": {section: values[section] for section in plugin_sections},
         "versions": read_versions(),
-        "plugins": {name: _hash_module(name) for name in job.job.plugins},
+        "plugins": {name: _hash_module(name) for name in values["job"]["plugins"]},
         "titanlite": _hash_module("titanlite"),
     }
     text = json.dumps(hashed, sort_keys=True)
