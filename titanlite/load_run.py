@@ -17,7 +17,13 @@ from functools import partial
 from titanlite.config.errors import UserError
 from titanlite.config.flavors import FITTED_TO_TOKENIZER
 from titanlite.config.load import DEFAULT, ParsedJob, parse_job
-from titanlite.config.mistakes import COMMAND_LINE, Mistake, format_value
+from titanlite.config.mistakes import (
+    COMMAND_LINE,
+    REMOVED_NAME,
+    UNKNOWN_NAME,
+    Mistake,
+    format_value,
+)
 from titanlite.config.run import MOST_RANKS, Run
 from titanlite.config.schema import LENGTH_KEYS, JobConfig
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -122,27 +128,31 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     fitted_run, tokenizer_problems = _fit_to_tokenizer(Run(parsed.job, world_size))
     run, length_problems = resolve_lengths(fitted_run)
 
-    # In these sections, a default replaces each invalid value, so rules cannot check them.
-    invalid_sections = _find_invalid_sections(parsed.mistakes)
+    # Rules cannot check these sections, because a default replaces each invalid value. Unknown keys
+    # replace no value.
+    invalid_sections = {
+        mistake.key.partition(".")[0]
+        for mistake in parsed.mistakes
+        if mistake.kind not in (UNKNOWN_NAME, REMOVED_NAME)
+    }
     sections_with_bad_lengths = {problem.key.partition(".")[0] for problem in length_problems}
     skipped_sections = invalid_sections | sections_with_bad_lengths
-    rule_problems = _apply_rules(run, parsed, skipped_sections, check_outputs)
 
-    mistakes = [*parsed.mistakes, *_check_environment()]
+    problems: list[Problem] = []
     # Tokens per step depend on these sections. If one of them has an invalid value, do not report
     # that the number of steps is wrong as well.
-    if not invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset")):
-        length_problems = []
-    for problem in (*length_problems, *tokenizer_problems, *rule_problems):
+    if invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset")):
+        problems += length_problems
+    problems += tokenizer_problems
+    problems += _apply_rules(run, parsed, skipped_sections, check_outputs)
+
+    mistakes = [*parsed.mistakes, *_check_environment()]
+    for problem in problems:
         # Report lengths as the user wrote them: `fitted_run` still has "2B" instead of steps.
         mistakes.append(make_mistake(fitted_run, problem))
-    if not mistakes:
-        return run
-
-    # The error names the origin of each value: the job file, the command line, or the environment.
-    origins = {**parsed.origins, THREADS: "environment variable"}
-    parsed_with_environment = parsed._replace(origins=origins)
-    raise parsed_with_environment.error(mistakes)
+    if mistakes:
+        raise parsed.error(mistakes)
+    return run
 
 
 def _fit_to_tokenizer(run: Run) -> tuple[Run, list[Problem]]:
@@ -159,19 +169,6 @@ def _fit_to_tokenizer(run: Run) -> tuple[Run, list[Problem]]:
         return run, [Problem("tokenizer.path", text)]
     run = Run(fit_vocab_size(run.job, tokenizer), run.world_size)
     return run, list(check_tokenizer(run, tokenizer))
-
-
-def _find_invalid_sections(mistakes: Sequence[Mistake]) -> set[str]:
-    """Return the sections of a job in which an invalid value was replaced by its default.
-
-    Unknown keys are ignored, because they do not replace a value.
-    """
-    sections = set()
-    for mistake in mistakes:
-        is_unknown_key = mistake.kind in ("extra_forbidden", "gone")
-        if not is_unknown_key:
-            sections.add(mistake.key.partition(".")[0])
-    return sections
 
 
 def _apply_rules(

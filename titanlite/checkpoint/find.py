@@ -30,6 +30,7 @@ from titanlite.config.compute_dtype import ComputeDtype
 from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.config.files import MANIFEST
 from titanlite.config.load import load_job
+from titanlite.config.mistakes import REMOVED_NAME
 from titanlite.config.registry import require_plugins
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
@@ -316,7 +317,7 @@ def _read_saved_job(step_folder: Path, sections: dict[str, Any]) -> JobConfig:
     # save. They do not change the model.
     unreadable_keys = []
     for mistake in mistakes:
-        is_removed_option = mistake.kind == "gone"
+        is_removed_option = mistake.kind == REMOVED_NAME
         is_removed_choice = mistake.kind == "literal_error"
         if not is_removed_option and not is_removed_choice:
             unreadable_keys.append(mistake.name)

@@ -77,7 +77,8 @@ class ParsedJob(NamedTuple):
 
     def error(self, mistakes: Sequence[Mistake]) -> ConfigError:
         """Create an error that lists `mistakes`, each with the file and line that sets its key."""
-        origins = {name: f"{self.source}:{line}" for name, line in self.lines.items()}
+        origins = {"OMP_NUM_THREADS": "environment variable"}
+        origins |= {name: f"{self.source}:{line}" for name, line in self.lines.items()}
         for key, origin in self.origins.items():
             if origin != self.source:
                 origins[key] = origin
@@ -192,7 +193,7 @@ def _find_origins(tables: Tables, arguments: Arguments, source: str) -> dict[str
         if isinstance(table, dict):
             origins |= {f"{section}.{key}": source for key in table}
     # Errors about invalid options must name the command line as well.
-    invalid_options = [mistake.key for mistake in arguments.mistakes]
+    invalid_options = [mistake.name for mistake in arguments.mistakes]
     for key in (*arguments.values, *invalid_options):
         if key != CONFIG_FILE:
             origins[key] = COMMAND_LINE
@@ -343,11 +344,10 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     Invalid options are collected in the result instead of raising an error.
     """
     stray_words, options = _split_options(argv)
-    # Invalid words and flags, each with what is wrong.
-    problems = [
-        (word, f"is not an option. To pass a job file, write --{CONFIG_FILE} {word}.")
-        for word in stray_words
-    ]
+    mistakes = []
+    for word in stray_words:
+        problem = f"is not an option. To pass a job file, write --{CONFIG_FILE} {word}."
+        mistakes.append(Mistake(key="", name=word, value="", problem=problem))
 
     help_topics = None
     values: dict[str, Any] = {}
@@ -359,12 +359,10 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         try:
             key, value = _parse_option(flag, words, keys)
         except ValueError as error:
-            problems.append((flag, str(error)))
+            mistakes.append(Mistake(key="", name=flag, value="", problem=str(error)))
         else:
             values[key] = value
 
-    # A word that is not a valid option has no key, so the mistake contains the word instead.
-    mistakes = [Mistake(word, word, value="", problem=problem) for word, problem in problems]
     names = [_flag_to_name(flag) for flag, _ in options]
     renamed = [name for name in names if name in RENAMED_KEYS]
     return Arguments(values, help_topics, mistakes, renamed)

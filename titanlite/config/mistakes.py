@@ -19,11 +19,14 @@ from typing import Any, Literal, NamedTuple
 
 import tomli
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from titanlite.config.errors import UserError
 from titanlite.config.registry import SECTIONS
 
 COMMAND_LINE = "command line"
+UNKNOWN_NAME = "extra_forbidden"  # type of pydantic's error for an unknown name
+REMOVED_NAME = "removed"  # for names that earlier versions of titanlite had
 _SYNONYMS = Path(__file__).with_name("synonyms.toml")
 # Parts of pydantic's messages, and what titanlite writes instead.
 _PHRASES = {
@@ -47,13 +50,12 @@ class Mistake(NamedTuple):
     """One invalid value in a job, in the options of a command, or in a file.
 
     Attributes:
-        key: "section.key", or only the section if all of it is invalid. Empty if the job is not a
-            table.
+        key: "section.key", or only the section if all of it is invalid. Empty if the value belongs
+            to no key.
         name: Name that the message uses, such as dataset.sources.0.path, [modle] or --step.
         value: The invalid value, as written in a job file. Empty if the message does not need it.
         problem: Rest of the sentence that starts with the name, such as "must be an integer."
-        kind: Type of the pydantic error, such as "extra_forbidden", or "gone" for a key that was
-            removed from titanlite.
+        kind: Type of the pydantic error, such as `UNKNOWN_NAME`, or `REMOVED_NAME`.
     """
 
     key: str
@@ -69,11 +71,9 @@ class Mistake(NamedTuple):
         value = shorten(self.value)
         if not self.problem.startswith("must "):
             return f"{self.name} = {value} {self.problem}"
-        # Insert the value before the first full stop: "must be at least 1, got 0. Remove it."
-        requirement, stop, remedy = re.fullmatch(
-            r"(.*?)(\.(?= )|\.?$)(.*)", self.problem, re.DOTALL
-        ).groups()  # type: ignore[union-attr]
-        return f"{self.name} {requirement}, got {value}{stop or '.'}{remedy}"
+        # Insert the value at the end of the first sentence: "must be at least 1, got 0. Remove it."
+        requirement, _, remedy = f"{self.problem} ".partition(". ")
+        return f"{self.name} {requirement.rstrip()}, got {value}. {remedy}".rstrip()
 
 
 class ConfigError(UserError):
@@ -129,7 +129,7 @@ def format_value(value: object) -> str:
     return json.dumps(value, default=str, ensure_ascii=False)
 
 
-def build_mistake(root: type[BaseModel], error: Any) -> Mistake:
+def build_mistake(root: type[BaseModel], error: ErrorDetails) -> Mistake:
     """Convert a pydantic error to a `Mistake`, which has a clearer message.
 
     Args:
@@ -137,19 +137,25 @@ def build_mistake(root: type[BaseModel], error: Any) -> Mistake:
         error: An item of `ValidationError.errors()`.
     """
     location = [str(part) for part in error["loc"]]  # such as ["dataset", "sources", "0", "path"]
+    value = error["input"]
     kind = error["type"]
-    if kind == "extra_forbidden":
+    if kind == UNKNOWN_NAME:
         unknown = _find_unknown_name(root, location)
         if unknown is not None:
-            return _describe_unknown(unknown, root, location, error["input"])
+            return _describe_unknown(unknown, root, location, value)
 
     # Options of a command have another name in messages, such as --step or PATH.
     get_option_name = getattr(root, "name_on_command_line", None)
     name = get_option_name(location[0]) if get_option_name else ".".join(location)
-    value = "" if kind == "missing" else format_value(error["input"])
     problem = _rephrase(error["msg"])
-    hint = _suggest_value(problem, error["input"], location)
-    return Mistake(_get_key(location), name, value, f"{problem}.{hint}", kind)
+    hint = _suggest_value(problem, value, location)
+    return Mistake(
+        key=_get_key(location),
+        name=name,
+        value="" if kind == "missing" else format_value(value),
+        problem=f"{problem}.{hint}",
+        kind=kind,
+    )
 
 
 def describe_unknown_name(root: type[BaseModel], name: str) -> Mistake:
@@ -167,7 +173,7 @@ def describe_unknown_name(root: type[BaseModel], name: str) -> Mistake:
     # The name exists, but only in a list of tables, such as "dataset.sources.path".
     key = _get_key(location)
     problem = f"belongs to a list of tables. Write [[{key}]] in a job file."
-    return Mistake(key, name, value="", problem=problem, kind="extra_forbidden")
+    return Mistake(key, name, value="", problem=problem, kind=UNKNOWN_NAME)
 
 
 def _get_key(location: list[str]) -> str:
@@ -200,23 +206,23 @@ def _find_unknown_name(root: type[BaseModel], location: list[str]) -> _UnknownNa
         location: Names of the tables around a value, and the name of the value.
     """
     table = root
-    follows_list = False  # whether the previous name is a list of tables
+    annotation: Any = root  # type of the value that contains `name`
     for depth, name in enumerate(location):
-        is_index = follows_list and name.isdecimal()
-        follows_list = False
-        if is_index:
+        if name.isdecimal() and _is_list_of_tables(annotation):
+            annotation = table  # the index selects one table of the list
             continue
 
         annotations = _list_annotations(table)
         if name not in annotations:
             return _UnknownName(name, location[:depth], table)
-
-        annotation = annotations[name]  # such as Training, or tuple[DataSource, ...] for a list
-        inner_table = find_table_model(annotation)
-        if inner_table is not None:
-            table = inner_table
-            follows_list = annotation is not inner_table
+        annotation = annotations[name]
+        table = find_table_model(annotation) or table
     return None
+
+
+def _is_list_of_tables(annotation: Any) -> bool:
+    """Return whether an annotation is a list of pydantic models: `tuple[DataSource, ...]`."""
+    return find_table_model(annotation) not in (None, annotation)
 
 
 def _list_annotations(table: type[BaseModel]) -> dict[str, Any]:
@@ -234,6 +240,9 @@ def _describe_unknown(
 ) -> Mistake:
     """Describe the mistake that a value or table has an unknown name.
 
+    If an earlier version of titanlite had the name, the message is the one that the model of its
+    table declares. Otherwise, it suggests known names.
+
     Args:
         unknown: The first unknown name in `location`.
         root: Model of a job, the options of a command, or the content of a file.
@@ -241,16 +250,16 @@ def _describe_unknown(
         value: The value or table.
     """
     key = _get_key(location)
-    full_name = ".".join(location)
-    removed_keys = getattr(unknown.table, "dropped", {})  # keys of earlier versions of titanlite
-    if unknown.name in removed_keys:
-        _former_default, problem = removed_keys[unknown.name]
-        return Mistake(key, full_name, format_value(value), problem, kind="gone")
+    name = ".".join(location)
+    removed_names = getattr(unknown.table, "dropped", {})
+    if unknown.name in removed_names:
+        _former_default, problem = removed_names[unknown.name]
+        return Mistake(key, name, value=format_value(value), problem=problem, kind=REMOVED_NAME)
 
-    is_table = isinstance(value, dict)
-    name = f"[{key}]" if is_table else full_name
+    if isinstance(value, dict):
+        name = f"[{key}]"  # a table
     problem = _explain_unknown_name(unknown, root, location[-1])
-    return Mistake(key, name, value="", problem=problem, kind="extra_forbidden")
+    return Mistake(key, name, value="", problem=problem, kind=UNKNOWN_NAME)
 
 
 def _rephrase(message: str) -> str:
@@ -359,7 +368,7 @@ def _explain_unknown_name(unknown: _UnknownName, root: type[BaseModel], key: str
     For example, "stepz" in [training] gives "is unknown. Did you mean training.steps?".
 
     Args:
-        unknown: The unknown name: a key, or one of the tables that contain it.
+        unknown: The unknown name: a key or, as "trainin" in "trainin.steps", a table around it.
         root: Model of a job, the options of a command, or the content of a file.
         key: Name of the key without its tables, such as "steps" for "trainin.steps".
     """

@@ -104,18 +104,19 @@ def parse_options(options: type[AnyOptions], argv: Sequence[str], command: str) 
 
 
 def parse_options_and_job(
-    options: type[AnyOptions], argv: Sequence[str], command: str, keys: str = JOB_KEYS
+    options: type[AnyOptions], argv: Sequence[str], command: str, help_on_job: str = JOB_KEYS
 ) -> tuple[AnyOptions, list[str]]:
     """Parse the options of a command that also accepts the keys of a job as options.
 
     With --help, print the help and exit. Plugins that the options name are loaded, because they can
-    add keys to a job.
+    add keys to a job. tyro parses the options; the checks before and after it raise the errors for
+    which tyro's message would be less clear.
 
     Args:
         options: Class of the options.
         argv: Words of the command line after the command.
         command: Name of the command, such as "plan".
-        keys: Paragraph of the help text about the keys of a job.
+        help_on_job: Last paragraph of the description in the help, about the keys of a job.
 
     Returns:
         The options, and all words that are not options of the command, such as keys of a job.
@@ -124,11 +125,11 @@ def parse_options_and_job(
         UserError: If an option is missing, invalid or misspelled.
     """
     prog = f"titanlite {command}"
-    asks_for_help = "-h" in argv or "--help" in argv
-    if asks_for_help:
-        # Print the description here, because tyro would not wrap it. `tyro.cli` prints the options
-        # and exits.
-        print(wrap_text(f"{options.__doc__}\n\n{keys}".strip()), end="\n\n")
+    if "-h" in argv or "--help" in argv:
+        # Print the description here, because tyro would not wrap it. Below, `tyro.cli` prints the
+        # options and exits.
+        description = f"{options.__doc__}\n\n{help_on_job}".strip()
+        print(wrap_text(description), end="\n\n")
     else:
         _check_required(options, argv, prog)
     _check_repeated_or_dropped(options, argv)
