@@ -80,16 +80,14 @@ def main(argv: Sequence[str]) -> None:
     if options.write is not None:
         _check_new_file(options.write)
     run = load_run(words, options.world_size or read_world_size(), trains=False)
-    if options.write is not None and any(check_warmup(run)):
-        raise UserError(
-            f"--write {options.write}: the job would end before its warmup and decay are complete. "
-            "Remove the key that makes it shorter, such as training.steps."
-        )
+    if options.write is not None:
+        _check_not_shortened(options.write, run)
 
     # Handle SIGTERM like Ctrl-C, which also ends the worker processes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Some libraries print when they are imported, which would mix with the JSON object of --json.
     stdout = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):  # some libraries print when they are imported
+    with contextlib.redirect_stdout(sys.stderr):
         result = _estimate_or_search(options, run, tokens, stdout)
     if result:
         print(result)
@@ -146,6 +144,22 @@ def _check_new_file(path: Path) -> None:
     problem = find_write_problem(path.absolute().parent)
     if problem:
         raise UserError(f"--write {path}: {problem}")
+
+
+def _check_not_shortened(path: Path, run: Run) -> None:
+    """Check that the job that --write would write includes its whole warmup and decay.
+
+    `load_run` accepts a shorter job as a preview if the command line has shortened it.
+
+    Raises:
+        UserError: If the job ends before its warmup and decay are complete.
+    """
+    problems = list(check_warmup(run))
+    if problems:
+        raise UserError(
+            f"--write {path}: the job would end before its warmup and decay are complete. "
+            "Remove the key that makes it shorter, such as training.steps."
+        )
 
 
 def _estimate(
@@ -212,9 +226,9 @@ def _format_advice(run: Run, forecast: Forecast) -> str:
 def _search(
     options: PlanOptions, run: Run, device: Gpu, tokens: int | None, map_function: Apply
 ) -> str:
-    """Search for the fastest variants of a job that fit into memory.
+    """Search for variants of a job that fit into memory, and list the fastest.
 
-    With --write, also write the fastest variant as a job file.
+    With --write, also write the fastest variant as a job file, without the section [job].
 
     Args:
         options: Options of the command.
@@ -224,7 +238,7 @@ def _search(
         map_function: `map`, or the `map` method of a process pool to trace in parallel.
 
     Returns:
-        The 10 fastest variants as a table, or as JSON with --json.
+        The fastest variants as a table, or as JSON with --json.
 
     Raises:
         UserError: If no variant fits.
@@ -238,7 +252,8 @@ def _search(
         )
     if options.write:
         fastest_settings, _ = variants[0]
-        _write_job(options.write, advice.with_keys(run, fastest_settings))
+        job = advice.with_keys(run, fastest_settings).job
+        write_output(options.write, dump_config(job, without=("job",)).encode())
 
     best = []
     for settings, forecast in variants[:_MAX_LISTED]:
@@ -250,11 +265,6 @@ def _search(
     devices = f"{run.world_size} x {device.name}"
     title = f"Fastest of {num_traced} traced jobs (of {num_candidates} candidates) on {devices}"
     return f"{title}\n\n{_format_variants(best)}"
-
-
-def _write_job(path: Path, run: Run) -> None:
-    """Write the job file of a run, without the section [job]."""
-    write_output(path, dump_config(run.job, without=("job",)).encode())
 
 
 def _add_training_time(forecast: Forecast, tokens: int | None) -> Forecast:

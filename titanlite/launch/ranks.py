@@ -354,29 +354,26 @@ class Ranks:
             killed: Ranks that the launcher has killed.
         """
         exit_code = _exit_code(cause.code)
-        lines = []
+        text = cause.message or self.resume_hint()  # a message also explains how to resume
         if not _is_known(cause):
+            failure = f"Rank {cause.rank} failed first: {_describe_exit(cause.code)}."
             ended_without_save = cause.rank in killed or cause.code in UNSAVED_STOPS
-            if self._stop_signal and ended_without_save:
-                exit_code = 128 + self._stop_signal
+            if self._stop_signal and ended_without_save:  # then the signal is the reason
                 failure = f"Stopped by {signal.Signals(self._stop_signal).name} without a save."
-            else:
-                failure = f"Rank {cause.rank} failed first: {_describe_exit(cause.code)}."
+                exit_code = 128 + self._stop_signal
             if killed:
                 killed_ranks = ", ".join(map(str, killed))
                 failure += f" Killed, because they did not end: ranks {killed_ranks}."
-            lines.append(failure)
-
-        lines.append(cause.message or self.resume_hint())  # a message also explains how to resume
-        text = "\n".join(lines).rstrip("\n")
-        if cause.message and cause.rank == 0:
-            _print(text)  # rank 0 has already logged its message
-            return exit_code
+            text = f"{failure}\n{text}"
+        text = text.rstrip("\n")
 
         if not cause.message and is_live_terminal():
             note("")  # ends the line in which the live view left the cursor
-        kind = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
-        self._print_and_log(text, kind)
+        if cause.message and cause.rank == 0:
+            _print(text)  # rank 0 has already logged its message
+        else:
+            kind = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
+            self._print_and_log(text, kind)
         return exit_code
 
     def _print_and_log(self, text: str, kind: str) -> None:

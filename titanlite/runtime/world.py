@@ -121,10 +121,10 @@ def _rendezvous(world_size: int, timeout: timedelta, file: str | None) -> Store:
     try:
         store, _, _ = next(rendezvous("env://", timeout=timeout))
     except (ValueError, dist.DistNetworkError, dist.DistStoreError) as error:
-        # A variable is not set or not a port, or the ranks have not connected in time. The launcher
-        # sets valid variables, and restarts a run after a lost connection.
-        if ERROR_FOLDER in os.environ:
-            raise
+        # A variable is not set or not a port, or the ranks have not connected in time.
+        was_started_by_launcher = ERROR_FOLDER in os.environ
+        if was_started_by_launcher:
+            raise  # the launcher sets valid variables, and restarts a run after a lost connection
         reason = str(error).partition("\n")[0].rstrip(".")  # C++ stacks can follow
         raise UserError(
             "MASTER_ADDR and MASTER_PORT must name an address of the first rank that all ranks can "

@@ -281,7 +281,7 @@ class Migration:
         if path_key in self._old:  # a local folder, or a name on the Hugging Face Hub
             self._carry_over(f"{section}.source", "huggingface", name_key)
             self._carry_over(f"{section}.path", self._old[path_key], path_key)
-            if is_c4:  # torchtitan always streams the English part
+            if is_c4:  # torchtitan streams the English part, from any path
                 self._set_default(f"{section}.config", "en")
                 self._set_default(f"{section}.streaming", True)
         elif is_c4:
