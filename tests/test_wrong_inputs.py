@@ -153,17 +153,26 @@ parallelism.enable_async_tensor_parallel = true =>
 model.full_attention_interval = 4 =>
 model.rope_high_freq_factor = 1.0 =>
 model.rope_theta = 1.0 =>
+model.rope_theta = 1e300 =>
 model.rope_beta_fast = 1e308 =>
 model.rope_beta_slow = 1e-320 =>
+model.rope_low_freq_factor = 1e-320 =>
+model.rope_scaling_factor = 1e300 =>
 model.rope_attention_factor = 1e300 =>
+model.rope_attention_factor = 1e-320 =>
+model.norm_eps = 1e300 =>
 model.logit_softcap = 1e-320 =>
 model.logit_softcap = 1e308 =>
 training.z_loss = 1e308 =>
+training.max_norm = 1e-320 =>
 [[dataset.sources]] ; source = "c4" ; weight = 1e-320 => dataset.sources.0.weight
 [[dataset.sources]] ; source = "c4" ; [[dataset.stages]] ; start_step = 1 ; weights = [1e308] \
     => dataset.stages.0.weights
 [[dataset.stages]] ; start_step = 1 ; lr_factor = 1e308 => dataset.stages.0.lr_factor
+[[dataset.stages]] ; start_step = 1 ; lr_factor = 1e-320 => dataset.stages.0.lr_factor
+optimizer.lr = 1e-320 => must be at least 1e-30
 optimizer.eps = 1e-320 =>
+optimizer.eps = 1e300 =>
 optimizer.weight_decay = 1e308 =>
 [[optimizer.groups]] ; params = ["*"] ; lr_factor = 1e308 => optimizer.groups.0.lr_factor
 [[optimizer.groups]] ; params = ["*"] ; weight_decay = 1e308 => optimizer.groups.0.weight_decay

@@ -201,6 +201,8 @@ REJECTED = """
 {"rope_theta": null}
 {"rope_theta": Infinity}
 {"rope_theta": 1.0}
+{"rope_theta": 1e300}
+{"rms_norm_eps": 1e300}
 {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 1e-320}}
 {"hidden_size": 10000000000000000000000000000000000000000}
 {"logits_scaling": 2.0}

@@ -269,6 +269,8 @@ def _rephrase(message: str) -> str:
     """
     # Shorten messages such as "Tuple should have at least 1 item after validation, not 0".
     text = re.sub(r" (after validation|or instance of).*", "", message)
+    # Pydantic writes 1e-30 with 30 digits.
+    text = re.sub(r"0\.0{6,}1", lambda number: f"{float(number[0])}", text)
     for phrase, replacement in _PHRASES.items():
         text = text.replace(phrase, replacement)
     return text

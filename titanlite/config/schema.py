@@ -30,7 +30,7 @@ from pydantic.functional_validators import (
     WrapValidator,
     model_validator,
 )
-from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from titanlite.config.flavors import find_flavor
 from titanlite.config.mistakes import ConfigError, Mistake, build_mistake
@@ -161,9 +161,13 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 MupSize = Annotated[int, Field(ge=0, lt=2**31)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 # The limits of these numbers and of some keys below reject only mistakes, with which float32
-# overflows or divides by zero.
+# overflows, divides by zero or rounds to zero.
 Moderate = Annotated[float, Field(ge=0.0, le=1e6)]
+PositiveModerate = Annotated[float, Field(ge=1e-30, le=1e6)]
 ZeroOrModerate = Annotated[float, Field(ge=0.0, le=1e15), AfterValidator(_check_not_tiny)]
+RopeTheta = Annotated[float, Field(gt=1.0, le=1e15)]  # YaRN divides by its logarithm
+RopeScalingFactor = Annotated[float, Field(ge=1.0, le=1e6)]
+RopeTurns = Annotated[float, Field(gt=1e-9, lt=1e9)]
 Block = Annotated[str, AfterValidator(_check_block)]
 Component = Literal["model", "loss", "optimizer", "clip"]
 
@@ -261,27 +265,27 @@ class Model(Section):
     of 128."""
     max_seq_len: PositiveInt | None = None
     """Maximum sequence length of the model, in tokens."""
-    norm_eps: PositiveFloat | None = None
+    norm_eps: PositiveModerate | None = None
     """Epsilon of RMSNorm."""
-    rope_theta: Annotated[float, Field(gt=1.0)] | None = None
+    rope_theta: RopeTheta | None = None
     """Base of the RoPE frequencies."""
-    rope_scaling_factor: Annotated[float, Field(ge=1.0)] | None = None
+    rope_scaling_factor: RopeScalingFactor | None = None
     """Factor by which rope_scaling extends the context. 1: no scaling."""
-    rope_low_freq_factor: PositiveFloat | None = None
+    rope_low_freq_factor: RopeTurns | None = None
     """Frequencies with fewer turns than this in the original context are divided by the full
     scaling factor."""
-    rope_high_freq_factor: PositiveFloat | None = None
+    rope_high_freq_factor: RopeTurns | None = None
     """Frequencies with more turns than this in the original context are not scaled."""
     rope_original_max_seq_len: PositiveInt | None = None
     """Context length before the extension, in tokens."""
     rope_scaling: Literal["llama3", "yarn"] | None = None
     """How frequencies are scaled: as in Llama 3.1, or by YaRN. With full_attention_interval, only
     the blocks that it selects are scaled, as in OLMo 3."""
-    rope_beta_fast: Annotated[float, Field(gt=1e-9, lt=1e9)] | None = None
+    rope_beta_fast: RopeTurns | None = None
     """YaRN does not scale frequencies with more turns than this in the original context."""
-    rope_beta_slow: Annotated[float, Field(gt=1e-9, lt=1e9)] | None = None
+    rope_beta_slow: RopeTurns | None = None
     """YaRN divides frequencies with fewer turns than this by the full scaling factor."""
-    rope_attention_factor: Moderate | None = None
+    rope_attention_factor: ZeroOrModerate | None = None
     """YaRN multiplies rotated queries and keys by this. 0: 0.1 ln(rope_scaling_factor) + 1."""
     tied_embeddings: bool | None = None
     """Share the embedding matrix with the output projection."""
@@ -355,7 +359,7 @@ class Training(Section):
     tokens: Tokens | None = None
     """Number of training tokens instead of steps, such as "10B". It is converted to whole steps,
     rounded down."""
-    tokens_per_parameter: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
+    tokens_per_parameter: PositiveModerate | None = None
     """Number of training tokens divided by the number of model parameters, instead of steps. 20 is
     compute-optimal according to Chinchilla."""
     seq_len: PositiveInt = 2048
@@ -366,7 +370,7 @@ class Training(Section):
     """Number of sequences per optimizer step, over all ranks. -1: local_batch_size times the
     data-parallel degree. A larger multiple of that accumulates gradients over several forward
     passes."""
-    max_norm: NonNegativeFloat = 1.0
+    max_norm: ZeroOrModerate = 1.0
     """Maximum L2 norm of all gradients. Larger gradients are scaled down. 0: no clipping."""
     loss: Annotated[str, LOSSES] = "cross_entropy"
     """Training loss. cross_entropy: fused with the output projection, so that only a part of the
@@ -465,7 +469,7 @@ class DataStage(Section):
     global_batch_size: PositiveInt | None = None
     """Number of sequences per optimizer step, over all ranks, instead of
     training.global_batch_size."""
-    lr_factor: Annotated[PositiveFloat, Field(le=1e6)] | None = None
+    lr_factor: PositiveModerate | None = None
     """Factor for the learning rate of [lr_scheduler]."""
 
 
@@ -610,14 +614,14 @@ class Optimizer(Section):
     """Optimizer. Muon updates the matrices of the blocks, and AdamW all other parameters.
     AdamW8bit, from torchao, has moments of 8 bits, and synchronizes with the GPU in each step. SGD
     has momentum."""
-    lr: PositiveFloat = 3e-4
+    lr: Annotated[float, Field(ge=1e-30, le=1e30)] = 3e-4
     """Peak learning rate."""
     beta1: BelowOne = 0.9
     """Decay of the first moment per step."""
     beta2: BelowOne = 0.95
     """Decay of the second moment per step. 0.95 averages over about 20 steps, 0.999 over about
     1,000."""
-    eps: Annotated[float, Field(ge=1e-30)] = 1e-8
+    eps: PositiveModerate = 1e-8
     """Term added to the square root of the second moment to avoid division by zero."""
     momentum: BelowOne = 0.95
     """Decay of the momentum per step. Only Muon and SGD use it."""
@@ -950,7 +954,7 @@ class Guards(Section):
     the spike."""
     max_roll_backs: NonNegativeInt = 3
     """Maximum number of rollbacks. One more spike stops the run with exit code 3."""
-    spike_deviations: PositiveFloat = 10.0
+    spike_deviations: PositiveModerate = 10.0
     """A value is a spike if it exceeds the median of recent steps by this many deviations. A
     deviation is 1.4826 times the median distance from the median, and at least 1% of the median."""
     spike_history: Annotated[int, Field(ge=3, le=10_000)] = 100

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import (
     BeforeValidator,
     Field,
-    PositiveFloat,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -25,13 +24,19 @@ from titanlite.config.flavors import Architecture
 from titanlite.config.mistakes import explain_error, format_value, shorten
 from titanlite.config.models import FileModel
 from titanlite.config.registry import ARCHITECTURES, resolve
+from titanlite.config.schema import (
+    PositiveModerate,
+    RopeScalingFactor,
+    RopeTheta,
+    RopeTurns,
+    ZeroOrModerate,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 Layers = Annotated[int, Field(gt=0, le=1000)]  # building each one takes a millisecond
-RopeTheta = Annotated[float, Field(gt=1.0)]  # YaRN divides by its logarithm
 
 HF_EMBEDDING = "model.embed_tokens.weight"
 HF_OUTPUT = "lm_head.weight"
@@ -284,9 +289,9 @@ class _Llama3Rope(_RopeTable):
     """RoPE with the frequency scaling of Llama 3.1."""
 
     rope_type: Literal["llama3"]
-    rope_scaling_factor: Annotated[float, Field(ge=1.0, alias="factor")]
-    rope_low_freq_factor: Annotated[PositiveFloat, Field(alias="low_freq_factor")]
-    rope_high_freq_factor: Annotated[PositiveFloat, Field(alias="high_freq_factor")]
+    rope_scaling_factor: Annotated[RopeScalingFactor, Field(alias="factor")]
+    rope_low_freq_factor: Annotated[RopeTurns, Field(alias="low_freq_factor")]
+    rope_high_freq_factor: Annotated[RopeTurns, Field(alias="high_freq_factor")]
     rope_original_max_seq_len: Annotated[
         Size | None, Field(alias="original_max_position_embeddings")
     ] = None
@@ -297,11 +302,11 @@ class _YarnRope(_RopeTable):
 
     rope_type: Literal["yarn"]
     truncate: Literal[True] = True
-    rope_scaling_factor: Annotated[float, Field(gt=1.0, alias="factor")]
-    rope_beta_fast: Annotated[float, Field(gt=1e-9, lt=1e9, alias="beta_fast")] = 32.0
-    rope_beta_slow: Annotated[float, Field(gt=1e-9, lt=1e9, alias="beta_slow")] = 1.0
+    rope_scaling_factor: Annotated[RopeScalingFactor, Field(gt=1.0, alias="factor")]
+    rope_beta_fast: Annotated[RopeTurns, Field(alias="beta_fast")] = 32.0
+    rope_beta_slow: Annotated[RopeTurns, Field(alias="beta_slow")] = 1.0
     rope_attention_factor: Annotated[
-        PositiveFloat | None, Field(le=1e6, alias="attention_factor")
+        ZeroOrModerate | None, Field(gt=0.0, alias="attention_factor")
     ] = None
     rope_original_max_seq_len: Annotated[
         Size | None, Field(alias="original_max_position_embeddings")
@@ -412,7 +417,7 @@ class HFConfig(FileModel):
     n_heads: Annotated[Size, Field(alias="num_attention_heads")] = 32
     n_kv_heads: Annotated[Size | None, Field(alias="num_key_value_heads")] = None
     max_seq_len: Annotated[Size, Field(alias="max_position_embeddings")] = 2048
-    norm_eps: Annotated[PositiveFloat, Field(alias="rms_norm_eps")] = 1e-6
+    norm_eps: Annotated[PositiveModerate, Field(alias="rms_norm_eps")] = 1e-6
     tied_embeddings: Annotated[bool, Field(alias="tie_word_embeddings")] = False
     head_dim: Annotated[Size | None, Field(alias="head_dim")] = None
     rope_theta: RopeTheta = 10000.0
@@ -672,7 +677,7 @@ class MetaParams(FileModel):
     n_heads: Size
     n_kv_heads: Size | None = None
     vocab_size: Size | Literal[-1] = -1
-    norm_eps: PositiveFloat = 1e-5
+    norm_eps: PositiveModerate = 1e-5
     rope_theta: RopeTheta = 10000.0
     use_scaled_rope: bool = False
     multiple_of: int | None = None
