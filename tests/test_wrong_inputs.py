@@ -101,6 +101,7 @@ model.mup_base_dim = 64 ; optimizer.name = "Muon" => optimizer.name
 => of another group: norm.weight
 lr_scheduler.warmup_steps = 9 ; training.steps = 5 =>
 lr_scheduler.decay_steps = 9 ; training.steps = 5 =>
+lr_scheduler.decay_steps = 91 ; training.steps = 100 =>
 lr_scheduler.decay_steps = "2B" ; training.tokens = "1B" => lr_scheduler.decay_steps
 lr_scheduler.decay_ratio = 0.5 ; lr_scheduler.decay_steps = 9 =>
 lr_scheduler.warmup_steps = "500X" =>

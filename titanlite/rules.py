@@ -446,7 +446,7 @@ def _check_schedule_length(run: Run) -> Problems:
     """Check that warmup and decay together are not longer than the learning rate schedule."""
     schedule = run.job.lr_scheduler
     total = schedule.total_steps or run.job.training.steps
-    warmup = schedule.warmup_steps or 0
+    warmup = schedule.count_warmup_steps(total)
     decay = schedule.decay_steps or 0
     if warmup > total:
         yield Problem(
@@ -457,8 +457,8 @@ def _check_schedule_length(run: Run) -> Problems:
     elif warmup + decay > total:
         yield Problem(
             "lr_scheduler.decay_steps",
-            f"makes the learning rate decay for {decay} steps, but warmup leaves only "
-            f"{total - warmup}.",
+            f"makes the learning rate decay for {decay} steps, but {warmup} steps of warmup leave "
+            f"only {total - warmup}. Lower it or lr_scheduler.warmup_steps.",
         )
 
 

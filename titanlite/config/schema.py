@@ -653,7 +653,7 @@ class LRScheduler(Section):
     """Schedule. A schedule of a plugin also gets the keys of this section."""
     warmup_steps: OrTokens[NonNegativeInt] | None = None
     """Number of steps in which the learning rate rises linearly to its peak, or of tokens such as
-    "500M". If omitted, 200 steps, but at most a tenth of training.steps."""
+    "500M". If omitted, 200 steps, but at most a tenth of the schedule."""
     total_steps: OrTokens[Steps] | None = None
     """Number of steps of the whole schedule, or of tokens such as "10B", if the run trains only the
     first training.steps of them. If omitted, training.steps."""
@@ -661,12 +661,18 @@ class LRScheduler(Section):
     """Number of steps at the end of the run in which the learning rate decays, or of tokens such as
     "1B". If omitted, decay_ratio applies."""
     decay_ratio: Fraction | None = None
-    """Fraction of all steps, at the end of the run, in which the learning rate decays. If omitted,
-    all steps after warmup."""
+    """Fraction of all steps, at the end of the run, in which the learning rate decays, but at most
+    all steps after warmup, which is also the default."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
     min_lr_factor: Fraction = 0.0
     """Learning rate at the end of the decay, as a fraction of the peak."""
+
+    def count_warmup_steps(self, total_steps: int) -> int:
+        """Return the number of warmup steps of a schedule of `total_steps` steps."""
+        if self.warmup_steps is None:
+            return min(200, total_steps // 10)
+        return self.warmup_steps
 
 
 _ONE_GROUP_IS_PREFETCHED = "was removed. FSDP prefetches one group. Remove it."

@@ -43,10 +43,7 @@ def wsd_learning_rate(step: int, peak: float, config: schema.LRScheduler, steps:
         steps: Number of optimizer steps in the run. `config.total_steps` overrides it.
     """
     total_steps = config.total_steps or steps
-    warmup_steps = config.warmup_steps
-    if warmup_steps is None:
-        warmup_steps = min(200, total_steps // 10)
-
+    warmup_steps = config.count_warmup_steps(total_steps)
     if step <= warmup_steps:
         return peak * (step / warmup_steps)
 
