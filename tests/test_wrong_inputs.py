@@ -107,7 +107,7 @@ lr_scheduler.decay_ratio = 0.5 ; lr_scheduler.decay_steps = 9 =>
 lr_scheduler.warmup_steps = "500X" =>
 training.tokens = "10X" =>
 training.tokens = 0 =>
-training.tokens = "1K" => training.tokens = 1000 makes 0 steps of 16,384 tokens
+training.tokens = "1K" => training.tokens = "1K" makes 0 steps of 16,384 tokens
 training.tokens = 1e9 =>
 training.tokens = "1000T" =>
 training.steps = 5 ; training.tokens = "1B" => training.steps = 5 is not used with training.tokens

@@ -25,7 +25,6 @@ from pydantic.fields import FieldInfo
 from pydantic.functional_serializers import PlainSerializer
 from pydantic.functional_validators import (
     AfterValidator,
-    BeforeValidator,
     ModelWrapValidatorHandler,
     WrapValidator,
     model_validator,
@@ -118,8 +117,9 @@ def _check_block(name: str) -> str:
     return name
 
 
-def _read_tokens(value: object) -> object:
-    return parse_tokens(value) if isinstance(value, str) else value
+def _check_tokens(value: object, check_number: ValidatorFunctionWrapHandler) -> object:
+    check_number(parse_tokens(value) if isinstance(value, str) else value)
+    return value
 
 
 def _allow_tokens(value: object, check_steps: ValidatorFunctionWrapHandler) -> object:
@@ -149,8 +149,10 @@ immutable.
 AutoInt = Annotated[int, AfterValidator(_check_auto_or_positive)]
 PathText = Annotated[str, AfterValidator(check_path)]
 Steps = Annotated[int, Field(gt=0, le=MAX_STEPS)]
-Tokens = Annotated[int, Field(gt=0, le=MAX_TOKENS), BeforeValidator(_read_tokens)]
-OrTokens = Annotated[T, WrapValidator(_allow_tokens), PlainSerializer(lambda length: length)]
+AsWritten = PlainSerializer(lambda length: length)
+Tokens = Annotated[int, Field(gt=0, le=MAX_TOKENS), WrapValidator(_check_tokens), AsWritten]
+"""Type of a number of tokens, also as a string such as "10B", which error messages then show."""
+OrTokens = Annotated[T, WrapValidator(_allow_tokens), AsWritten]
 """Type of a number of steps, or of tokens as a string such as "500M".
 
 Type checkers treat it as a number of steps, because `load_run` converts all others to steps.
