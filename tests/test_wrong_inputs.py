@@ -270,6 +270,7 @@ check -training.steps 5 => -training.steps
 check --training.steps => --training.steps
 check --training.steps 5 6 => 6
 check --compile.enable true => --compile.no-enable
+check --compile.enable false --compile.components loss --training.steps 0 => 2 mistakes
 check --checkpoint.no-no-enable => --checkpoint.no-no-enable
 check --training.no-steps => --training.no-steps
 get data me/lines/data => tinystories

@@ -17,15 +17,9 @@ from functools import partial
 from titanlite.config.errors import UserError
 from titanlite.config.flavors import FITTED_TO_TOKENIZER
 from titanlite.config.load import DEFAULT, ParsedJob, parse_job
-from titanlite.config.mistakes import (
-    COMMAND_LINE,
-    REMOVED_NAME,
-    UNKNOWN_NAME,
-    Mistake,
-    format_value,
-)
+from titanlite.config.mistakes import COMMAND_LINE, Mistake, format_value
 from titanlite.config.run import MOST_RANKS, Run
-from titanlite.config.schema import LENGTH_KEYS, JobConfig
+from titanlite.config.schema import LENGTH_KEYS, SECTIONS, JobConfig, list_keys
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.lengths import DECAY, WARMUP, resolve_lengths
 from titanlite.pretrained import build_job_tables, split_from_option
@@ -130,10 +124,9 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
 
     # Rules cannot check these sections, because a default replaces each invalid value. Unknown keys
     # replace no value.
+    known_names = {*SECTIONS, *list_keys()}
     invalid_sections = {
-        mistake.key.partition(".")[0]
-        for mistake in parsed.mistakes
-        if mistake.kind not in (UNKNOWN_NAME, REMOVED_NAME)
+        mistake.key.partition(".")[0] for mistake in parsed.mistakes if mistake.key in known_names
     }
     sections_with_bad_lengths = {problem.key.partition(".")[0] for problem in length_problems}
     skipped_sections = invalid_sections | sections_with_bad_lengths

@@ -359,7 +359,8 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         try:
             key, value = _parse_option(flag, words, keys)
         except ValueError as error:
-            mistakes.append(Mistake(key="", name=flag, value="", problem=str(error)))
+            key, _ = _find_key(flag, keys)
+            mistakes.append(Mistake(key, flag, value="", problem=str(error)))
         else:
             values[key] = value
 
