@@ -145,6 +145,8 @@ float8.recipe_name = "mxfp8" =>
 checkpoint.initial_load_in_hf = true =>
 validation.source = "c4" =>
 validation.source = "c4" ; validation.holdout = 0.1 =>
+validation.split = "x" ; validation.holdout = 0.1 =>
+validation.text_column = "x" ; validation.holdout = 0.1 =>
 validation.path = "text.jsonl" ; validation.source = "jsonl" => validation.path
 float8.enable_fsdp_float8_all_gather = true ; float8.recipe_name = "rowwise" \
 => float8.enable_fsdp_float8_all_gather
@@ -458,6 +460,12 @@ BAD_TEXT: list[str | bytes] = [
 ]
 DATA = [
     Case(f"{SHOW} bad.jsonl", "fewer than one", "bad.jsonl", '{"text": "a"}'),
+    Case(
+        f"{LOOK} jsonl --dataset.path bad.jsonl --validation.holdout 0.1",
+        "text_column",
+        "bad.jsonl",
+        '{"text": ""}\n' * 9,
+    ),
     Case(f"{PREPARE} bad.jsonl --out x", "bad.jsonl", "bad.jsonl", TEXT + "no\n"),
     Case(
         f"{PREPARE} bad.jsonl.gz --out x",

@@ -897,9 +897,10 @@ def check_validation(run: Run) -> Problems:
     """
     validation = run.job.validation
     if validation.holdout > 0:
-        if validation.has_own_data:
+        used_keys = {"freq", "sequences", "holdout"}
+        for key in validation.model_dump(exclude=used_keys, exclude_defaults=True):
             yield Problem(
-                "validation.path" if validation.path else "validation.source",
+                f"validation.{key}",
                 "is not used with validation.holdout, which uses documents of [dataset]. "
                 "Remove one.",
             )
@@ -927,13 +928,12 @@ def _check_sources(section: str, dataset: Dataset | Validation) -> Problems:
         yield from _check_source(section, dataset)
         return
 
-    for key, field in type(dataset).model_fields.items():
-        describes_source = key in DataSource.model_fields
-        if describes_source and getattr(dataset, key) != field.default:
-            yield Problem(
-                f"{section}.{key}",
-                f"is not used with [[{section}.sources]]. Move it to the table of its source.",
-            )
+    source_keys = set(DataSource.model_fields)
+    for key in dataset.model_dump(include=source_keys, exclude_defaults=True):
+        yield Problem(
+            f"{section}.{key}",
+            f"is not used with [[{section}.sources]]. Move it to the table of its source.",
+        )
     if not any(source.weight for source in dataset.sources):
         yield Problem(
             f"{section}.sources.0.weight",

@@ -252,8 +252,10 @@ def _explain_too_little_text(
     if num_tokens == 0 and skipped:
         problem = f"all {len(skipped):,} records are skipped"
         return f"{source.name}: {problem}. The first one: {skipped[0]}."
-    if num_tokens == 0 and not holdout:
-        return f"{source.name}: the documents contain no text. Choose other files."
+    all_documents = replace(document_tokenizer, holdout=0.0)
+    if _count_tokens(source, all_documents, limit=0) == 0:
+        problem = "the documents contain no text"
+        return f"{source.name}: {problem}. Choose other files, or another text_column."
 
     if holdout:
         text = f"the documents in this split (validation.holdout = {holdout})"
