@@ -122,9 +122,7 @@ def write_output(path: Path, content: bytes) -> None:
     try:
         write_atomically(path, content, suffix=f"{secrets.token_hex(4)}.unfinished")
     except OSError as error:
-        raise UserError(
-            f"cannot write {path}: {error.strerror}. Choose another file name."
-        ) from None
+        raise UserError(f"cannot write {path}: {error.strerror}. Choose another path.") from None
 
 
 def write_atomically(path: Path, content: bytes, suffix: str = "unfinished") -> None:
