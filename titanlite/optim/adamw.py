@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -227,12 +228,16 @@ def new_state(
     return state
 
 
-def shard_slices(tensor: DTensor) -> tuple[slice, ...]:
-    """Return the part of the whole tensor that this rank holds, as one slice per dimension.
+def shard_slices(tensor: DTensor, rank: int | None = None) -> tuple[slice, ...]:
+    """Return the part of the whole tensor that a rank holds, as one slice per dimension.
 
     For example, if the rows of a (10, 4) matrix are sharded over 2 ranks, rank 1 holds
     (slice(5, 10), slice(0, 4)). If two mesh dimensions shard the same tensor dimension, it is
     divided along the last mesh dimension first, because tensor parallelism is applied before FSDP.
+
+    Args:
+        tensor: DTensor whose device mesh and placements define the layout.
+        rank: Index of the rank in the flattened device mesh. Defaults to this rank.
     """
     mesh = tensor.device_mesh
     slices = [slice(0, size) for size in tensor.shape]
@@ -241,9 +246,12 @@ def shard_slices(tensor: DTensor) -> tuple[slice, ...]:
         if placement.is_replicate():
             continue
 
+        if rank is None:
+            coordinate = mesh.get_local_rank(mesh_dim)
+        else:
+            coordinate = int(np.unravel_index(rank, mesh.shape)[mesh_dim])
         dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
-        num_ranks = mesh.size(mesh_dim)
-        slices[dim] = _divide_slice(slices[dim], num_ranks, mesh.get_local_rank(mesh_dim))
+        slices[dim] = _divide_slice(slices[dim], mesh.size(mesh_dim), coordinate)
     return tuple(slices)
 
 

@@ -19,12 +19,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titanlite.config import schema
+from titanlite.optim.adamw import shard_slices
 from titanlite.optim.clip import local_shard
 
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # from the page linked above
@@ -178,7 +180,7 @@ class Muon(torch.optim.Optimizer):
         shards: list[Tensor] = []
         for rank in range(len(plan.numel_to_ranks)):
             for direction, matrix in zip(directions, plan.owned, strict=True):
-                shards.append(_shard_of(direction, matrix, rank).flatten())
+                shards.append(direction[shard_slices(matrix, rank)].flatten())
         return self._start_transfer(shards, plan.numel_to_ranks, plan.numel_from_owners)
 
     def _update(self, plan: _RoundPlan, result: _Transfer, skip: Tensor) -> None:
@@ -257,7 +259,7 @@ def _assemble_owned(plan: _RoundPlan, gathered: Tensor) -> list[Tensor]:
     received_shards = iter(gathered.split(plan.numel_of_received))
     for rank in plan.senders:
         for momentum, matrix in zip(momenta, plan.owned, strict=True):
-            shard = _shard_of(momentum, matrix, rank)  # a view
+            shard = momentum[shard_slices(matrix, rank)]  # a view
             shard.copy_(next(received_shards).view_as(shard))
     return momenta
 
@@ -457,55 +459,16 @@ def _iteration_flops(matrix: Tensor) -> int:
     return 4 * short * short * long + 2 * short**3
 
 
-def _shard_of(whole: Tensor, matrix: Any, rank: int) -> Tensor:
-    """Return a view of the part of a whole matrix that a rank holds.
-
-    Args:
-        whole: Whole matrix as a plain tensor.
-        matrix: DTensor whose device mesh and placements define the layout.
-        rank: Index of the rank in the flattened device mesh.
-    """
-    part = whole
-    for size, placement, coordinate in _locate_rank(matrix, rank):
-        if placement.is_replicate():
-            continue
-        chunks = part.chunk(size, placement.dim)
-        if coordinate < len(chunks):
-            part = chunks[coordinate]
-        else:
-            part = part.narrow(placement.dim, 0, 0)  # empty, as there are fewer chunks than ranks
-    return part
-
-
-def _locate_rank(matrix: Any, rank: int) -> list[tuple[int, Any, int]]:
-    """Return the position of a rank in the device mesh of a matrix, last mesh dimension first.
-
-    The last dimension varies fastest, so rank 6 of a (2, 4) mesh has the coordinates 2 and 1.
-
-    Returns:
-        Size, placement of the matrix, and coordinate of the rank, for each mesh dimension.
-    """
-    position = []
-    mesh_dims = zip(matrix.device_mesh.shape, matrix.placements, strict=True)
-    for size, placement in reversed(list(mesh_dims)):
-        rank, coordinate = divmod(rank, size)
-        position.append((size, placement, coordinate))
-    return position
-
-
-def _shard_numel(matrix: Any, rank: int) -> int:
+def _shard_numel(matrix: DTensor, rank: int) -> int:
     """Return the number of elements of `matrix` that a rank holds."""
-    return _shard_of(torch.empty(matrix.shape, device="meta"), matrix, rank).numel()
+    return math.prod(part.stop - part.start for part in shard_slices(matrix, rank))
 
 
-def _replica_index(matrix: Any, rank: int) -> int:
+def _replica_index(matrix: DTensor, rank: int) -> list[int]:
     """Return the index of the replica of a matrix to which the shard of a rank belongs.
 
-    With HSDP, this is the index of the rank along the replicate dimension. Without replication, the
-    index is 0.
+    The index has one number for each mesh dimension that replicates the matrix.
     """
-    index = 0
-    for size, placement, coordinate in _locate_rank(matrix, rank):
-        if placement.is_replicate():
-            index = index * size + coordinate
-    return index
+    coordinates = np.unravel_index(rank, matrix.device_mesh.shape)
+    mesh_dims = zip(coordinates, matrix.placements, strict=True)
+    return [int(coordinate) for coordinate, placement in mesh_dims if placement.is_replicate()]
