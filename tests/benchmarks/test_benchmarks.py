@@ -23,7 +23,10 @@ sys.path.insert(0, str(BENCHMARKS))
 import mup  # noqa: E402  # pyright: ignore[reportMissingImports]
 import performance_page  # noqa: E402  # pyright: ignore[reportMissingImports]
 import planner  # noqa: E402  # pyright: ignore[reportMissingImports]
+import published  # noqa: E402  # pyright: ignore[reportMissingImports]
 import runs  # noqa: E402  # pyright: ignore[reportMissingImports]
+
+from titanlite.plan.training_time import RATIO_HIGH, RATIO_LOW  # noqa: E402
 
 
 def run(script: str, *options: object) -> str:
@@ -149,3 +152,20 @@ def test_the_page_has_each_case_and_the_largest_error():
     assert re.search(r"largest error is 5\.00%.*median error is 3\.00%", sentences)
     assert text.count("| -3.00% | 0.00 |") == len(planner.CASES) - 1
     assert "commit 123" in text
+
+
+def test_the_interval_comes_from_the_published_table_and_covers_rows_left_out():
+    page = (ROOT / "docs/internals/planner.md").read_text()
+    table = page.partition("| plan / published |\n")[2].partition("\n\n")[0]
+    # The first line separates the header from the rows.
+    _, *rows = table.splitlines()
+    ratios = [float(row.split("|")[-2]) for row in rows]
+
+    assert published.ratio_interval(ratios) == pytest.approx((RATIO_LOW, RATIO_HIGH), rel=1e-12)
+
+    num_covered = 0
+    for index, ratio in enumerate(ratios):
+        low, high = published.ratio_interval(ratios[:index] + ratios[index + 1 :])
+        num_covered += low <= ratio <= high
+
+    assert 0.8 <= num_covered / len(ratios) <= 0.97
