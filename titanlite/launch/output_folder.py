@@ -154,17 +154,13 @@ def _remove_created(run: Run, files: Set[Path], new_folders: Sequence[Path]) -> 
     if other_files:
         return
 
-    _stop_logging()
+    # Stop logging, because the error that ends this process would create train.log again.
+    logging.getLogger(LOGGER_NAME).handlers.clear()
     for file in content:
         file.unlink(missing_ok=True)
     with suppress(OSError):  # another process may have put a file into one of the folders
         for folder in folders:
             folder.rmdir()
-
-
-def _stop_logging() -> None:
-    """Stop logging, because the error that ends this process would create train.log again."""
-    logging.getLogger(LOGGER_NAME).handlers.clear()
 
 
 def _is_empty_folder(path: Path) -> bool:

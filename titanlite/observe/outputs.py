@@ -196,7 +196,8 @@ class OutputFolder:
         Lines that this start has already appended to the logs stay in place. If there are no
         metrics, do nothing.
         """
-        has_metrics = any(_file_size(self._folder / name) > 0 for name in JSON_FILES)
+        paths = [self._folder / name for name in JSON_FILES]
+        has_metrics = any(path.is_file() and path.stat().st_size > 0 for path in paths)
         if not has_metrics:
             return
 
@@ -228,11 +229,6 @@ def _choose_archive(folder: Path) -> Path:
     while (folder / f"archived-{number}").exists():
         number += 1
     return folder / f"archived-{number}"
-
-
-def _file_size(path: Path) -> int:
-    """Return the size of a file in bytes, or 0 if the file does not exist."""
-    return path.stat().st_size if path.is_file() else 0
 
 
 def _archive_after(path: Path, archive: Path, last_step: int) -> None:

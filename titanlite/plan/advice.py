@@ -558,7 +558,7 @@ def _guess_plan(run: Run, gpu: Gpu) -> Forecast:
 
     The formulas assume compilation. Use the result only to choose which jobs to trace.
     """
-    peak = _guess_peak(run)
+    peak = state_bytes(run) + _guess_activation_bytes(run) + _guess_unsharded_bytes(run)
     trace = RankTrace(
         rank=0,
         peak=int(peak),
@@ -569,11 +569,6 @@ def _guess_plan(run: Run, gpu: Gpu) -> Forecast:
         reserved=int(1.11 * peak),  # of the caching allocator, with unused memory
     )
     return forecast(run, [trace], gpu)
-
-
-def _guess_peak(run: Run) -> float:
-    """Estimate the peak GPU memory of a rank from formulas, in bytes."""
-    return state_bytes(run) + _guess_activation_bytes(run) + _guess_unsharded_bytes(run)
 
 
 def _guess_activation_bytes(run: Run) -> float:

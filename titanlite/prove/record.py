@@ -174,7 +174,8 @@ class Recorder(Hook):
         for name, tensor in tensors.items():
             tensor = to_plain(tensor)
             shard = to_local(tensor).contiguous().cpu()
-            snapshot.digests[name, _offsets(tensor)] = _digest(shard)
+            content = shard.flatten().view(torch.uint8).numpy().tobytes()
+            snapshot.digests[name, _offsets(tensor)] = hashlib.sha256(content).hexdigest()
             whole = tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else shard
             if self._keeps_unsharded:
                 snapshot.unsharded[name] = whole.clone()
@@ -254,11 +255,6 @@ def _offsets(tensor: Tensor) -> tuple[int, ...]:
     starts = [part.start for part in slices]
     sizes = [part.stop - part.start for part in slices]
     return (*starts, *sizes)
-
-
-def _digest(tensor: Tensor) -> str:
-    """Return the SHA-256 of the bytes of a CPU tensor."""
-    return hashlib.sha256(tensor.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _float8_scales(trainer: Trainer) -> NamedTensors:

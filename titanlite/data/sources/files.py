@@ -209,14 +209,10 @@ def _find_cut(block: bytes, max_bytes: int) -> int:
     if after_line_end > 0:
         return after_line_end
     cut = max_bytes
-    while _is_utf8_continuation(block[cut]) and max_bytes - cut < 4:
+    # The second, third and fourth byte of a UTF-8 character have the bits 10xxxxxx.
+    while block[cut] & 0xC0 == 0x80 and max_bytes - cut < 4:
         cut -= 1
     return cut
-
-
-def _is_utf8_continuation(byte: int) -> bool:
-    """Return whether a byte is the second, third or fourth byte of a UTF-8 character."""
-    return byte & 0xC0 == 0x80
 
 
 def _count_lines(stream: BinaryIO, offset: int) -> int:
