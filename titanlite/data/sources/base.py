@@ -14,8 +14,9 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Generic, TypeVar
 
 import numpy as np
 import xxhash
@@ -27,6 +28,8 @@ from titanlite.config.schema import TextSource
 from titanlite.data.shuffle import permuted
 from titanlite.data.sources.records import Record, parse_record
 from titanlite.data.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 _CHANGE_REMEDY = 'Restore it, or resume with the new contents: dataset.on_change = "warn".'
 _SAMPLE_DOCUMENTS = 64
@@ -373,23 +376,31 @@ class Sequential(Source):
                 index += 1
 
 
-def locate_document(
-    index: int, first_documents: Sequence[int], ends: Sequence[np.ndarray]
-) -> tuple[int, int, int]:
-    """Return the index of the file that contains a document, and the document's start and end.
+class DocumentIndex(Generic[T]):
+    """Location of each document in the files of a source.
 
-    For example, with `first_documents` [0, 3] and `ends[0]` [10, 25, 40], document 1 is in file 0,
-    from 10 to 25 (exclusive).
+    For example, if `ends[0]` is [10, 25, 40], document 1 is in `files[0]`, from 10 to 25
+    (exclusive).
 
     Args:
-        index: Index of the document in the source.
-        first_documents: Index in the source of the first document of each file.
+        files: Files with the documents, in the order of the documents.
         ends: For each file, the end of each document in bytes or tokens.
     """
-    file = bisect_right(first_documents, index) - 1
-    index_in_file = index - first_documents[file]
-    start = int(ends[file][index_in_file - 1]) if index_in_file else 0
-    return file, start, int(ends[file][index_in_file])
+
+    def __init__(self, files: Sequence[T], ends: Sequence[np.ndarray]) -> None:
+        self._files = files
+        self._ends = ends
+        # Index of the first document of each file, then the number of documents.
+        self._first_documents = list(accumulate(map(len, ends), initial=0))
+        self.num_documents = self._first_documents[-1]
+
+    def locate(self, index: int) -> tuple[T, int, int]:
+        """Return the file that contains document `index`, and the document's start and end."""
+        file = bisect_right(self._first_documents, index) - 1
+        ends = self._ends[file]
+        index_in_file = index - self._first_documents[file]
+        start = int(ends[index_in_file - 1]) if index_in_file else 0
+        return self._files[file], start, int(ends[index_in_file])
 
 
 def hash_samples(files: list[File], column: str) -> str:

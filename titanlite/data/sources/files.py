@@ -16,7 +16,6 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,13 +29,13 @@ from titanlite.config.registry import SOURCES
 from titanlite.config.schema import DataSource, JobConfig, TextSource
 from titanlite.data.hub import propose_download
 from titanlite.data.sources.base import (
+    DocumentIndex,
     File,
     RandomAccess,
     Sequential,
     Source,
     add_column,
     hash_samples,
-    locate_document,
 )
 from titanlite.data.sources.records import (
     MAX_LINE_BYTES,
@@ -111,9 +110,8 @@ class FileSpans(RandomAccess):
                     ends = _find_text_ends(stream, digest, max_bytes)
                 self._ends.append(np.fromiter(ends, dtype=np.int64))
 
-        # Index of the first document of each file, then the number of documents.
-        self._first_documents = list(accumulate(map(len, self._ends), initial=0))
-        self.num_documents = self._first_documents[-1]
+        self._index = DocumentIndex(self.files, self._ends)
+        self.num_documents = self._index.num_documents
         self.num_units = self.num_documents
         self.fingerprint = digest.hexdigest()
         if self._is_json:
@@ -125,12 +123,12 @@ class FileSpans(RandomAccess):
 
     def where(self, part: int, number: int) -> str:
         """Return the file and the byte range of document `number`, for messages."""
-        file, start, end = self._locate(number)
+        file, start, end = self._index.locate(number)
         return f"document {number}: {file.path}, bytes {start} to {end - 1}"
 
     def record(self, index: int) -> Record:
         """Return the text of document `index`, or a `BadRecord` with its line number."""
-        file, start, end = self._locate(index)
+        file, start, end = self._index.locate(index)
         with file.open() as stream:
             stream.seek(start)
             raw = stream.read(min(end - start, MAX_LINE_BYTES + 1))
@@ -145,11 +143,6 @@ class FileSpans(RandomAccess):
                 # Blank lines can precede the record, so report the last line of the range.
                 line = _count_lines(stream, end - 1)
                 return BadRecord(f"{file.path}, line {line}: {error}")
-
-    def _locate(self, index: int) -> tuple[File, int, int]:
-        """Return the file that contains document `index`, its first byte, and the byte after it."""
-        file, start, end = locate_document(index, self._first_documents, self._ends)
-        return self.files[file], start, end
 
 
 def _find_line_ends(stream: BinaryIO, digest: xxhash.xxh3_128) -> Iterator[int]:

@@ -25,7 +25,6 @@ import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
 
@@ -35,10 +34,10 @@ import xxhash
 from titanlite.config.errors import UserError
 from titanlite.config.schema import TextSource
 from titanlite.data.sources.base import (
+    DocumentIndex,
     File,
     TokenSource,
     hash_samples,
-    locate_document,
     make_file,
 )
 from titanlite.data.sources.records import Prepared, hash_bytes
@@ -185,9 +184,8 @@ class TokenFiles(TokenSource):
             UserError: If a file without an index contains no EOS.
         """
         self._ends = [tokens.find_ends(tokenizer) for tokens in self._token_files]
-        # Index of the first document of each file, then the number of documents.
-        self._first_documents = list(accumulate(map(len, self._ends), initial=0))
-        self.num_documents = self._first_documents[-1]
+        self._index = DocumentIndex(self._token_files, self._ends)
+        self.num_documents = self._index.num_documents
         self.num_units = self.num_documents
 
     def _compute_fingerprint(self) -> str:
@@ -212,7 +210,7 @@ class TokenFiles(TokenSource):
 
     def where(self, part: int, number: int) -> str:
         """Return the file and the range of tokens of document `number`, for messages."""
-        tokens, start, end = self._locate(number)
+        tokens, start, end = self._index.locate(number)
         return f"document {number}: {tokens.file.path}, tokens {start} to {end - 1}"
 
     def record(self, index: int) -> Prepared:
@@ -221,7 +219,7 @@ class TokenFiles(TokenSource):
         Raises:
             UserError: If the file has changed, or contains an id outside of the vocabulary.
         """
-        tokens, start, end = self._locate(index)
+        tokens, start, end = self._index.locate(index)
         ids = tokens.read(start, end)
         is_outside = (ids < 0) | (ids >= self._vocab_size)
         if is_outside.any():
@@ -234,11 +232,6 @@ class TokenFiles(TokenSource):
         ids = ids.astype(np.int32)
         text_hash = hash_bytes(ids.tobytes()) if self._has_holdout else None
         return Prepared(ids, text_hash)
-
-    def _locate(self, index: int) -> tuple[TokenFile, int, int]:
-        """Return the file of document `index`, its first token, and the token after its end."""
-        file, start, end = locate_document(index, self._first_documents, self._ends)
-        return self._token_files[file], start, end
 
 
 def _open_token_file(file: File, dtype: str | None) -> TokenFile:
