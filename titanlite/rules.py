@@ -268,7 +268,7 @@ def check_tensor_sizes(run: Run) -> Problems:
 
 def check_batch_sizes(run: Run) -> Problems:
     """Check that each global batch size can be split into equal microbatches on all ranks."""
-    unit = run.job.training.local_batch_size * run.degrees.data
+    unit = run.global_microbatch_size
     for key, size in _list_batch_sizes(run):
         if size == 0 or size % unit:
             yield Problem(
@@ -362,11 +362,10 @@ def check_microbatches(run: Run) -> Problems:
     schedule can run.
     """
     num_ranks = run.degrees.pipeline
-    sequences_per_microbatch = run.job.training.local_batch_size * run.degrees.data
     for key, size in _list_batch_sizes(run):
-        count = size // sequences_per_microbatch
+        count = size // run.global_microbatch_size
         if not _can_run_microbatches(run, count):
-            nearest = _nearest_multiples(size, num_ranks * sequences_per_microbatch)
+            nearest = _nearest_multiples(size, num_ranks * run.global_microbatch_size)
             microbatches = "1 microbatch" if count == 1 else f"{count} microbatches"
             yield Problem(
                 key,
@@ -614,9 +613,8 @@ def _check_float8_sizes(run: Run) -> Problems:
     # Only the matmul of the weight gradient sums over the tokens. In this recipe, it is in bf16.
     if float8.recipe_name == "rowwise_with_gw_hp":
         return
-    training = run.job.training
     token_multiple = float8.size_multiple
-    num_tokens = training.local_batch_size * training.seq_len // run.degrees.context
+    num_tokens = run.local_microbatch_tokens
     if num_tokens % token_multiple:
         yield Problem(
             "training.seq_len",

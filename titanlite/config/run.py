@@ -146,7 +146,7 @@ class Run:
         A stage in [[dataset.stages]] can override it. Use `batch_size` to get the value for a step.
         """
         size = self.job.training.global_batch_size
-        return self.job.training.local_batch_size * self.degrees.data if size == -1 else size
+        return self.global_microbatch_size if size == -1 else size
 
     def batch_size(self, done: int) -> int:
         """Return the global batch size of the step that follows `done` completed steps.
@@ -183,7 +183,21 @@ class Run:
     @property
     def microbatches(self) -> int:
         """Number of microbatches (forward passes) per optimizer step on each data-parallel rank."""
-        return self.global_batch_size // (self.job.training.local_batch_size * self.degrees.data)
+        return self.global_batch_size // self.global_microbatch_size
+
+    @property
+    def global_microbatch_size(self) -> int:
+        """Number of sequences per microbatch, summed over all ranks."""
+        return self.job.training.local_batch_size * self.degrees.data
+
+    @property
+    def local_microbatch_tokens(self) -> int:
+        """Number of tokens of a microbatch that a rank processes.
+
+        A context-parallel rank processes only its share of each sequence.
+        """
+        training = self.job.training
+        return training.local_batch_size * training.seq_len // self.degrees.context
 
     @cached_property
     def fsdp_reduce(self) -> Literal["step", "microbatch"]:
@@ -210,8 +224,7 @@ class Run:
             return False
 
         is_sharded = self.degrees.shard * self.degrees.context > 1 or training.enable_cpu_offload
-        microbatch_size = training.local_batch_size * self.degrees.data
-        has_microbatches = self.largest_batch_size > microbatch_size
+        has_microbatches = self.largest_batch_size > self.global_microbatch_size
         return is_sharded and has_microbatches
 
     def _gradient_bytes(self) -> int:
@@ -344,8 +357,7 @@ def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
         For each stage, the bytes of all three parts, even if the stage does not contain them.
     """
     arch = run.arch
-    training = run.job.training
-    microbatch_tokens = training.local_batch_size * training.seq_len / run.degrees.context
+    microbatch_tokens = run.local_microbatch_tokens
 
     # The embedding and the output have a matrix each. The loss also stores a chunk of the logits.
     bytes_per_parameter = _bytes_per_parameter(run)

@@ -231,7 +231,7 @@ def window_batches(
         A list of microbatches of rank `data_rank`, and for each of them the indices of its windows
         in `windows`. All ranks get the same number of microbatches, of the same shapes.
     """
-    batch_size = run.job.training.local_batch_size * run.degrees.data  # of all ranks
+    batch_size = run.global_microbatch_size
     indexed_windows = enumerate(windows)  # pairs of index and window
     while chunk := list(islice(indexed_windows, SORTED_BATCHES * batch_size)):
         # Sort the windows of several microbatches by length, the longest first.

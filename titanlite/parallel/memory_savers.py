@@ -165,10 +165,8 @@ def separates_norm(blocks: ModuleGroups, output: nn.Module, mesh: DeviceMesh, ru
     # By default, accept a wait of at most 0.3% of the time of a microbatch. This time is
     # proportional to tokens * block parameters, and the wait to output parameters. The factor
     # assumes 370 GB/s of NVLink bandwidth and 45% MFU on H100 GPUs.
-    training = run.job.training
-    num_tokens = training.local_batch_size * training.seq_len // run.degrees.context
     num_block_params = sum(count_params(group) for group in blocks)
-    return num_tokens * num_block_params >= 200_000 * num_output_params
+    return run.local_microbatch_tokens * num_block_params >= 200_000 * num_output_params
 
 
 def count_params(modules: Iterable[nn.Module]) -> int:

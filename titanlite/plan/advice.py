@@ -575,7 +575,7 @@ def _guess_activation_bytes(run: Run) -> float:
     """Estimate the bytes of bfloat16 activations that a rank saves for its backward passes."""
     values_per_token = activation_values(run.arch, run.degrees.tensor)  # of a block
     saved_share = SAVED_SHARES[run.job.activation_checkpoint.mode]
-    block_bytes = 2 * values_per_token * saved_share * _microbatch_tokens(run)
+    block_bytes = 2 * values_per_token * saved_share * run.local_microbatch_tokens
     # A pipeline runs several forward passes before the first backward pass.
     saved_microbatches = min(run.microbatches, run.degrees.pipeline)
     return block_bytes * _count_blocks(run) * saved_microbatches
@@ -695,7 +695,7 @@ def _step_tokens(run: Run) -> int:
 
     A context parallel rank processes only its share of each sequence.
     """
-    return run.microbatches * _microbatch_tokens(run)
+    return run.microbatches * run.local_microbatch_tokens
 
 
 def _count_weights(run: Run) -> float:
@@ -706,15 +706,6 @@ def _count_weights(run: Run) -> float:
 def _recomputed_share(run: Run) -> float:
     """Estimate the fraction of the forward pass that activation checkpointing repeats."""
     return {"none": 0.0, "full": 1.0}.get(run.job.activation_checkpoint.mode, 0.5)
-
-
-def _microbatch_tokens(run: Run) -> int:
-    """Return the number of tokens of a microbatch that a rank processes.
-
-    A context parallel rank processes only its share of each sequence.
-    """
-    training = run.job.training
-    return training.local_batch_size * training.seq_len // run.degrees.context
 
 
 def change_run(run: Run, settings: Settings) -> Run | None:

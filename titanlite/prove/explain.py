@@ -318,8 +318,8 @@ def _imitate_mistakes(run: Run, sequences: NamedTensors) -> Iterator[TypicalMist
         yield TypicalMistake("positions restart in each context-parallel rank", changed)
 
     if run.microbatches > 1:
-        microbatch_size = run.job.training.local_batch_size * run.degrees.data
-        changed = sequences | {"labels": sequences["labels"].roll(microbatch_size, 0)}
+        labels = sequences["labels"].roll(run.global_microbatch_size, 0)
+        changed = sequences | {"labels": labels}
         yield TypicalMistake("the labels belong to another microbatch", changed)
     if run.arch.sliding_window:
         yield TypicalMistake("the sliding window is ignored", sequences, {"use_window": False})
