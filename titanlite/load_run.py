@@ -198,8 +198,7 @@ def fit_vocab_size(job: JobConfig, tokenizer: Tokenizer) -> JobConfig:
     if job.model.vocab_size is not None or job.model.flavor not in FITTED_TO_TOKENIZER:
         return job
     vocab_size = math.ceil(tokenizer.vocab_size / 128) * 128
-    model = job.model.model_copy(update={"vocab_size": vocab_size})
-    return job.model_copy(update={"model": model})
+    return job.with_section("model", vocab_size=vocab_size)
 
 
 def _is_preview(parsed: ParsedJob) -> bool:

@@ -295,8 +295,7 @@ def _was_imported_without_tokenizer(info: dict[str, Any]) -> bool:
 
 def set_tokenizer_path(job: JobConfig, path: str | Path) -> JobConfig:
     """Return a copy of a job configuration that loads the tokenizer from `path`."""
-    tokenizer = job.tokenizer.model_copy(update={"path": str(path)})
-    return job.model_copy(update={"tokenizer": tokenizer})
+    return job.with_section("tokenizer", path=str(path))
 
 
 def _read_saved_job(step_folder: Path, sections: dict[str, Any]) -> JobConfig:

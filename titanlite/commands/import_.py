@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> None:
         source = torchtitan_weights(origin, job.model)
         # Store the exact sizes of the model in the job of the checkpoint.
         sizes = model_tables(source.arch)["model"]
-        job = job.model_copy(update={"model": job.model.model_copy(update=sizes)})
+        job = job.with_section("model", **sizes)
     else:
         source = meta_weights(origin) if options.meta else hf_weights(origin)
         job = describing_job(source, options.plugins)

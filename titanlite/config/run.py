@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -277,12 +277,10 @@ class Run:
             resumed: Compute dtype of the checkpoint from which the run resumes, to keep it. None
                 for a new run.
         """
-        training = self.job.training
-        if training.mixed_precision_param != "auto":
+        if self.job.training.mixed_precision_param != "auto":
             return self
         dtype = resumed or fast_compute_dtype(on_gpu)
-        training = training.model_copy(update={"mixed_precision_param": dtype})
-        return replace(self, job=self.job.model_copy(update={"training": training}))
+        return with_keys(self, {"training.mixed_precision_param": dtype})
 
     @property
     def masks_attention(self) -> bool:
@@ -325,9 +323,8 @@ def with_keys(run: Run, settings: Mapping[str, Any]) -> Run:
     """
     job = run.job
     for key, value in settings.items():
-        section_name, name = key.split(".")
-        section = getattr(job, section_name).model_copy(update={name: value})
-        job = job.model_copy(update={section_name: section})
+        section, name = key.split(".")
+        job = job.with_section(section, **{name: value})
     return Run(job, run.world_size)
 
 

@@ -1155,6 +1155,14 @@ class JobConfig(RootConfig):
             valid_tables = _remove_keys(tables, invalid_keys)
             return cls.model_validate(valid_tables), error.mistakes
 
+    def with_section(self, section: str, /, **values: Any) -> Self:
+        """Return a copy of this job with new values for some options of a section.
+
+        The new values are not validated.
+        """
+        table = getattr(self, section).model_copy(update=values)
+        return self.model_copy(update={section: table})
+
 
 def _remove_keys(tables: dict[str, Any], keys: set[str]) -> dict[str, Any]:
     """Return `tables` without the sections and keys in `keys` ("section" or "section.key")."""

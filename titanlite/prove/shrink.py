@@ -117,7 +117,7 @@ def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> Sma
     degrees = shrink_degrees(job, world_size)
     num_ranks = math.prod(degrees.values())
     original = Run(job, num_ranks)
-    with_degrees = _update(job, "parallelism", **degrees)
+    with_degrees = job.with_section("parallelism", **degrees)
     model, lost_properties = shrink_model(original, Run(with_degrees, num_ranks))
     with_model = with_degrees.model_copy(update={"model": model})
     small = _shrink_training(with_model, original, steps)
@@ -278,8 +278,7 @@ def _shrink_training(small: JobConfig, original: Run, steps: int) -> JobConfig:
     num_microbatches = 2 if _accumulates_gradients(job) else 1
     if degrees.pipeline > 1:
         num_microbatches = 2 * degrees.pipeline  # so that microbatches overlap
-    small = _update(
-        small,
+    small = small.with_section(
         "training",
         steps=steps,
         tokens=None,
@@ -293,19 +292,18 @@ def _shrink_training(small: JobConfig, original: Run, steps: int) -> JobConfig:
     # If each original block has a separate FSDP group, so does each small block. Otherwise, all
     # small blocks share a group.
     has_large_blocks = original.arch.block_matrices >= job.parallelism.fsdp_min_num_params
-    small = _update(
-        small,
+    small = small.with_section(
         "parallelism",
         fsdp_min_num_params=0 if has_large_blocks else ONE_GROUP,
         fsdp_reduce=original.fsdp_reduce,
     )
     if job.float8.enable:
-        small = _update(small, "float8", min_features=0)
+        small = small.with_section("float8", min_features=0)
 
     # Warmup, if there is any, takes one step.
     warmup_steps = 0 if job.lr_scheduler.warmup_steps == 0 else 1
-    return _update(
-        small, "lr_scheduler", warmup_steps=warmup_steps, total_steps=None, decay_steps=None
+    return small.with_section(
+        "lr_scheduler", warmup_steps=warmup_steps, total_steps=None, decay_steps=None
     )
 
 
@@ -328,7 +326,7 @@ def _drop_missing_names(small: JobConfig) -> tuple[JobConfig, list[str]]:
         notes.append(
             "parallelism.pipeline_parallel_split_points: the small model has fewer blocks."
         )
-        small = _update(small, "parallelism", pipeline_parallel_split_points=())
+        small = small.with_section("parallelism", pipeline_parallel_split_points=())
 
     parameter_names = list(parameter_shapes(Run(small).arch))
     groups = []
@@ -341,7 +339,7 @@ def _drop_missing_names(small: JobConfig) -> tuple[JobConfig, list[str]]:
                 notes.append(f"optimizer.groups: {pattern!r} is not in the small model.")
         if kept_patterns:
             groups.append(group.model_copy(update={"params": tuple(kept_patterns)}))
-    return _update(small, "optimizer", groups=tuple(groups)), notes
+    return small.with_section("optimizer", groups=tuple(groups)), notes
 
 
 def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
@@ -359,7 +357,7 @@ def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
     """
     dataset = small.dataset
     small = small.model_copy(update={"tokenizer": TokenizerOptions()})
-    small = _update(small, "dataset", stages=(), num_workers=min(1, dataset.num_workers))
+    small = small.with_section("dataset", stages=(), num_workers=min(1, dataset.num_workers))
     notes = []
     if dataset.stages:
         notes.append("dataset.stages: the small job ends before they begin.")
@@ -374,8 +372,7 @@ def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
 
 def _replace_data(job: JobConfig, path: Path) -> JobConfig:
     """Return a copy of a job whose training data is a single JSON Lines file."""
-    return _update(
-        job,
+    return job.with_section(
         "dataset",
         source="jsonl",
         path=str(path),
@@ -449,7 +446,7 @@ def _remove_hooks(job: JobConfig) -> tuple[JobConfig, list[str]]:
             notes.append(
                 f"job.hooks: {name} may change weights or gradients (observes_only is false)."
             )
-    return _update(job, "job", hooks=tuple(kept)), notes
+    return job.with_section("job", hooks=tuple(kept)), notes
 
 
 def _disable_outputs(job: JobConfig, out: Path) -> JobConfig:
@@ -460,9 +457,9 @@ def _disable_outputs(job: JobConfig, out: Path) -> JobConfig:
         out: New output folder of the job.
     """
     # `titanlite prove` trains the job to create a certificate, so the job must not require one.
-    job = _update(job, "job", dump_folder=str(out), require_certificate=False)
-    job = _update(
-        job, "metrics", log_freq=1, enable_tensorboard=False, enable_wandb=False, loggers=()
+    job = job.with_section("job", dump_folder=str(out), require_certificate=False)
+    job = job.with_section(
+        "metrics", log_freq=1, enable_tensorboard=False, enable_wandb=False, loggers=()
     )
     sections = {
         "validation": Validation(),
@@ -481,9 +478,3 @@ def _flat_options(run: Run) -> dict[str, Any]:
     arch = run.arch
     model = {name: getattr(arch, name) for name in Model.model_fields if hasattr(arch, name)}
     return flatten(run.job.model_dump(mode="json") | {"model": model})
-
-
-def _update(job: JobConfig, section: str, **values: Any) -> JobConfig:
-    """Return a copy of a job with new values for some options of one section."""
-    table = getattr(job, section).model_copy(update=values)
-    return job.model_copy(update={section: table})

@@ -303,6 +303,4 @@ def _adapt_job(job: JobConfig, step: int) -> JobConfig:
     A guard may have ended the run because too many steps were skipped. The replay must reach `step`
     even if it skips all steps.
     """
-    metrics = job.metrics.model_copy(update={"log_freq": 1})
-    guards = job.guards.model_copy(update={"max_skipped": step})
-    return job.model_copy(update={"metrics": metrics, "guards": guards})
+    return job.with_section("metrics", log_freq=1).with_section("guards", max_skipped=step)
