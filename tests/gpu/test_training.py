@@ -15,13 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlite.config.load import load_job
-from titanlite.model.attention import (
-    DocumentBounds,
-    attention,
-    backend_order,
-    document_mask,
-    flex_document_mask,
-)
+from titanlite.model.attention import DocumentBounds, attention, backend_order, document_mask
+from titanlite.parallel.context import flex_mask
 from titanlite.train.trainer import Trainer
 
 DEVICE = torch.device("cuda")
@@ -164,7 +159,7 @@ def test_flex_attention_of_documents_equals_sdpa_with_a_mask(dtype, tolerance, c
         ids = ids.sort(dim=1).values
         q, k, v = inputs
         dense_mask = document_mask(ids).to(DEVICE)
-        block_mask = flex_document_mask(ids.to(DEVICE))
+        block_mask = flex_mask(ids.to(DEVICE), ids.to(DEVICE), None)
 
         expected = with_gradients(attention(q, k, v, dense_mask), inputs)
         actual = with_gradients(attend(q, k, v, block_mask), inputs)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from titanlite.config.flavors import Architecture
-from titanlite.model.attention import attention, document_mask, flex_document_mask
+from titanlite.model.attention import attention, document_mask
 from titanlite.model.llama import INIT_STD, Llama
+from titanlite.parallel.context import flex_mask
 
 BASE = Architecture(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=101, rope_theta=10000.0
@@ -108,7 +109,7 @@ def test_flex_attention_computes_the_same(window):
     k, v = torch.randn(2, 2, 2, 128, 16, generator=generator)
 
     expected = attention(q, k, v, document_mask(ids, window))
-    output = attention(q, k, v, flex_document_mask(ids, window))
+    output = attention(q, k, v, flex_mask(ids, ids, None, window))
 
     # The softmax adds in another order.
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)

@@ -19,7 +19,7 @@ from titanlite.config.flavors import Architecture
 from titanlite.config.run import Degrees
 from titanlite.model.llama import Llama
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpointing
-from titanlite.parallel.context import context_mask, flex_context_mask, local_chunks
+from titanlite.parallel.context import context_mask, flex_mask, local_chunks
 from titanlite.parallel.float8 import convert_to_float8
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.tensor import enable_async_tensor_parallel
@@ -96,7 +96,7 @@ def test_context_masks_of_flex_attention_and_of_sdpa_are_equal(rank, documents):
     ids = None
     if documents:
         ids = torch.stack((torch.arange(16) // 5, torch.arange(16) // 7))
-    mask_mod = flex_context_mask(tokens, ids, group).mask_mod
+    mask_mod = flex_mask(tokens, ids, group).mask_mod
     flex = create_mask(mask_mod, 2, 1, 8, 16, device="cpu")
     if ids is not None:
         dense = context_mask(ids, group)

@@ -176,37 +176,6 @@ def document_mask(document_ids: Tensor, window: int = 0) -> Tensor:
     return mask.triu(1 - window) if window else mask
 
 
-def flex_document_mask(document_ids: Tensor, window: int = 0) -> BlockMask:
-    """Build a block mask for flex attention that is causal within each document of a sequence.
-
-    Flex attention skips blocks of query-key pairs that the mask excludes entirely, such as pairs
-    from different documents. See https://pytorch.org/blog/flexattention.
-
-    Args:
-        document_ids: Document of each token, shape (B, T).
-        window: Number of tokens that a token attends to, including itself. 0 means all.
-    """
-
-    def is_visible(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Return whether query number `query` attends to key number `key`."""
-        same_document = document_ids[batch, query] == document_ids[batch, key]
-        visible = same_document & (query >= key)
-        if window:
-            visible = visible & (query - key < window)
-        return visible
-
-    batch_size, seq_len = document_ids.shape
-    create_block_mask = flex_function("create_block_mask")
-    return create_block_mask(
-        is_visible,
-        B=batch_size,
-        H=None,
-        Q_LEN=seq_len,
-        KV_LEN=seq_len,
-        device=document_ids.device,
-    )
-
-
 def flex_function(name: str) -> Callable[..., Any]:
     """Return a function of `torch.nn.attention.flex_attention`, compiled if there is a GPU.
 

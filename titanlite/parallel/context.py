@@ -101,25 +101,34 @@ def context_mask(document_ids: Tensor, mesh: DeviceMesh, window: int = 0) -> Ten
     return local_chunks(full_mask, mesh, dim=2)
 
 
-def flex_context_mask(
-    tokens: Tensor, document_ids: Tensor | None, mesh: DeviceMesh, window: int = 0
+def flex_mask(
+    tokens: Tensor, document_ids: Tensor | None, mesh: DeviceMesh | None, window: int = 0
 ) -> BlockMask:
-    """Build a block mask for flex attention from this rank's queries to all keys of the sequence.
+    """Build a block mask for flex attention that is causal within each document of a sequence.
+
+    Flex attention skips blocks of query-key pairs that the mask excludes entirely, such as pairs
+    from different documents. See https://pytorch.org/blog/flexattention.
 
     Args:
         tokens: Whole sequences, shape (B, T). Only their shape and device are used.
         document_ids: Document of each token, shape (B, T), or None if each sequence is one
             document.
-        mesh: 1-D mesh of the context parallel ranks.
+        mesh: 1-D mesh of the context parallel ranks, or None if this rank has all queries. With a
+            mesh, the mask is from this rank's queries to all keys of the sequence.
         window: Number of tokens that a token attends to, including itself. 0 means all.
     """
     batch_size, seq_len = tokens.shape
-    positions = torch.arange(seq_len, device=tokens.device)
-    query_positions = local_chunks(positions, mesh, dim=0)  # (T / degree,)
+    num_queries = seq_len
+    query_positions = None
+    if mesh is not None:
+        positions = torch.arange(seq_len, device=tokens.device)
+        query_positions = local_chunks(positions, mesh, dim=0)  # (T / degree,)
+        num_queries = len(query_positions)
 
     def is_visible(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Return whether this rank's query number `query` attends to key number `key`."""
-        position = query_positions[query]  # in the whole sequence, like `key`
+        # Position of the query in the whole sequence, like `key`.
+        position = query if query_positions is None else query_positions[query]
         visible = position >= key
         if document_ids is not None:
             visible = visible & (document_ids[batch, position] == document_ids[batch, key])
@@ -132,7 +141,7 @@ def flex_context_mask(
         is_visible,
         B=None if document_ids is None else batch_size,  # None: one mask for the whole batch
         H=None,
-        Q_LEN=len(query_positions),
+        Q_LEN=num_queries,
         KV_LEN=seq_len,
         device=tokens.device,
     )
@@ -151,7 +160,7 @@ def context_attention(
         q: Queries of this rank, shape (B, H, T / degree, D).
         k: Keys of this rank, shape (B, H_kv, T / degree, D).
         v: Values of this rank, same shape as `k`.
-        mask: Result of `context_mask` or `flex_context_mask`, or None.
+        mask: Result of `context_mask` or `flex_mask`, or None.
 
     Returns:
         Attention output of this rank, shape (B, H, T / degree, D).

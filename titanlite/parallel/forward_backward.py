@@ -21,15 +21,10 @@ from torch.profiler import record_function
 from titanlite.config import schema
 from titanlite.config.flavors import Architecture
 from titanlite.config.run import Run
-from titanlite.model.attention import (
-    DocumentBounds,
-    document_mask,
-    equal_bounds,
-    flex_document_mask,
-)
+from titanlite.model.attention import DocumentBounds, document_mask, equal_bounds
 from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
 from titanlite.optim.losses import CrossEntropy, LossRecipe, build_loss
-from titanlite.parallel.context import context_mask, flex_context_mask, local_chunks
+from titanlite.parallel.context import context_mask, flex_mask, local_chunks
 from titanlite.parallel.fsdp import configure_microbatch, reshard_all
 from titanlite.parallel.memory_savers import frees_output_after_forward
 from titanlite.parallel.mesh import Mesh
@@ -468,15 +463,14 @@ def _build_mask(
     if document_ids is None and is_window_shorter:
         document_ids = torch.zeros_like(tokens)  # each sequence is one document
 
-    if mesh.context is not None and uses_flex:
-        # This mask also makes attention causal, so it is needed even without documents.
-        return flex_context_mask(tokens, document_ids, mesh.context, window)
+    # With context parallelism, the flex mask also makes attention causal, so it is needed even
+    # without documents.
+    if uses_flex and (document_ids is not None or mesh.context is not None):
+        return flex_mask(tokens, document_ids, mesh.context, window)
     if document_ids is None:
         return None
     if mesh.context is not None:
         return context_mask(document_ids, mesh.context, window)
-    if uses_flex:
-        return flex_document_mask(document_ids, window)
     return document_mask(document_ids, window)
 
 

@@ -91,8 +91,7 @@ def _small_mask(*args: Any) -> tuple[int]:
     The memory of a block mask is negligible, so a trace does not need a real one.
 
     Args:
-        args: Arguments of a function that creates block masks. The last one is the sliding window
-            in tokens.
+        args: Arguments of `flex_mask`. The last one is the sliding window in tokens.
     """
     return (args[-1],)
 
@@ -213,7 +212,7 @@ def _simulate_flex_attention() -> Iterator[None]:
     saved_ops = activation_checkpoint.ALWAYS_SAVED - {FLEX_REPLACEMENT.default}
     with (
         override(attention, flex_function=lambda _: _flex_attention),
-        override(forward_backward, flex_document_mask=_small_mask, flex_context_mask=_small_mask),
+        override(forward_backward, flex_mask=_small_mask),
         override(activation_checkpoint, ALWAYS_SAVED=saved_ops),
     ):
         yield
