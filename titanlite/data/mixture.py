@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -32,9 +33,8 @@ class Mixture:
 
     def __init__(self, dataset: Dataset, global_batch_size: int) -> None:
         self._weights_by_step = stage_weights(dataset)
-        self._batch_sizes_by_step = _list_stage_values(
-            dataset, "global_batch_size", global_batch_size
-        )
+        self._dataset = dataset
+        self._global_batch_size = global_batch_size  # unless a stage sets another one
         num_sources = max(1, len(dataset.sources))
         self.step = 0
         self.counts = [0] * num_sources
@@ -54,7 +54,9 @@ class Mixture:
             self.weights = weights
             self.stage_counts = [0] * len(self.counts)
 
-        batch_size = _find_stage_value(self._batch_sizes_by_step, self.step)
+        batch_size = self._dataset.get_stage_value(
+            "global_batch_size", self.step, self._global_batch_size
+        )
         has_one_source = len(self.counts) == 1
         batch = []
         for _ in range(batch_size):
@@ -152,7 +154,10 @@ def stage_weights(dataset: Dataset) -> list[tuple[int, list[int]]]:
     """
     # Without [[dataset.sources]], [dataset] itself describes the only source.
     initial = [source.weight for source in dataset.sources] or [1.0]
-    stages = _list_stage_values(dataset, "weights", initial)
+    stages: list[tuple[int, Sequence[float]]] = [(0, initial)]
+    for stage in sorted(dataset.stages, key=lambda stage: stage.start_step):
+        if stage.weights is not None:
+            stages.append((stage.start_step, stage.weights))
     for start_step, weights in stages:
         if len(weights) != len(initial) or not any(weights):
             raise UserError(
@@ -160,25 +165,6 @@ def stage_weights(dataset: Dataset) -> list[tuple[int, list[int]]]:
                 f"expected {len(initial)} weights (one per source), at least one above 0."
             )
     return [(start_step, _to_integers(weights)) for start_step, weights in stages]
-
-
-def _list_stage_values(dataset: Dataset, key: str, initial: Any) -> list[tuple[int, Any]]:
-    """Return the values that an option has over the stages of a dataset.
-
-    Args:
-        dataset: Dataset with the tables [[dataset.stages]].
-        key: Option of a stage, "weights" or "global_batch_size".
-        initial: Value of the option before the first stage that sets it.
-
-    Returns:
-        Pairs of the first step and the value from then on, in ascending order of steps.
-    """
-    stages = [(0, initial)]
-    for stage in dataset.stages:
-        value = getattr(stage, key)
-        if value is not None:
-            stages.append((stage.start_step, value))
-    return sorted(stages, key=lambda stage: stage[0])
 
 
 def _find_stage_value(stages: list[tuple[int, Any]], step: int) -> Any:
@@ -189,7 +175,7 @@ def _find_stage_value(stages: list[tuple[int, Any]], step: int) -> Any:
     return next(value for start_step, value in reversed(stages) if start_step <= step)
 
 
-def _to_integers(weights: list[float]) -> list[int]:
+def _to_integers(weights: Sequence[float]) -> list[int]:
     """Scale weights to the smallest integers in the same proportion: [0.1, 0.25] becomes [2, 5].
 
     Weights are read as decimal fractions, so 0.1 is exactly one tenth.
