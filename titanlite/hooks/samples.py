@@ -17,14 +17,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from titanlite.completion import Completion, Decoding, sample_token
 from titanlite.data.batch import Window, padded_length, padded_microbatch
 from titanlite.hooks.hook import Hook, Request
 from titanlite.model.llama import soft_cap
 from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
-from titanlite.optim.losses import fp32_logits
+from titanlite.optim.losses import fp32_logits, gather_logits
 
 if TYPE_CHECKING:
     from titanlite.train.trainer import Trainer
@@ -212,13 +212,4 @@ def _whole_logits(hidden: Tensor, weight: Tensor) -> Tensor:
         return fp32_logits(hidden, weight)
 
     # Each rank computes a part of the vocabulary, and an all-gather combines the parts.
-    local_logits = fp32_logits(hidden, weight.to_local())  # (n, V / ranks)
-    vocab_size = weight.shape[0]
-    logits = DTensor.from_local(
-        local_logits,
-        weight.device_mesh,
-        [Shard(1)],
-        shape=torch.Size((len(hidden), vocab_size)),
-        stride=(vocab_size, 1),
-    )
-    return logits.full_tensor()
+    return gather_logits(fp32_logits(hidden, weight.to_local()), weight)

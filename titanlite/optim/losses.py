@@ -200,10 +200,21 @@ def _project(hidden: Tensor, weight: Tensor) -> Tensor:
         return F.linear(hidden, weight)
 
     local_logits = F.linear(_gather_sequence(hidden), weight.to_local())  # (B, T, V / ranks)
+    return gather_logits(local_logits, weight)
+
+
+def gather_logits(local_logits: Tensor, weight: DTensor) -> Tensor:
+    """All-gather logits (..., V / ranks) that are sharded along the vocabulary.
+
+    Args:
+        local_logits: Logits of this rank's part of the vocabulary.
+        weight: Output matrix, shape (V, C), sharded along V.
+    """
     full_shape = torch.Size((*local_logits.shape[:-1], weight.shape[0]))
     full_stride = torch.empty(full_shape, device="meta").stride()
+    vocab_dim = local_logits.ndim - 1
     logits = DTensor.from_local(
-        local_logits, weight.device_mesh, [Shard(2)], shape=full_shape, stride=full_stride
+        local_logits, weight.device_mesh, [Shard(vocab_dim)], shape=full_shape, stride=full_stride
     )
     return logits.full_tensor()
 
