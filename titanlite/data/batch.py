@@ -27,19 +27,17 @@ class RankBatch(NamedTuple):
     """Number of labels in this rank's sequences that are not IGNORE_INDEX."""
 
 
-def make_microbatch(
-    sequences: list[PackedSequence], document_mask: bool, document_bounds: bool
-) -> Microbatch:
+def make_microbatch(sequences: list[PackedSequence], job: JobConfig) -> Microbatch:
     """Convert packed sequences to input and label tensors in CPU memory.
 
     The label is IGNORE_INDEX for padding and for tokens that do not count in the loss.
 
     Args:
         sequences: B sequences of T + 1 tokens.
-        document_mask: Add document ids and positions, so that attention stays within a document.
-            The first token of each document is then not predicted.
-        document_bounds: With `document_mask`, also add the bounds of the documents (`cu_seqlens`)
-            for variable-length attention.
+        job: Job that trains on the sequences. With `dataset.document_mask`, the microbatch also has
+            document ids and positions, so that attention stays within a document, and the first
+            token of each document is not predicted. If the attention backend needs the bounds of
+            the documents, it has these as well (`cu_seqlens`).
     """
     # Each token predicts the next one: inputs are tokens 0 to T - 1, labels are tokens 1 to T.
     tokens = np.stack([sequence.tokens for sequence in sequences]).astype(np.int64)  # (B, T + 1)
@@ -50,13 +48,13 @@ def make_microbatch(
     for i, sequence in enumerate(sequences):
         is_ignored[i, sequence.segment_sizes.sum() :] = True
 
-    if document_mask:
+    if job.dataset.document_mask:
         document_ids, positions = _compute_documents(sequences)
         is_first = positions == 0
         is_ignored |= is_first  # no token of the same document predicts its first token
         arrays["document_ids"] = document_ids[:, :-1]
         arrays["positions"] = positions[:, :-1]
-        if document_bounds:
+        if job.model.uses_document_bounds:
             # On the GPU, finding out how many documents there are would need a host sync.
             starts = np.flatnonzero(is_first[:, :-1])
             num_inputs = arrays["input_ids"].size

@@ -87,8 +87,6 @@ class Loader:
 
         self._data = open_training_data(run, tokenizer)
         self.sources = self._data.sources
-        self._document_mask = run.job.dataset.document_mask
-        self._document_bounds = run.job.model.uses_document_bounds
 
         self._readers: list[SequenceReader] | list[Worker] = []
         # Batches that were read ahead, and the error of the batch after them.
@@ -185,7 +183,7 @@ class Loader:
         num_valid_tokens = 0
         for start in range(0, len(sequences), batch_size):
             chunk = sequences[start : start + batch_size]
-            microbatch = make_microbatch(chunk, self._document_mask, self._document_bounds)
+            microbatch = make_microbatch(chunk, self._job)
             labels = microbatch.labels.numpy()  # still on the CPU
             num_valid_tokens += int((labels != IGNORE_INDEX).sum())
             microbatches.append(copy_to_device(microbatch, self._device))

@@ -63,8 +63,7 @@ class ValidationSet:
             UserError: If a source is missing or smaller than one sequence.
         """
         self._device = device
-        self._document_mask = run.job.dataset.document_mask
-        self._document_bounds = run.job.model.uses_document_bounds
+        self._job = run.job
         documents = DocumentTokenizer.for_run(run, tokenizer, validation=True)
         dataset = _read_once(getattr(run.job, documents.section))
         data = PackedDataset(
@@ -101,7 +100,7 @@ class ValidationSet:
         consist of padding, whose labels are all IGNORE_INDEX.
         """
         for sequences in self._batches:
-            microbatch = make_microbatch(sequences, self._document_mask, self._document_bounds)
+            microbatch = make_microbatch(sequences, self._job)
             yield copy_to_device(microbatch, self._device)
 
     def describe(self) -> str:
@@ -115,7 +114,7 @@ class ValidationSet:
         """
         valid_labels = []
         for sequence in sequences:
-            labels = make_microbatch([sequence], self._document_mask, self._document_bounds).labels
+            labels = make_microbatch([sequence], self._job).labels
             valid_labels.append(labels[labels != IGNORE_INDEX])
         return torch.cat(valid_labels).bincount().numpy()
 
