@@ -62,15 +62,21 @@ def load_run(
         UserError: If anything is invalid (the message lists all mistakes), or the model that
             `--from` names is not available.
     """
-    # With `--from MODEL`, the model determines the default values of the job. `parse_job` calls
-    # `build_base` after it has imported plugins, because the model may need them.
+    parsed_job = parse_train_options(argv, trusted)
+    return build_run(parsed_job, world_size, check_outputs=trains)
+
+
+def parse_train_options(argv: Sequence[str], trusted: bool = True) -> ParsedJob:
+    """Parse the options of `titanlite train`, and return the job with all mistakes in them.
+
+    With `--from MODEL`, the model determines the default values of the job.
+    """
     pretrained_model, job_options = split_from_option(argv)
     build_base = None
     if pretrained_model is not None:
+        # `parse_job` calls this after it has imported plugins, because the model may need them.
         build_base = partial(build_job_tables, pretrained_model)
-
-    parsed_job = parse_job(job_options, trusted, build_base)
-    return build_run(parsed_job, world_size, check_outputs=trains)
+    return parse_job(job_options, trusted, build_base)
 
 
 def check_run(job: JobConfig, world_size: int) -> Run:

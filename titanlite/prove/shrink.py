@@ -14,14 +14,12 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import write_output
 from titanlite.config.job_diff import flatten
-from titanlite.config.load import parse_job
 from titanlite.config.registry import HOOKS
 from titanlite.config.run import Run, sequence_divisor
 from titanlite.config.schema import (
@@ -37,9 +35,8 @@ from titanlite.config.schema import (
 )
 from titanlite.config.storage import as_url
 from titanlite.data.sources.files import find_files
-from titanlite.load_run import check_run
+from titanlite.load_run import check_run, parse_train_options
 from titanlite.model.formats import parameter_shapes
-from titanlite.pretrained import build_job_tables, split_from_option
 from titanlite.rules import check_stages, check_tensor_sizes, make_mistake
 
 SEQ_LEN = 64
@@ -75,9 +72,7 @@ def parse_original(argv: Sequence[str]) -> JobConfig:
     Raises:
         UserError: If a value is invalid, or the parallel degrees do not fit the model.
     """
-    model, options = split_from_option(argv)
-    build_base = None if model is None else partial(build_job_tables, model)
-    parsed = parse_job(options, build_base=build_base)
+    parsed = parse_train_options(argv)
     if parsed.mistakes:
         raise parsed.error(parsed.mistakes)
 
