@@ -76,7 +76,7 @@ def run_data_show(argv: Sequence[str]) -> None:
     print(show_step(run, options.step, options.sequence))
 
 
-def show_step(run: Run, step: int, index: int | None = None) -> str:
+def show_step(run: Run, step: int, index: int | None) -> str:
     """Return the documents, token ranges and decoded text of a global batch as text.
 
     Control characters are escaped. If the data was not prepared, late steps take long, because all
@@ -85,7 +85,7 @@ def show_step(run: Run, step: int, index: int | None = None) -> str:
     Args:
         run: The run.
         step: Number of the step that trains on the batch, counted from 1.
-        index: Index of a sequence in the batch, counted from 0. Default: all sequences.
+        index: Index of a sequence in the batch, counted from 0. None: all sequences.
 
     Raises:
         UserError: If the step or the sequence does not exist, or the data cannot be read.

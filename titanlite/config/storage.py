@@ -138,7 +138,7 @@ def file_version(info: Mapping[str, Any]) -> tuple[int, str]:
     return info["size"], ""
 
 
-def find_storage_problem(url: str, *, write: bool = False) -> str | None:
+def find_storage_problem(url: str, *, write: bool) -> str | None:
     """Test the access to a URL. Return an error message, or None if the access succeeds.
 
     Args:

@@ -95,7 +95,7 @@ def _sum_over_gradients(squares: Tensor, gradients: Sequence[Tensor]) -> Tensor:
 
 
 def scale_gradients_(
-    gradients: Sequence[Tensor], max_norm: float, grad_norm: Tensor, compiled: bool = False
+    gradients: Sequence[Tensor], max_norm: float, grad_norm: Tensor, compiled: bool
 ) -> None:
     """Scale the gradients in place so that their total norm is at most `max_norm`.
 

@@ -227,7 +227,7 @@ def _gather_sequence(hidden: Tensor) -> Tensor:
     return whole.to_local(grad_placements=[Partial()])
 
 
-def tokens_per_chunk(num_tokens: int, fewer_launches: bool = False) -> int:
+def tokens_per_chunk(num_tokens: int, fewer_launches: bool) -> int:
     """Return the chunk size of the fused loss: the number of tokens whose logits exist at a time.
 
     Usually this is an eighth of the microbatch, which takes an eighth of the memory. A chunk has at

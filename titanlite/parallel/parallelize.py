@@ -80,7 +80,7 @@ def parallelize(
     mesh: Mesh,
     run: Run,
     log: Callable[[str], None],
-    has_float8: bool | None = None,
+    has_float8: bool | None,
 ) -> None:
     """Apply all parallelism and memory options of a job to a model or pipeline stage, in place.
 
@@ -89,7 +89,7 @@ def parallelize(
         mesh: Layout of the ranks.
         run: The validated job.
         log: Function that logs a line.
-        has_float8: Whether the GPUs support the FP8 matmuls of the job. By default, detect it.
+        has_float8: Whether the GPUs support the FP8 matmuls of the job. If None, detect it.
     """
     job = run.job
     if job.float8.enable:

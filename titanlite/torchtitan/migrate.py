@@ -34,7 +34,7 @@ class Migration:
     Args:
         raw: Content of the torchtitan job file, or of a resolved config of torchtitan 0.3 (JSON).
         version: torchtitan version that the file was written for, which affects the RoPE
-            frequencies of models. By default, the version is detected from the keys.
+            frequencies of models. If None, the version is detected from the keys.
 
     Attributes:
         text: Content of the new job file.
@@ -49,7 +49,7 @@ class Migration:
             for a supported model, or has invalid values.
     """
 
-    def __init__(self, raw: bytes, version: Version | None = None) -> None:
+    def __init__(self, raw: bytes, version: Version | None) -> None:
         config = parse_json(raw) or {}
         self._sizes: dict[str, Any] = {}  # of the model, in a resolved config
         try:
@@ -151,7 +151,7 @@ class Migration:
         if key not in self._new:
             self._set(key, value, reason)
 
-    def _set(self, key: str, value: Any, reason: str = "") -> None:
+    def _set(self, key: str, value: Any, reason: str) -> None:
         """Set a key of the new job file to a value that is not in the torchtitan job file.
 
         Args:

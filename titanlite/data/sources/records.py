@@ -103,7 +103,7 @@ def read_lines(stream: BinaryIO) -> Iterator[bytes]:
         yield line
 
 
-def extract_text(raw: object, column: str, mask_column: str | None = None) -> str | MaskedText:
+def extract_text(raw: object, column: str, mask_column: str | None) -> str | MaskedText:
     """Return the text of a record.
 
     Args:
