@@ -495,6 +495,8 @@ BAD_TOKENIZERS: list[tuple[str, str | bytes]] = [
 ]
 CHECKPOINTS = [
     Case("verify empty", "empty", "empty/x", code=4),
+    Case("verify out", "damaged", "out/checkpoint/step-00000010.damaged/x", code=4),
+    Case("check --job.dump_folder a", "damaged", "a/checkpoint/step-00000010.damaged/x", code=4),
     Case("verify hurt/checkpoint/step-00000020", "damaged", code=4),
     Case("generate --checkpoint hurt/checkpoint/step-00000020", "damaged", code=4),
     Case(

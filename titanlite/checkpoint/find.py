@@ -52,7 +52,7 @@ def find_checkpoints(path: Path) -> list[Path]:
 
     Raises:
         UserError: If the folder does not exist.
-        CheckpointError: If it contains no checkpoint.
+        CheckpointError: If it contains no checkpoint, or only damaged ones that were renamed.
     """
     path = download_if_url(path)
     if not os.path.isdir(path):  # Path.is_dir would raise OSError if the name is too long
@@ -67,13 +67,19 @@ def find_checkpoints(path: Path) -> list[Path]:
     if is_step_folder:
         return [path]
     # An output folder has the step folders in its subfolders, for example in "checkpoint".
-    subfolders = path.glob("*")
+    subfolders = list(path.glob("*"))
     checkpoints = list_checkpoints(path) or list_checkpoints(*subfolders)
-    if not checkpoints:
+    if checkpoints:
+        return checkpoints
+    damaged = [folder.name for folder in list_set_aside(path, *subfolders)]
+    if damaged:
         raise CheckpointError(
-            f"{path} contains no checkpoint. A run saves one every checkpoint.interval steps."
+            f"{path} contains only damaged checkpoints, which a run has renamed: "
+            f"{', '.join(damaged)}. Move them away, or choose another folder."
         )
-    return checkpoints
+    raise CheckpointError(
+        f"{path} contains no checkpoint. A run saves one every checkpoint.interval steps."
+    )
 
 
 def download_if_url(path: Path) -> Path:
@@ -188,10 +194,9 @@ def verify(folder: Path) -> dict[str, Any]:
     set_aside: list[str] = []
     is_step_folder = local_folder in step_folders
     if not is_step_folder:  # leftovers are beside step folders, not in them
-        checkpoint_folders = {path.parent for path in step_folders}
-        for checkpoint_folder in sorted(checkpoint_folders):
-            unfinished += [path.name for path in list_unfinished(checkpoint_folder)]
-            set_aside += [path.name for path in list_set_aside(checkpoint_folder)]
+        for subfolder in (local_folder, *sorted(local_folder.glob("*"))):
+            unfinished += [path.name for path in list_unfinished(subfolder)]
+            set_aside += [path.name for path in list_set_aside(subfolder)]
     return {
         "folder": str(folder),
         "checkpoints": checkpoints,

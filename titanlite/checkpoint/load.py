@@ -115,14 +115,18 @@ class Resumer:
         candidates = checkpoints
         later_checkpoints: list[Path] = []
         problems = [f"{path.name}: damaged, renamed earlier" for path in damaged]
+        wanted = "valid checkpoint"
+        fix = "To start from scratch, move them away or choose another checkpoint.folder."
 
         # `load_step` selects a checkpoint only until the run has resumed from this step once.
         step = self._config.load_step
         if step != -1 and not self._ranks.run_on_rank0(lambda: has_resumed_from(checkpoints, step)):
             candidates = [path for path in checkpoints if get_step(path) == step]
             later_checkpoints = [path for path in checkpoints if get_step(path) > step]
-            names = ", ".join(path.name for path in checkpoints) or "none"
-            problems = [f"checkpoint.load_step = {step}; available: {names}"]
+            others = [path.name for path in checkpoints if path not in candidates]
+            problems = [f"other checkpoints: {', '.join(others) or 'none'}"]
+            wanted = f"valid checkpoint for checkpoint.load_step = {step}"
+            fix = "Choose another step, or remove checkpoint.load_step to resume from the newest."
 
         state = self._load_newest_valid(candidates, problems)
         if state is not None:
@@ -130,8 +134,7 @@ class Resumer:
                 self._rename(path, f"Rolling back to step {step}: {path.name}", "archived")
             return state
         if problems:  # never start from scratch if there are checkpoints, but no valid one
-            listed = "\n  ".join([f"{folder}: there is no valid checkpoint.", *problems])
-            fix = "To start from scratch, move them away or choose another checkpoint.folder."
+            listed = "\n  ".join([f"{folder}: there is no {wanted}.", *problems])
             raise CheckpointError(f"{listed}\n{fix}")
         self.load_initial_weights()
         return None

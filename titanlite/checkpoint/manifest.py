@@ -236,9 +236,12 @@ def _is_empty(folder: Path) -> bool:
         return False
 
 
-def list_set_aside(folder: Path) -> list[Path]:
+def list_set_aside(*folders: Path) -> list[Path]:
     """Return the damaged checkpoints that a run has renamed, such as "step-00000100.damaged"."""
-    return sorted(folder.glob("step-*.damaged*"))
+    checkpoints: list[Path] = []
+    for folder in folders:
+        checkpoints += folder.glob("step-*.damaged*")
+    return sorted(checkpoints)
 
 
 def list_unfinished(folder: Path) -> list[Path]:
