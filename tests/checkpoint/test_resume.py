@@ -1,5 +1,6 @@
 """Invariant 4: runs resume exactly on any layout, and changed jobs are reported or rejected."""
 
+import shutil
 from typing import Any
 
 import pytest
@@ -173,11 +174,14 @@ def test_resume_logs_changes_and_rejects_incompatible_jobs(tmp_path):
         (run, tokenizer, r"tokenizer\.path: .* has other token IDs"),
         (run, tokenizer | {"exclude_from_loading": ("data",)}, r"tokenizer\.path: "),
     )
+    damaged = tmp_path / "step-00000002"
+    shutil.copytree(tmp_path / "step-00000001", damaged)  # its manifest belongs to step 1
     for other, options, message in cases:
         with pytest.raises(UserError, match=message) as caught:
             resume(other, **options)
-        # The job is wrong, so the checkpoint must not be renamed.
+        # The job is wrong, so no checkpoint must be renamed.
         assert caught.value.exit_code == 2
+        assert damaged.is_dir()
 
     job["dataset"]["on_change"] = "warn"
     lines = resume(run, **soft)

@@ -128,11 +128,15 @@ class Resumer:
             wanted = f"valid checkpoint for checkpoint.load_step = {step}"
             fix = "Choose another step, or remove checkpoint.load_step to resume from the newest."
 
-        state = self._load_newest_valid(candidates, problems)
+        state, damages = self._load_newest_valid(candidates, "Resumed")
+        # Rename nothing before the load, which raises an error if the job is wrong.
+        for path in damages:
+            self._rename(path, f"Damaged {path.name}", "damaged")
         if state is not None:
             for path in later_checkpoints:
                 self._rename(path, f"Rolling back to step {step}: {path.name}", "archived")
             return state
+        problems += damages.values()
         if problems:  # never start from scratch if there are checkpoints, but no valid one
             listed = "\n  ".join([f"{folder}: there is no {wanted}.", *problems])
             raise CheckpointError(f"{listed}\n{fix}")
@@ -140,28 +144,30 @@ class Resumer:
         return None
 
     def _load_newest_valid(
-        self, checkpoints: list[Path], problems: list[str]
-    ) -> dict[str, Any] | None:
-        """Load the newest valid checkpoint, and rename the damaged ones.
+        self, checkpoints: list[Path], action: str
+    ) -> tuple[dict[str, Any] | None, dict[Path, str]]:
+        """Load the newest valid checkpoint, and log this and each damaged one.
 
         Args:
             checkpoints: Step folders, sorted by step.
-            problems: A description of each damaged checkpoint is added to this list.
+            action: Start of the log line, such as "Resumed".
 
         Returns:
-            The training state in the checkpoint, or None if there is no valid one.
+            The training state in the checkpoint, or None if there is no valid one, and a
+            description of each damaged checkpoint.
         """
+        damages = {}
         for path in reversed(checkpoints):
             try:
                 state = self._load(path)
             except Damage as damage:
-                problems.append(f"{path.name}: {damage}")
-                self._rename(path, f"Checkpoint {path.name} is DAMAGED ({damage})", "damaged")
+                damages[path] = f"{path.name}: {damage}"
+                self._log(f"Checkpoint {path.name} is DAMAGED ({damage})")
                 continue
             tokens = f"{state['tokens']:,} tokens seen"
-            self._log(f"Resumed after step {state['step']} of {path}: {tokens}")
-            return state
-        return None
+            self._log(f"{action} after step {state['step']} of {path}: {tokens}")
+            return state, damages
+        return None, damages
 
     def load_before(self, step: int) -> dict[str, Any] | None:
         """Load the newest valid checkpoint before `step` in place, for a rollback or a replay.
@@ -180,21 +186,11 @@ class Resumer:
         folder = self.context.folder
         checkpoints = self._ranks.run_on_rank0(lambda: list_checkpoints(folder))
         earlier = [path for path in checkpoints if get_step(path) < step]
-        problems = [f"{folder}: no valid checkpoint before step {step}."]
-        for path in reversed(earlier):
-            try:
-                state = self._load(path)
-            except Damage as damage:
-                problem = f"{path.name} is damaged: {damage}"
-                self._log(problem)
-                problems.append(problem)
-                continue
-            self._log(f"Loaded the state after step {state['step']} from {path}")
-            return state
-
-        if earlier:
-            raise CheckpointError("\n  ".join(problems))
-        return None
+        state, damages = self._load_newest_valid(earlier, "Loaded the state")
+        if earlier and state is None:
+            header = f"{folder}: no valid checkpoint before step {step}."
+            raise CheckpointError("\n  ".join([header, *damages.values()]))
+        return state
 
     def load_initial_weights(self) -> None:
         """Load the weights at `checkpoint.initial_load_path` into the model, if the path is set.
