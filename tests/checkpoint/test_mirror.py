@@ -21,7 +21,7 @@ from ranks import start_small, titanlite
 from small_runs import SMALL, read_losses
 from tiny_run import list_names
 
-from titanlite.checkpoint import mirror
+from titanlite.checkpoint import mirror, saved_folders
 from titanlite.checkpoint.manifest import encode_manifest
 from titanlite.config.schema import Dataset
 from titanlite.config.storage import list_files
@@ -273,10 +273,11 @@ def fail_at_once() -> None:
     mirror._RETRY_PAUSES = ()
 
 
-def fill_mirror() -> None:
-    def raise_full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+def raise_full(*_: object, **__: object) -> None:
+    raise OSError(28, "No space left on device")
 
+
+def fill_mirror() -> None:
     fail_at_once()
     mirror.Mirror._copy_file = raise_full  # type: ignore[method-assign]
 
@@ -289,6 +290,20 @@ def test_full_mirror_on_a_local_disk_gets_no_advice_about_s3(tmp_path):
 
     assert "No space left on device" in log
     assert "AWS" not in log
+
+
+def fail_to_export() -> None:
+    saved_folders.export_hf = raise_full
+
+
+def test_run_whose_export_fails_still_waits_for_its_last_copy(tmp_path):
+    # The second copy starts three seconds after the first one.
+    mirror = f"--checkpoint.mirror file://{tmp_path}/mirror --checkpoint.mirror_mbps 20"
+    options = "--training.steps 2 --checkpoint.interval 1 --checkpoint.last_save_in_hf"
+
+    start_small(tmp_path / "run", mirror, options, before=fail_to_export).wait_for_exit(4)
+
+    assert "manifest.json" in list_names(tmp_path / "mirror/step-00000002")
 
 
 def test_next_start_finishes_an_interrupted_removal_at_the_mirror(tmp_path):

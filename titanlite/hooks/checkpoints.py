@@ -240,7 +240,9 @@ class Checkpointer:
         Returns:
             An error if saving or copying the last step failed, or None.
         """
-        problem = self._complete_save(step) or self._complete_mirror()
+        # Copy the newest checkpoint even if the last save or its export has failed.
+        problems = [self._complete_save(step), self._complete_mirror()]
+        problem = " ".join(filter(None, problems))
         if not problem:
             return None
         return CheckpointError(f"{stopped}. {problem}" if stopped else problem)
