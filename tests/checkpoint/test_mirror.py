@@ -18,7 +18,7 @@ import pyarrow.parquet
 import pytest
 from moto.server import ThreadedMotoServer
 from ranks import start_small, titanlite
-from small_runs import SMALL, read_losses
+from small_runs import SMALL, read_losses, read_metrics
 from tiny_run import list_names
 
 from titanlite.checkpoint import mirror, saved_folders
@@ -361,11 +361,12 @@ def fail_to_list_checkpoints_in_the_thread() -> None:
     mirror.list_checkpoints = list_or_fail  # type: ignore[assignment]
 
 
-def test_error_outside_of_the_storage_is_logged_and_fails_the_last_copy(tmp_path):
-    options = "--checkpoint.mirror", f"file://{tmp_path}/mirror", "--training.steps 1"
+def test_error_outside_of_the_storage_is_counted_and_fails_the_last_copy(tmp_path):
+    options = "--checkpoint.mirror", f"file://{tmp_path}/mirror", "--training.steps 3"
     world = start_small(tmp_path / "run", *options, before=fail_to_list_checkpoints_in_the_thread)
 
     assert "Stale file handle" in world.wait_for_exit(4)
+    assert read_metrics(tmp_path / "run")[3]["failed_mirrors"] == 1
 
 
 def try_copies_twice() -> None:

@@ -84,7 +84,8 @@ class Mirror:
 
     Attributes:
         sending: Local path of the checkpoint that is being copied, or None.
-        failed: Names of the checkpoints that could not be copied since the process started.
+        num_failed: Number of failures since the process started. Each checkpoint that could not be
+            copied counts once.
     """
 
     def __init__(
@@ -101,7 +102,8 @@ class Mirror:
             self._storage, self._root = open_storage(self._url)
 
         self.sending: Path | None = None
-        self.failed = set[str]()
+        self.num_failed = 0
+        self._failed = set[str]()  # names of the checkpoints that could not be copied
         self._copied = set[str]()  # names of the checkpoints known to be at the mirror
         # Set by `_refresh`: all files at the mirror, and manifests of complete checkpoints by name.
         self._files: dict[str, Any] = {}
@@ -443,6 +445,7 @@ class Mirror:
         try:
             self._copy_missing()
         except Exception as error:  # for example, the local folder cannot be listed
+            self.num_failed += 1
             text = f"{type(error).__name__}: {one_line(str(error))}"
             self._log(Event(f"Copying to the mirror FAILED ({text})", "failed mirror"))
         finally:
@@ -464,7 +467,7 @@ class Mirror:
     def _send(self, path: Path) -> None:
         """Copy a local checkpoint to the mirror. If the storage fails, try again several times.
 
-        If all attempts fail, log this and add the checkpoint to `failed`.
+        If all attempts fail, log and count this once for each checkpoint.
         """
         name = self._get_name(path)
         error = self._try_to_send(path, name)
@@ -477,11 +480,11 @@ class Mirror:
                 break
             error = self._try_to_send(path, name)
 
-        if error is not None:
-            if name not in self.failed:  # log only the first failure of a checkpoint
-                text = f"Copying {name} to the mirror FAILED ({error})"
-                self._log(Event(text, "failed mirror", get_step(path)))
-            self.failed.add(name)
+        if error is not None and name not in self._failed:
+            text = f"Copying {name} to the mirror FAILED ({error})"
+            self._log(Event(text, "failed mirror", get_step(path)))
+            self._failed.add(name)
+            self.num_failed += 1
 
     def _try_to_send(self, path: Path, name: str) -> UserError | None:
         """Copy a checkpoint to the mirror, and return the error if this fails.

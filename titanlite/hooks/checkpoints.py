@@ -226,7 +226,7 @@ class Checkpointer:
         """
         stats = self._saver.stats()
         if self._mirror is not None:
-            stats["failed_mirrors"] = len(self._mirror.failed)
+            stats["failed_mirrors"] = self._mirror.num_failed
         return stats
 
     def finish(self, step: int, stopped: str) -> CheckpointError | None:
