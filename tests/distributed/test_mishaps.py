@@ -63,6 +63,8 @@ def test_a_hang_ends_in_a_report_that_names_the_late_rank(mishaps, tmp_path):
     for mishap, launcher in launchers.items():
         output = launcher.communicate(timeout=180)[1]
         assert launcher.returncode not in (0, 2, 3, 4, 75), output
+        # The hint to resume contains --checkpoint.timeout_seconds, without a space.
+        assert (" checkpoint.timeout_seconds" in output) == (mishap == "hang_save"), output
         texts, collective = HANGS[mishap]
         # torch may print warnings before the two reports.
         late, waiting = re.split(r"^(?=Rank )", output, flags=re.M)[1:3]

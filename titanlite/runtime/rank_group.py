@@ -53,7 +53,16 @@ class RankGroup:
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks in rank order. Values are pickled, so keep them small."""
-        return [value] if self.group is None else gathered(value, self.group)
+        if self.group is None:
+            return [value]
+        try:
+            return gathered(value, self.group)
+        except RuntimeError as error:  # gloo does not name the option that sets its timeout
+            error.add_note(
+                "Another rank has failed, or was too slow. "
+                "If it was slow to save or to load, increase checkpoint.timeout_seconds."
+            )
+            raise
 
     def run_together(self, function: Callable[[], T]) -> T:
         """Call `function` on every rank, and return this rank's result if no rank fails.
