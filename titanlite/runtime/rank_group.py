@@ -12,6 +12,11 @@ from titanlite.config.errors import Damage, UserError
 from titanlite.runtime.world import gathered
 
 T = TypeVar("T")
+# The errors of gloo do not name the option that sets the timeout.
+_TIMEOUT_HINT = (
+    "Another rank has failed, or was too slow. "
+    "If it was slow to save or to load, increase checkpoint.timeout_seconds."
+)
 
 
 class RankGroup:
@@ -57,11 +62,8 @@ class RankGroup:
             return [value]
         try:
             return gathered(value, self.group)
-        except RuntimeError as error:  # gloo does not name the option that sets its timeout
-            error.add_note(
-                "Another rank has failed, or was too slow. "
-                "If it was slow to save or to load, increase checkpoint.timeout_seconds."
-            )
+        except RuntimeError as error:
+            error.add_note(_TIMEOUT_HINT)
             raise
 
     def run_together(self, function: Callable[[], T]) -> T:
