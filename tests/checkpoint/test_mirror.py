@@ -298,10 +298,12 @@ def fail_to_export() -> None:
 
 def test_run_whose_export_fails_still_waits_for_its_last_copy(tmp_path):
     # The second copy starts three seconds after the first one.
-    mirror = f"--checkpoint.mirror file://{tmp_path}/mirror --checkpoint.mirror_mbps 20"
-    options = "--training.steps 2 --checkpoint.interval 1 --checkpoint.last_save_in_hf"
+    options = (
+        f"--checkpoint.mirror file://{tmp_path}/mirror --checkpoint.mirror_mbps 20 "
+        "--training.steps 2 --checkpoint.interval 1 --checkpoint.last_save_in_hf"
+    )
 
-    start_small(tmp_path / "run", mirror, options, before=fail_to_export).wait_for_exit(4)
+    start_small(tmp_path / "run", options, before=fail_to_export).wait_for_exit(4)
 
     assert "manifest.json" in list_names(tmp_path / "mirror/step-00000002")
 

@@ -174,8 +174,8 @@ def test_resume_logs_changes_and_rejects_incompatible_jobs(tmp_path):
         (run, tokenizer, r"tokenizer\.path: .* has other token IDs"),
         (run, tokenizer | {"exclude_from_loading": ("data",)}, r"tokenizer\.path: "),
     )
-    damaged = tmp_path / "step-00000002"
-    shutil.copytree(tmp_path / "step-00000001", damaged)  # its manifest belongs to step 1
+    # The manifest of this copy belongs to another step.
+    damaged = shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000002")
     for other, options, message in cases:
         with pytest.raises(UserError, match=message) as caught:
             resume(other, **options)
