@@ -79,29 +79,22 @@ class TokenCounter(NamedTuple):
         return num_sequences * self.run.job.training.seq_len
 
 
-def resolve_lengths(run: Run, mirror: str | None) -> tuple[Run, list[Problem]]:
+def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
     """Convert all lengths that a job sets in tokens to steps, rounded down.
 
     The number of tokens in a step depends on its batch size, which data stages can change. Steps
     before a resume may have had other batch sizes, which this takes into account.
 
-    Args:
-        run: The run.
-        mirror: URL that may have newer checkpoints than the output folder of the run, or None.
-
     Returns:
         The run with all lengths in steps, and a list of problems, such as a length of less than one
         step. An invalid length is replaced by one step.
-
-    Raises:
-        UserError: If the storage of the mirror fails.
     """
     lengths = list(_list_lengths(run))
     if not lengths:
         return run, []
 
     problems = _find_repeated_length(run)
-    progress = read_progress(run, mirror)
+    progress = read_progress(run)
     for key, num_tokens in lengths:
         # Count again with the lengths converted so far: the decay depends on training.steps.
         counter = TokenCounter(run, progress)

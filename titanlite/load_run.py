@@ -126,9 +126,7 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
         ConfigError: If anything is invalid. The message lists all mistakes.
     """
     fitted_run, tokenizer_problems = _fit_to_tokenizer(Run(parsed.job, world_size))
-    # Only a run that trains downloads checkpoints from its mirror.
-    mirror = parsed.job.checkpoint.mirror if check_outputs else None
-    run, length_problems = resolve_lengths(fitted_run, mirror)
+    run, length_problems = resolve_lengths(fitted_run)
 
     # Rules cannot check these sections, because a default replaces each invalid value. Unknown keys
     # replace no value.

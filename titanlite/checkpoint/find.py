@@ -149,19 +149,22 @@ def load_newest(
     raise CheckpointError("\n".join(problems))
 
 
-def read_newest_manifest(path: Path) -> Manifest:
+def read_newest_manifest(
+    path: Path, list_paths: Callable[[Path], list[Path]] = find_checkpoints
+) -> Manifest:
     """Return the manifest of the newest checkpoint at a path. If it is damaged, try older ones.
 
     This is fast, because it does not check the other files of the checkpoint.
 
     Args:
         path: A path or URL that `find_checkpoints` accepts.
+        list_paths: Returns the step folders at the path, sorted by step.
 
     Raises:
         UserError: If the folder does not exist.
         CheckpointError: If there is no valid manifest, or one cannot be read now.
     """
-    return load_newest(path, read_manifest, check=lambda step_folder: None)
+    return load_newest(path, read_manifest, check=lambda step_folder: None, list_paths=list_paths)
 
 
 def verify(folder: Path) -> dict[str, Any]:
@@ -351,15 +354,15 @@ def read_compute_dtype(run: Run) -> ComputeDtype | None:
     Returns:
         "float32" or "bfloat16". None if there is no checkpoint, or if it cannot be read.
     """
-    try:
-        manifest = _read_manifest_to_resume(run, run.job.checkpoint.mirror)
-    except UserError:  # loading the checkpoint later raises the error
+    if not run.job.checkpoint.enable:
         return None
-    if manifest is None:
+    try:
+        manifest = _read_newest_manifest_of(run)
+    except UserError:  # loading the checkpoint later raises the error
         return None
 
     # The saved job has not been validated, and imported weights may have none.
-    job = manifest["info"]["job"] or {}
+    job = manifest.get("info", {}).get("job") or {}
     dtype = job.get("training", {}).get("mixed_precision_param")
     return dtype if dtype in get_args(ComputeDtype) else None
 
@@ -379,26 +382,18 @@ class Progress(NamedTuple):
     warmup_steps: int | None = None
 
 
-def read_progress(run: Run, mirror: str | None) -> Progress:
-    """Return how far a run has trained, according to the checkpoint from which it resumes.
+def read_progress(run: Run) -> Progress:
+    """Return how far a run has trained, according to the checkpoints in its output folder.
 
-    If there is no checkpoint, or all are damaged, return a progress of 0 steps.
-
-    Args:
-        run: The run.
-        mirror: URL that may have newer checkpoints than the output folder of the run, or None.
-
-    Raises:
-        UserError: If the storage of the mirror fails. Otherwise, ranks could count differently.
+    If there is no checkpoint, or it cannot be read, return a progress of 0 steps.
     """
-    try:
-        manifest = _read_manifest_to_resume(run, mirror)
-    except CheckpointError:  # loading the checkpoint later raises the error
+    if not is_saved(run):
         return Progress()
-    if manifest is None:
+    try:
+        info = _read_manifest_to_resume(run)["info"]
+    except UserError:  # loading the checkpoint later raises the error
         return Progress()
 
-    info = manifest["info"]
     job = info["job"] or {}  # imported weights may have none
     warmup_steps = job.get("lr_scheduler", {}).get("warmup_steps")
     schedule = get_data_state(info).get("schedule")
@@ -408,37 +403,44 @@ def read_progress(run: Run, mirror: str | None) -> Progress:
     return Progress(schedule["step"], num_sequences, warmup_steps)
 
 
-def _read_manifest_to_resume(run: Run, mirror: str | None) -> Manifest | None:
-    """Return the manifest of the checkpoint from which a run will resume, or None without one.
+def _read_manifest_to_resume(run: Run) -> Manifest:
+    """Return the manifest of the checkpoint from which a run will resume.
 
     This is the checkpoint of step `checkpoint.load_step`, or else the newest one. `load_step`
     selects a checkpoint only until the run has resumed from this step once.
-
-    Args:
-        run: The run.
-        mirror: URL that may have newer checkpoints than the output folder of the run, or None.
-
-    Raises:
-        CheckpointError: If a manifest cannot be read now.
-        UserError: If the storage of the mirror fails.
     """
-    config = run.job.checkpoint
-    if not config.enable:
-        return None
+    load_step = run.job.checkpoint.load_step
 
-    checkpoints = list_checkpoints(run.checkpoint_folder)
-    url = storage.as_url(mirror)
-    if url is not None:  # `titanlite.rules` reports a mirror that is not a URL
-        with storage.storage_errors(url):
-            files, root = storage.open_storage(url)
-            names = storage.find_checkpoints(storage.list_files(files, root))
-        mirrored = [Path(f"{url}/{name}") for name in names]
-        checkpoints = sorted([*mirrored, *checkpoints], key=get_step)
+    def list_candidates(folder: Path) -> list[Path]:
+        paths = list_checkpoints(folder)
+        selected = [path for path in paths if get_step(path) == load_step]
+        if not selected or has_resumed_from(paths, load_step):
+            return paths
+        return selected
 
-    selected = [path for path in checkpoints if get_step(path) == config.load_step]
-    if not selected or has_resumed_from(checkpoints, config.load_step):
-        selected = checkpoints
-    return _read_newest_valid_manifest(selected)
+    return read_newest_manifest(run.checkpoint_folder, list_candidates)
+
+
+def _read_newest_manifest_of(run: Run) -> Manifest:
+    """Return the manifest of the newest checkpoint of a run, or {} if it has no checkpoint.
+
+    If the local folder has no checkpoint, the checkpoints at `checkpoint.mirror` are used.
+    """
+    if is_saved(run):
+        return read_newest_manifest(run.checkpoint_folder)
+    mirror = run.job.checkpoint.mirror
+    return {} if mirror is None else _read_newest_manifest_at(mirror)
+
+
+def _read_newest_manifest_at(url: str) -> Manifest:
+    """Return the manifest of the newest checkpoint at a URL, or {} if there is no checkpoint."""
+    with storage.storage_errors(url):
+        files, root = storage.open_storage(url)
+        names = storage.find_checkpoints(storage.list_files(files, root))
+        if not names:
+            return {}
+        path = f"{root}/{names[-1]}/{MANIFEST}"
+        return parse_manifest(files.cat_file(path), path)
 
 
 def get_checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:
@@ -482,28 +484,11 @@ def has_resumed_from(checkpoints: Sequence[Path], load_step: int) -> bool:
 
 
 def _read_newest_valid_manifest(checkpoints: Sequence[Path]) -> Manifest | None:
-    """Return the manifest of the last checkpoint whose manifest is valid, or None.
-
-    Args:
-        checkpoints: Local step folders, and URLs of step folders.
-    """
+    """Return the manifest of the last checkpoint whose manifest is valid, or None."""
     for path in reversed(checkpoints):
-        url = storage.as_url(path)
         with suppress(Damage):
-            return read_manifest(path) if url is None else _download_manifest(url)
+            return read_manifest(path)
     return None
-
-
-def _download_manifest(url: str) -> Manifest:
-    """Return the manifest of the checkpoint at a URL.
-
-    Raises:
-        Damage: If the manifest is altered.
-        UserError: If the storage fails.
-    """
-    with storage.storage_errors(url):
-        files, root = storage.open_storage(url)
-        return parse_manifest(files.cat_file(f"{root}/{MANIFEST}"), url)
 
 
 def is_saved(run: Run) -> bool:
