@@ -231,11 +231,13 @@ def _report_error(error: Exception) -> int:
 
     Errors that the user can fix are printed without a traceback.
     """
-    # If the disk is full, only an error about standard output has no file name. For example,
-    # `titanlite check > /dev/full` raises it.
+    # If a disk is full, this error does not name what could not be written: a file, or standard
+    # output, as in `titanlite check > /dev/full`.
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
         drop_output(sys.stdout)
-        error = UserError("cannot write to standard output: no space left on the device.")
+        error = UserError(
+            "no space left on the device of standard output or of another file. Free up some space."
+        )
 
     # Print a traceback for a bug, or for a failure that titanlite does not expect.
     if not isinstance(error, UserError):

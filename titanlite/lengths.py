@@ -167,7 +167,8 @@ def _list_lengths(run: Run) -> Iterator[tuple[str, int]]:
     """
     training = run.job.training
     if training.tokens is not None:
-        yield "training.tokens", parse_tokens(str(training.tokens))
+        tokens = training.tokens
+        yield "training.tokens", parse_tokens(tokens) if isinstance(tokens, str) else tokens
     if training.tokens_per_parameter is not None:
         num_tokens = int(training.tokens_per_parameter * num_params(run.arch))
         yield "training.tokens_per_parameter", num_tokens

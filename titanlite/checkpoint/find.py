@@ -194,9 +194,10 @@ def verify(folder: Path) -> dict[str, Any]:
     set_aside: list[str] = []
     is_step_folder = local_folder in step_folders
     if not is_step_folder:  # leftovers are beside step folders, not in them
-        for subfolder in (local_folder, *sorted(local_folder.glob("*"))):
-            unfinished += [path.name for path in list_unfinished(subfolder)]
-            set_aside += [path.name for path in list_set_aside(subfolder)]
+        renamed = list_set_aside(local_folder, *local_folder.glob("*"))
+        set_aside = [path.name for path in renamed]
+        for checkpoint_folder in sorted({path.parent for path in (*step_folders, *renamed)}):
+            unfinished += [path.name for path in list_unfinished(checkpoint_folder)]
     return {
         "folder": str(folder),
         "checkpoints": checkpoints,

@@ -126,7 +126,8 @@ class Resumer:
             others = [path.name for path in checkpoints if path not in candidates]
             problems = [f"other checkpoints: {', '.join(others) or 'none'}"]
             wanted = f"valid checkpoint for checkpoint.load_step = {step}"
-            fix = "Choose another step, or remove checkpoint.load_step to resume from the newest."
+            if others:
+                fix = "Choose another step, or remove checkpoint.load_step to load the newest one."
 
         state, damages = self._load_newest_valid(candidates, "Resumed")
         # Rename nothing before the load, which raises an error if the job is wrong.
@@ -394,7 +395,7 @@ class Resumer:
     def _reset_hook_tensors(self) -> None:
         """Reset the tensors of hooks to their values at the start of the process.
 
-        Tensors that had no value or another shape then are filled with NaN.
+        Tensors that had no value or another shape then are filled with NaN, or 0 for integers.
         """
         for name, tensor in self._live.tensors(optimizer=False).items():
             if not name.startswith("hooks."):
@@ -566,6 +567,7 @@ def _check_train_state(path: Path, info: dict[str, Any]) -> None:
             f'another checkpoint.folder and checkpoint.initial_load_path = "{path}".'
         )
 
+    # The number of sequences has no such limit: with loss masks, it can exceed `state["tokens"]`.
     schedule = get_data_state(info).get("schedule")
     if schedule is not None and schedule["step"] > state["step"]:
         raise Damage(f"{MANIFEST}: no run can reach this data position")

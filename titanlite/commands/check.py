@@ -7,7 +7,7 @@ from dataclasses import asdict
 from functools import partial
 from shutil import get_terminal_size
 
-from titanlite.checkpoint.find import is_saved, load_newest, read_job
+from titanlite.checkpoint.find import is_saved, load_newest, read_job, read_newest_job
 from titanlite.checkpoint.manifest import check_checkpoint, list_set_aside
 from titanlite.config.errors import format_count, printable
 from titanlite.config.job_diff import compare_jobs, report_changes
@@ -50,9 +50,9 @@ def main(argv: Sequence[str]) -> None:
     is_for_other_nodes = options.world_size is not None
     check_memory(run, on_other_nodes=is_for_other_nodes)
     has_checkpoint = is_saved(run)
-    # A run also stops if all of its checkpoints were damaged and renamed, and it has no mirror.
-    is_only_local = run.job.checkpoint.enable and not run.job.checkpoint.mirror
-    if has_checkpoint or (is_only_local and list_set_aside(run.checkpoint_folder)):
+    # A run without a mirror also stops if all of its checkpoints were damaged and renamed.
+    needs_renamed = run.job.checkpoint.enable and run.job.checkpoint.mirror is None
+    if has_checkpoint or (needs_renamed and list_set_aside(run.checkpoint_folder)):
         _check_resume(run)
     tokenizer = load_tokenizer(run.tokenizer_path, run.job)
     data = inspect_data(run, tokenizer)
@@ -75,14 +75,18 @@ def main(argv: Sequence[str]) -> None:
 def _check_resume(run: Run) -> None:
     """Compare the job with its newest checkpoint, to check that training can resume from it.
 
-    This checks the sizes of all files in the checkpoint, but not their contents, to be fast.
+    Without a mirror, from which a run could restore checkpoints, check the files of the checkpoint
+    as a resume does before it loads tensors. It checks only the sizes of tensor files.
 
     Raises:
         UserError: If a key has changed that must stay the same when a run resumes.
         CheckpointError: If all checkpoints are damaged.
     """
-    check_sizes = partial(check_checkpoint, verified_on_load=True)
-    saved_job = load_newest(run.checkpoint_folder, read_job, check=check_sizes)
+    if run.job.checkpoint.mirror is None:
+        check_sizes = partial(check_checkpoint, verified_on_load=True)
+        saved_job = load_newest(run.checkpoint_folder, read_job, check=check_sizes)
+    else:
+        saved_job = read_newest_job(run.checkpoint_folder)
     saved_values = saved_job.model_dump(mode="json") | {"model": asdict(Run(saved_job).arch)}
     values = run.job.model_dump(mode="json") | {"model": asdict(run.arch)}
     unknown_data_changes = ([], [])  # the data itself is not read here

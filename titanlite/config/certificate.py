@@ -164,7 +164,8 @@ def _hash_module(name: str) -> str:
     origin = Path(spec.origin)
     files = [origin]
     if origin.name == "__init__.py":
-        files = sorted(origin.parent.rglob("*.py"))
+        # Editors create links such as ".#x.py" that are not files.
+        files = sorted(path for path in origin.parent.rglob("*.py") if path.is_file())
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.read_bytes())

@@ -221,8 +221,8 @@ class Checkpointer:
 
         Returns:
             "failed_saves": Number of failed saves. "save_waits": Number of saves that waited for
-            the previous one. If the job has a mirror, also "failed_mirrors": Number of failed
-            copies to it.
+            the previous one. If the job has a mirror, also "failed_mirrors": Number of failures
+            of its copies.
         """
         stats = self._saver.stats()
         if self._mirror is not None:
