@@ -445,7 +445,11 @@ def _check_schedule_length(run: Run) -> Problems:
     """Check that warmup and decay together are not longer than the learning rate schedule."""
     schedule = run.job.lr_scheduler
     total = schedule.total_steps or run.job.training.steps
-    warmup = schedule.count_warmup_steps(total)
+    # A schedule of a plugin may have another default warmup, or none.
+    has_default_warmup = schedule.name == "wsd"
+    warmup = (
+        schedule.count_warmup_steps(total) if has_default_warmup else schedule.warmup_steps or 0
+    )
     decay = schedule.decay_steps or 0
     if warmup > total:
         yield Problem(

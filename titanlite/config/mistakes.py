@@ -126,7 +126,12 @@ def format_value(value: object) -> str:
         return "none"
     if isinstance(value, float):
         return repr(value)
-    return json.dumps(value, default=str, ensure_ascii=False)
+    return json.dumps(value, default=_convert_to_json, ensure_ascii=False)
+
+
+def _convert_to_json(value: object) -> object:
+    """Convert a table to its keys without defaults, and any other object to a string."""
+    return value.model_dump(exclude_defaults=True) if isinstance(value, BaseModel) else str(value)
 
 
 def build_mistake(root: type[BaseModel], error: ErrorDetails) -> Mistake:
@@ -270,7 +275,7 @@ def _rephrase(message: str) -> str:
     # Shorten messages such as "Tuple should have at least 1 item after validation, not 0".
     text = re.sub(r" (after validation|or instance of).*", "", message)
     # Pydantic writes 1e-30 with 30 digits.
-    text = re.sub(r"0\.0{6,}1", lambda number: f"{float(number[0])}", text)
+    text = re.sub(r"\b0\.0{6,}\d+", lambda number: f"{float(number[0]):g}", text)
     for phrase, replacement in _PHRASES.items():
         text = text.replace(phrase, replacement)
     return text

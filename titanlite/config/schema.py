@@ -287,7 +287,7 @@ class Model(Section):
     """YaRN does not scale frequencies with more turns than this in the original context."""
     rope_beta_slow: RopeTurns | None = None
     """YaRN divides frequencies with fewer turns than this by the full scaling factor."""
-    rope_attention_factor: ZeroOrModerate | None = None
+    rope_attention_factor: Annotated[ZeroOrModerate, Field(le=1e6)] | None = None
     """YaRN multiplies rotated queries and keys by this. 0: 0.1 ln(rope_scaling_factor) + 1."""
     tied_embeddings: bool | None = None
     """Share the embedding matrix with the output projection."""
@@ -962,7 +962,7 @@ class Guards(Section):
     the spike."""
     max_roll_backs: NonNegativeInt = 3
     """Maximum number of rollbacks. One more spike stops the run with exit code 3."""
-    spike_deviations: PositiveModerate = 10.0
+    spike_deviations: Annotated[float, Field(ge=1e-30)] = 10.0
     """A value is a spike if it exceeds the median of recent steps by this many deviations. A
     deviation is 1.4826 times the median distance from the median, and at least 1% of the median."""
     spike_history: Annotated[int, Field(ge=3, le=10_000)] = 100

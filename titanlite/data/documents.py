@@ -255,7 +255,8 @@ def _explain_too_little_text(
     all_documents = replace(document_tokenizer, holdout=0.0)
     if _count_tokens(source, all_documents, limit=0) == 0:
         problem = "the documents contain no text"
-        return f"{source.name}: {problem}. Choose other files, or another text_column."
+        remedy = "Choose other files. If they have several fields, set text_column."
+        return f"{source.name}: {problem}. {remedy}"
 
     if holdout:
         text = f"the documents in this split (validation.holdout = {holdout})"

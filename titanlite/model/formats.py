@@ -29,7 +29,6 @@ from titanlite.config.schema import (
     RopeScalingFactor,
     RopeTheta,
     RopeTurns,
-    ZeroOrModerate,
 )
 
 if TYPE_CHECKING:
@@ -306,7 +305,7 @@ class _YarnRope(_RopeTable):
     rope_beta_fast: Annotated[RopeTurns, Field(alias="beta_fast")] = 32.0
     rope_beta_slow: Annotated[RopeTurns, Field(alias="beta_slow")] = 1.0
     rope_attention_factor: Annotated[
-        ZeroOrModerate | None, Field(gt=0.0, alias="attention_factor")
+        float | None, Field(ge=1e-6, le=1e6, alias="attention_factor")
     ] = None
     rope_original_max_seq_len: Annotated[
         Size | None, Field(alias="original_max_position_embeddings")
