@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from runs import MIB, RESULTS, about, table
+from torch.distributed.pipelining import PipelineStage
 
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
@@ -46,6 +47,7 @@ from titanlite.parallel.parallelize import build_model
 from titanlite.plan.advice import make_plan
 from titanlite.plan.allocator import CUBLAS_WORKSPACES
 from titanlite.plan.roofline import bytes_outside_allocator
+from titanlite.plan.step_counts import UNANIMOUS_SHAPE_VOTE
 from titanlite.plan.trace import trace_run, with_keys
 from titanlite.runtime.process import set_up_torch
 from titanlite.runtime.world import process_group
@@ -581,6 +583,9 @@ def _measure_ghost_rank(rank: int, num_ranks: int, sections: Sections) -> tuple[
     # The process group does not keep the store alive, so a variable does.
     store = _OneRankStore()
     dist.init_process_group("cpu:fake,cuda:nccl", store=store, rank=rank, world_size=num_ranks)
+    # Since torch 2.14, pipeline stages also exchange votes. Without other ranks, they would wait.
+    for name, method in UNANIMOUS_SHAPE_VOTE.items():
+        setattr(PipelineStage, name, method)
 
     def forget_first_step(step: int) -> None:
         if step == 1:

@@ -247,6 +247,17 @@ def test_offloaded_state_and_gradients_are_in_host_memory():
     assert offloaded.peak <= kept.peak - state
 
 
+def test_offloaded_gradients_of_microbatches_are_added_up_in_host_memory():
+    options = "training.enable_cpu_offload = true ; parallelism.fsdp_reduce = 'microbatch'"
+    (offloaded,) = trace_run(tiny_run(options, 2))
+    (kept,) = trace_run(tiny_run("", 2))
+
+    state = kept.kinds["weights"] + kept.kinds["optimizer state"]
+
+    # Each weight has a gradient in the sum, and one of the latest microbatch.
+    assert offloaded.cpu_peak == state + 2 * kept.kinds["weights"]
+
+
 @pytest.mark.long
 def test_fp8_matmuls_are_planned_only_on_gpus_that_have_them():
     run = tiny_run(f"{FLOAT8} ; {COMPILED}", 2)

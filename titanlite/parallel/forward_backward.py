@@ -118,6 +118,8 @@ class ForwardBackward:
 
     Attributes:
         loss_fn: The training loss, called once per microbatch.
+        offloaded_gradients: Sums of the gradients of several microbatches on the CPU, if the job
+            needs them.
     """
 
     def __init__(self, model: ShardedModel, mesh: Mesh, run: Run, device: torch.device) -> None:
@@ -143,9 +145,9 @@ class ForwardBackward:
         self._frees_output_after_forward = frees_output_after_forward(run)
 
         self._reduces_each_microbatch = run.fsdp_reduce == "microbatch"
-        self._offloaded_gradients: OffloadedGradients | None = None
+        self.offloaded_gradients: OffloadedGradients | None = None
         if self._reduces_each_microbatch and run.job.training.enable_cpu_offload:
-            self._offloaded_gradients = OffloadedGradients(model.whole.parameters())
+            self.offloaded_gradients = OffloadedGradients(model.whole.parameters())
 
     def __call__(self, microbatches: Sequence[Microbatch], global_tokens: Tensor) -> Tensor:
         """Accumulate the gradients of all microbatches and return this rank's part of the loss.
@@ -173,18 +175,18 @@ class ForwardBackward:
             with record_function("forward"):
                 loss = self._forward(microbatch, self.loss_fn, global_tokens)
 
-            if self._offloaded_gradients is not None and i > 0:
+            if self.offloaded_gradients is not None and i > 0:
                 # The CPU adds up the gradients of the previous microbatch while the GPU computes
                 # the forward pass of this one.
-                self._offloaded_gradients.add_latest()
+                self.offloaded_gradients.add_latest()
 
             with record_function("backward"):
                 loss.backward()
             total_loss += loss.detach()
 
         # A single microbatch leaves its gradients in the parameters.
-        if self._offloaded_gradients is not None and len(microbatches) > 1:
-            self._offloaded_gradients.move_sums_to_parameters()
+        if self.offloaded_gradients is not None and len(microbatches) > 1:
+            self.offloaded_gradients.move_sums_to_parameters()
         return total_loss
 
     def _forward(

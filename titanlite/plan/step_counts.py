@@ -349,6 +349,7 @@ class StepFollower(Hook):
         for stage, module in sharded.stages.items():
             _follow_stage(counter, stage, module)
         _follow_loss(counter, train_step, last_stage=max(sharded.stages))
+        _follow_offloaded_gradients(counter, train_step)
 
     def gradients(self, step: int) -> None:
         """Set the memory kind of the gradients, and the location to "gradient norm".
@@ -491,6 +492,26 @@ def _follow_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> No
         return loss
 
     forward_backward.loss_fn = compute_loss_at_location
+
+
+def _follow_offloaded_gradients(counter: Counter, train_step: TrainStep) -> None:
+    """Mark the gradients of each microbatch that CPU offload adds up on the CPU.
+
+    Args:
+        counter: Counter of the step.
+        train_step: Training step of the model.
+    """
+    gradient_sums = train_step.forward_backward.offloaded_gradients
+    if gradient_sums is None:
+        return
+    add_latest = gradient_sums.add_latest
+
+    def mark_and_add_latest() -> None:
+        gradients = [parameter.grad for parameter in train_step.model.parameters()]
+        counter.mark(gradients, OFFLOADED)
+        add_latest()
+
+    gradient_sums.add_latest = mark_and_add_latest
 
 
 @contextmanager
