@@ -25,17 +25,33 @@ torchtitan. To repeat a measurement, run the command below its heading on an idl
 `python benchmarks/performance_page.py` to generate this page again from the files in
 `benchmarks/results/`. [benchmarks/README.md](../../benchmarks/README.md) describes the benchmarks.
 
-## Changes since the measurements
+## Newer measurements
 
-The CPU results on this page were measured on 2026-11-21 and 2026-11-22, on one machine. On
-2026-11-24, training on a single CPU rank became slower: by 3% to 6% in the fp32 benchmark, and by
-about 21% in steps with very few tokens. The reason is that titanlite no longer avoids the copies of
-weights that FSDP2 makes on a single rank; see
+The CPU results below were measured on 2026-11-21 and 2026-11-22, on a machine with AMD EPYC. Since
+2026-11-24, training on a single CPU rank needs more time and memory, because titanlite no longer
+avoids the copies of weights and gradients that FSDP2 makes on a single rank; see
 [Experiments](experiments.md#memory-and-speed-on-a-cpu).
 
-Between commits a29075c and 14be46c, the peak memory of the benchmarks with a vocabulary of 128,256
-tokens grew by a factor of 1.35 in fp32 and 1.25 in bf16. In the other benchmarks, it grew by 1% to
-3%. We measured this with two runs of each commit, side by side.
+On 2026-11-29, we repeated three comparisons with torchtitan 0.2.2 at commit 6f3c662, on a machine
+with Intel Xeon and AMX: `benchmarks/cpu.sh --beside torchtitan --pairs 3`. The table shows the
+median ratios of titanlite to torchtitan. The speed of this machine varied by up to 30% between
+runs.
+
+| one CPU rank | tokens/s | memory | first step |
+|---|---:|---:|---:|
+| fp32 | 1.11 | 0.81 | 0.69 |
+| bf16 | 1.02 | 0.75 | 0.71 |
+| 232 million parameters, bf16 compiled | **0.89** | **1.35** | 0.82 |
+
+On the same machine, we ran commit a5bde48 beside commit a29075c, the last one that avoids the
+copies, on one core each and four times. The table shows the ratios of the newer to the older
+commit.
+
+| one CPU rank | tokens/s | memory |
+|---|---:|---:|
+| bf16 | 0.96 | 1.03 |
+| vocabulary 128,256, fp32 compiled | 0.96 | 1.20 |
+| vocabulary 128,256, bf16 compiled | 0.95 | 1.14 |
 """
 
 # Field of a GPU workload -> its label.
