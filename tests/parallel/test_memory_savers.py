@@ -10,6 +10,7 @@ from train_variants import tiny_run
 from titanlite.checkpoint.live_state import to_local
 from titanlite.config.errors import UserError
 from titanlite.load_run import load_run
+from titanlite.observe.flops import num_params
 from titanlite.observe.gpus import find_gpu
 from titanlite.parallel.fsdp import use_symmetric_memory
 from titanlite.parallel.mesh import build_mesh
@@ -40,6 +41,10 @@ def trace(level: str, options: str = "", world_size: int = 4) -> RankTrace:
 
 def count_gathers(rank_trace: RankTrace) -> int:
     return sum(work.count for work in rank_trace.work if work.op == "all_gather")
+
+
+def count_copied_bytes(rank_trace: RankTrace) -> int:
+    return sum(work.bytes for work in rank_trace.work if work.op == "aten.copy_")
 
 
 def count_flops(rank_trace: RankTrace) -> float:
@@ -167,6 +172,17 @@ def test_only_gradients_that_are_kept_are_allocated_in_the_main_stream(
     trace(level, options)
 
     assert bool(replaced) == is_replaced
+
+
+def test_a_single_rank_does_not_copy_gradients_to_reduce_them(monkeypatch):
+    with_saver = trace("safe", world_size=1)
+    monkeypatch.setattr(f"{SAVERS}.reduce_in_main_stream", lambda *_: None)
+    without_saver = trace("safe", world_size=1)
+
+    saved_bytes = count_copied_bytes(without_saver) - count_copied_bytes(with_saver)
+    # Each fp32 gradient is otherwise read and written once more.
+    assert saved_bytes == 2 * 4 * num_params(tiny_run(LARGE, 1).arch)
+    assert without_saver.reserved - with_saver.reserved >= SEGMENT
 
 
 @pytest.mark.parametrize(

@@ -192,14 +192,20 @@ def reduce_in_main_stream(model: Llama, mesh: DeviceMesh) -> None:
     memory that was allocated for another stream. No additional wait is needed, because FSDP2 makes
     its stream wait for the main stream before it allocates a result.
 
+    On a single rank, the input is the result, so that FSDP2 copies no gradients. This also saves
+    memory and time on a CPU.
+
     Gain: 3.75 GiB of reserved memory. No kernel launches.
     Hazard: If FSDP2 freed a result early, its memory would be used again while the collective still
     writes to it. So call this only if `are_reductions_final` returns True.
-    Test: test_only_gradients_that_are_kept_are_allocated_in_the_main_stream
+    Tests: test_only_gradients_that_are_kept_are_allocated_in_the_main_stream,
+    test_a_single_rank_does_not_copy_gradients_to_reduce_them
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             reduce_scatter: Any = _MainStreamReduceScatter(mesh.device_type)
+            if mesh.size() == 1:
+                reduce_scatter = _SingleRankReduceScatter()
             module.set_custom_reduce_scatter(reduce_scatter)
 
 
@@ -221,6 +227,29 @@ class _MainStreamReduceScatter:
         # torch 2.13 renamed `reduce_scatter_tensor`.
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return reduce_scatter(output_tensor, input_tensor, *args, **kwargs)
+
+
+class _SingleRankReduceScatter:
+    """The reduce-scatter of FSDP2 on a single rank, where the result is the input.
+
+    FSDP2 copies the input to the result instead of calling this object. Copying a tensor to itself
+    does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._input: Tensor | None = None
+
+    def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate the input. FSDP2 allocates the result next, which is the same tensor."""
+        if self._input is None:
+            self._input = torch.empty(*size, dtype=dtype, device=device)
+            return self._input
+        result = self._input
+        self._input = None
+        return result
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> None:
+        raise AssertionError("FSDP2 calls no collectives on a single rank.")
 
 
 def gather_in_main_stream(model: Llama) -> None:

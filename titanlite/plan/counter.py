@@ -74,6 +74,7 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor)
 GET_DEVICE = torch.ops.prim.device.default
 GET_SCALAR = torch.ops.aten._local_scalar_dense.default
 ADD = torch.ops.aten.add.Tensor
+COPY = torch.ops.aten.copy_.default
 
 
 class Location(NamedTuple):
@@ -373,6 +374,8 @@ class Counter(TorchDispatchMode):
         # To infer shapes, DTensor runs operators on fake tensors, which a real step does not run.
         if signature.is_view_or_annotation or self._is_inferring_shapes:
             return result
+        if func is COPY and args[0] is args[1]:
+            return result  # torch does nothing
 
         self._count_allocations(func, args, result)
         # Optional arguments at the end of `args` may be omitted.
