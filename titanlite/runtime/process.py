@@ -133,12 +133,9 @@ def set_up_torch() -> None:
     - TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS: 0, because Inductor always keeps precompiled
       headers in the folder in /tmp, even if another cache folder is set.
     - PYTORCH_ALLOC_CONF: expandable segments, which reduce memory fragmentation on a GPU.
-    - THP_MEM_ALLOC_ENABLE: 1, so that torch requests huge pages for large tensors on a CPU (Linux
-      only). Training then takes less time and memory.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(_make_private_cache(), "inductor")
