@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -24,7 +25,7 @@ from titanlite.config.options import (
     Options,
     parse_options_and_job,
 )
-from titanlite.config.run import Run
+from titanlite.config.run import Run, with_keys
 from titanlite.config.schema import parse_tokens
 from titanlite.load_run import load_run, read_world_size
 from titanlite.observe.forecast import Forecast, TrainingTime
@@ -34,7 +35,7 @@ from titanlite.rules import check_warmup
 from titanlite.runtime.logging import note
 
 if TYPE_CHECKING:
-    from titanlite.plan.advice import Apply
+    from titanlite.plan.advice import SearchResult
 
 _MAX_LISTED = 10  # number of search results to print
 
@@ -77,48 +78,41 @@ def main(argv: Sequence[str]) -> None:
     """
     options, words = parse_options_and_job(PlanOptions, argv, "plan")
     tokens = None if options.tokens is None else _parse_tokens(options.tokens)
-    if options.write is not None:
-        _check_new_file(options.write)
-    run = load_run(words, options.world_size or read_world_size(), trains=False)
-    if options.write is not None:
-        _check_not_shortened(options.write, run)
+    run = _load_run(options, words)
 
     # Handle SIGTERM like Ctrl-C, which also ends the worker processes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # Some libraries print when they are imported, which would mix with the JSON object of --json.
     stdout = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
-        result = _estimate_or_search(options, run, tokens, stdout)
+        device = _choose_device(options, run.world_size)
+        if device.cpu:  # then CPU offload would not save memory
+            run = with_keys(run, {"training.enable_cpu_offload": False})
+        if options.search or options.write is not None:
+            result = _search(options, run, device, tokens)
+        else:
+            result = _estimate(options, run, device, tokens, stdout)
     if result:
         print(result)
 
 
-def _estimate_or_search(options: PlanOptions, run: Run, tokens: int | None, stdout: TextIO) -> str:
-    """Estimate a job, or search for faster jobs, and return the text to print at the end.
+def _load_run(options: PlanOptions, words: Sequence[str]) -> Run:
+    """Load the run to plan. With --write, also check that a job file can be written for it.
 
     Args:
         options: Options of the command.
-        run: The run to estimate.
-        tokens: Number of tokens of the whole training run, or None if --tokens is not set.
-        stdout: Stream on which the estimate of a job is printed as soon as it is known.
+        words: Command-line options of the job.
+
+    Raises:
+        UserError: If the job is invalid, or no job file can be written for it.
     """
-    device = _choose_device(options, run.world_size)
-
-    # Import the planner, which is slow, before the worker processes fork.
-    from titanlite.plan import advice
-
-    if device.cpu:  # then CPU offload would not save memory
-        run = advice.with_keys(run, {"training.enable_cpu_offload": False})
-
-    # Trace in parallel if there are many jobs, or many pipeline stages, to trace.
-    is_search = options.search or options.write is not None
-    is_parallel = is_search or run.degrees.pipeline > 2
-    with workers() if is_parallel else contextlib.nullcontext() as pool:
-        map_function = map if pool is None else pool.map
-        if is_search:
-            return _search(options, run, device, tokens, map_function)
-        plan = _estimate(options, run, device, tokens, map_function, stdout)
-    return plan.model_dump_json() if options.as_json else _format_advice(run, plan)
+    if options.write is not None:
+        _check_new_file(options.write)
+    run = load_run(words, options.world_size or read_world_size(), trains=False)
+    if options.write is not None:
+        # A preview that ends during its warmup can be planned, but its job file would be invalid.
+        _check_not_shortened(options.write, run)
+    return run
 
 
 def _parse_tokens(text: str) -> int:
@@ -163,45 +157,47 @@ def _check_not_shortened(path: Path, run: Run) -> None:
 
 
 def _estimate(
-    options: PlanOptions,
-    run: Run,
-    device: Gpu,
-    tokens: int | None,
-    map_function: Apply,
-    stdout: TextIO,
-) -> Forecast:
+    options: PlanOptions, run: Run, device: Gpu, tokens: int | None, stdout: TextIO
+) -> str:
     """Estimate the memory and time of a job, and search for changes that improve the job.
 
-    The search takes longer than the estimate. Unless --json is set, print the estimate before it.
+    The search takes longer than the estimate. Unless --json is set, print the estimate before the
+    search starts.
 
     Args:
         options: Options of the command.
         run: The run to estimate.
         device: GPU or CPU of each rank.
         tokens: Number of tokens of the whole training run, or None if --tokens is not set.
-        map_function: `map`, or the `map` method of a process pool to trace in parallel.
         stdout: Stream for the estimate.
 
     Returns:
-        The estimate, together with the changes that make the job fit into memory, or the largest
-        batch size if it fits.
+        The changes as text; see `_format_advice`. With --json, the estimate and the changes as one
+        JSON object.
     """
-    from titanlite.plan import advice
+    from titanlite.plan import advice  # slow, so import it before the worker processes fork
 
     def print_estimate(forecast: Forecast) -> None:
-        if not options.as_json:
-            text = _format_forecast(run, _add_training_time(forecast, tokens))
-            print(text, file=stdout, flush=True)
+        text = _format_forecast(run, _add_training_time(forecast, tokens))
+        print(text, file=stdout, flush=True)
 
-    plan = advice.make_plan(
+    make_plan = partial(
+        advice.make_plan,
         run,
         device,
         quick=options.quick,
         remedies=options.remedies,
-        show=print_estimate,
-        map_function=map_function,
+        show=None if options.as_json else print_estimate,
     )
-    return _add_training_time(plan, tokens)
+    if run.degrees.pipeline > 2:  # trace the many stages in parallel
+        with workers() as pool:
+            plan = make_plan(map_function=pool.map)
+    else:
+        plan = make_plan()
+
+    if options.as_json:
+        return _add_training_time(plan, tokens).model_dump_json()
+    return _format_advice(run, plan)
 
 
 def _format_advice(run: Run, forecast: Forecast) -> str:
@@ -223,9 +219,7 @@ def _format_advice(run: Run, forecast: Forecast) -> str:
     return f"Largest training.local_batch_size that fits: {largest} (now {current})."
 
 
-def _search(
-    options: PlanOptions, run: Run, device: Gpu, tokens: int | None, map_function: Apply
-) -> str:
+def _search(options: PlanOptions, run: Run, device: Gpu, tokens: int | None) -> str:
     """Search for variants of a job that fit into memory, and list the fastest.
 
     With --write, also write the fastest variant as a job file, without the section [job].
@@ -235,7 +229,6 @@ def _search(
         run: The run to change.
         device: GPU or CPU of each rank.
         tokens: Number of tokens of the whole training run, or None if --tokens is not set.
-        map_function: `map`, or the `map` method of a process pool to trace in parallel.
 
     Returns:
         The fastest variants as a table, or as JSON with --json.
@@ -243,26 +236,43 @@ def _search(
     Raises:
         UserError: If no variant fits.
     """
-    from titanlite.plan import advice
+    from titanlite.plan import advice  # slow, so import it before the worker processes fork
 
-    variants, num_traced, num_candidates = advice.search(run, device, map_function)
-    if not variants:
+    with workers() as pool:
+        result = advice.search(run, device, pool.map)
+    if not result.variants:
         raise UserError(
-            f"None of {num_traced} jobs fits. Use more or larger devices, or a smaller model."
+            f"None of {result.num_traced} jobs fits. "
+            "Use more or larger devices, or a smaller model."
         )
-    if options.write:
-        fastest_settings, _ = variants[0]
-        job = advice.with_keys(run, fastest_settings).job
-        write_output(options.write, dump_config(job, without=("job",)).encode())
 
+    if options.write:
+        fastest_settings, _ = result.variants[0]
+        job = with_keys(run, fastest_settings).job
+        write_output(options.write, dump_config(job, without=("job",)).encode())
+    devices = f"{run.world_size} x {device.name}"
+    return _format_search(result, devices, tokens, options.as_json)
+
+
+def _format_search(result: SearchResult, devices: str, tokens: int | None, as_json: bool) -> str:
+    """Format the fastest variants of a job as a table, or as a JSON object.
+
+    Args:
+        result: Result of the search.
+        devices: Number and name of the devices, such as "8 x H100".
+        tokens: Number of tokens of the whole training run, or None if --tokens is not set.
+        as_json: Return a JSON object.
+    """
+    from titanlite.plan.advice import format_options
+
+    variants, num_traced, num_candidates = result
     best = []
     for settings, forecast in variants[:_MAX_LISTED]:
-        best.append((advice.format_options(settings), _add_training_time(forecast, tokens)))
+        best.append((format_options(settings), _add_training_time(forecast, tokens)))
 
-    if options.as_json:
+    if as_json:
         objects = [{"options": words, **forecast.model_dump()} for words, forecast in best]
         return json.dumps({"traced": num_traced, "candidates": num_candidates, "best": objects})
-    devices = f"{run.world_size} x {device.name}"
     title = f"Fastest of {num_traced} traced jobs (of {num_candidates} candidates) on {devices}"
     return f"{title}\n\n{_format_variants(best)}"
 
