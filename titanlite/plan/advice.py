@@ -98,9 +98,10 @@ def make_plan(
 def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) -> int | None:
     """Search for the largest training.local_batch_size that fits into memory.
 
-    Memory is linear in the batch size. The line through the two largest sizes traced so far
-    predicts the largest size that fits. The search traces this size next, and ends if it was traced
-    before. For example, if sizes 1 and 4 take 20 and 50 of 80 GiB, the next size is 7.
+    Memory is linear in the batch size. The line through the two largest traced sizes predicts the
+    largest size that fits. The search traces the predicted size and predicts again, until the
+    prediction is a size that it has traced. For example, if sizes 1 and 4 take 20 and 50 of 80 GiB,
+    the prediction is 7. If the trace of size 7 takes 80 GiB, the prediction remains 7.
 
     Returns:
         The largest traced size, in sequences, that fits into memory, or None if none fits.
@@ -113,17 +114,15 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) 
     min_linear_size = math.ceil(TOKENS_OF_FULL_CHUNKS * context / training.seq_len)
 
     plans = {training.local_batch_size: plan}
-    size = max(2 * training.local_batch_size, min_linear_size)
-    while len(plans) < MAX_TRACED_BATCHES:
-        is_traced = size in plans
-        can_trace = 0 < size <= max_size
-        if is_traced or not can_trace:
+    next_size = max(2 * training.local_batch_size, min_linear_size)
+    while len(plans) < MAX_TRACED_BATCHES and next_size not in plans:
+        if not 0 < next_size <= max_size:
             break
-        new_plan = _trace_batch_size(run, size, gpu, map_function)
-        if new_plan is None:
+        new_plan = _trace_batch_size(run, next_size, gpu, map_function)
+        if new_plan is None:  # this size cannot be traced
             break
-        plans[size] = new_plan
-        size = _extrapolate_batch_size(plans, gpu.memory)
+        plans[next_size] = new_plan
+        next_size = _extrapolate_batch_size(plans, gpu.memory)
 
     fitting_sizes = [size for size, traced in plans.items() if traced.fits]
     return max(fitting_sizes, default=None)
@@ -177,7 +176,7 @@ def _extrapolate_batch_size(plans: Mapping[int, Forecast], memory: int) -> int:
 
 
 def find_remedies(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) -> tuple[str, ...]:
-    """Find changes of the job that save memory and make a run fit into GPU memory.
+    """Find changes that reduce the memory of a run so that it fits into GPU memory.
 
     Combinations of changes are traced only if no single change is sufficient.
 
@@ -194,6 +193,8 @@ def find_remedies(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) -> tu
     for candidates in (_list_single_remedies(run), _list_combined_remedies(run)):
         text = f"Tracing {len(candidates)} changes that take less memory"
         changes: list[str] = []
+        # `_trace_candidates` returns only changes with which the run fits. If the run fits without
+        # them, some may even need more memory.
         for settings, new_plan in _trace_candidates(run, candidates, gpu, map_function, text):
             saves_memory = new_plan.needs < plan.needs
             if saves_memory:
@@ -660,11 +661,12 @@ def _guess_fsdp(run: Run) -> list[Work]:
     degrees = run.degrees
     num_blocks = _count_blocks(run)
     num_weights = _count_weights(run)
-    weight_bytes = num_weights * (1 if run.job.float8.enable else 2)  # FP8 or bfloat16
+    bytes_per_weight = 1 if run.job.float8.enable else 2  # FP8 or bfloat16
     gradient_bytes = 4 * num_weights  # float32
 
-    # Tensor parallel ranks are neighbors, so the ranks of an FSDP group are `tensor` ranks apart.
-    # `span`, the distance from the first to the last rank, decides how many nodes a group uses.
+    # A group shards the weights over `num_shards` ranks. Two consecutive ranks of the group are
+    # `tensor` ranks apart, because tensor parallel ranks are neighbors. `span`, the distance from
+    # the first to the last rank, decides how many nodes the group uses.
     num_shards = degrees.shard * degrees.context
     shard_group = Group("fsdp", size=num_shards, span=num_shards * degrees.tensor)
     replicate_group = Group("replicate", size=degrees.replicate, span=run.world_size)
@@ -672,16 +674,30 @@ def _guess_fsdp(run: Run) -> list[Work]:
     # All weights are gathered for the forward and the backward pass of each microbatch. With a
     # pipeline, they stay gathered during all microbatches.
     num_passes = 2 if degrees.pipeline > 1 else 2 * run.microbatches
-    # Assume that all gradients are reduced to shards once per step. HSDP then adds up the shards of
-    # all replicas.
-    collectives = (  # with their number and total bytes
-        ("all_gather", shard_group, num_passes * num_blocks, num_passes * weight_bytes),
-        ("reduce_scatter", shard_group, num_blocks, gradient_bytes),
-        ("all_reduce", replicate_group, num_blocks, gradient_bytes / num_shards),
-    )
+    # Assume that all gradients are reduced to shards once per step. HSDP then adds up the gradients
+    # of all replicas with an all-reduce, in which each rank has only one shard of the gradients.
     return [
-        Work("backward", op, group=group, count=int(count), bytes=int(num_bytes))
-        for op, group, count, num_bytes in collectives
+        Work(
+            "backward",
+            "all_gather",
+            group=shard_group,
+            count=int(num_passes * num_blocks),
+            bytes=int(num_passes * num_weights * bytes_per_weight),
+        ),
+        Work(
+            "backward",
+            "reduce_scatter",
+            group=shard_group,
+            count=int(num_blocks),
+            bytes=int(gradient_bytes),
+        ),
+        Work(
+            "backward",
+            "all_reduce",
+            group=replicate_group,
+            count=int(num_blocks),
+            bytes=int(gradient_bytes / num_shards),
+        ),
     ]
 
 
