@@ -248,25 +248,36 @@ def _empty_like(tensor: Any) -> Any:
     )
 
 
-def _partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
+def _partition(
+    joint: GraphModule, inputs: Sequence[Any], **options: Any
+) -> tuple[GraphModule, GraphModule]:
     """Divide a graph of both passes into a forward and a backward graph, as Inductor does.
 
-    Save the result of flex attention for the backward pass, unless activation checkpointing
-    recomputes it.
+    `aot_function` calls this after it has traced both passes into one graph. Also mark the results
+    of flex attention in `joint` to be saved.
 
     Args:
         joint: Graph of the forward and the backward pass.
         inputs: Example inputs of the graph.
-        options: Further options of the torch partitioner.
+        options: Further options of the torch partitioner, such as `num_fwd_outputs`.
     """
-    for node in joint.graph.nodes:
+    _save_flex_attention(joint.graph)
+    return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
+
+
+def _save_flex_attention(graph: Graph) -> None:
+    """Mark the results of flex attention to be saved for the backward pass.
+
+    If activation checkpointing recomputes flex attention, change nothing. The torch partitioner
+    reads the marks, which are in the metadata of the nodes.
+    """
+    for node in graph.nodes:
         must_recompute = node.meta.get("recompute") == CheckpointPolicy.MUST_RECOMPUTE
         if node.target is FLEX_ATTENTION and not must_recompute:
-            items = node.users  # the node returns a tuple, and other nodes use only its items
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            for item in items:
-                item.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
+            # The result of the node is a tuple, and all its users only take a tensor from it. The
+            # partitioner saves tensors, but no tuples, so the users need the mark as well.
+            for saved in (node, *node.users):
+                saved.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _checkpoint(function: Function, *inputs: Any, **options: Any) -> Any:
@@ -314,14 +325,14 @@ class _Kernel(NamedTuple):
 
     Attributes:
         node: Graph node that the kernel computes.
-        reads: Nodes that allocate the memory that the kernel reads. Views allocate none.
+        input_bases: Nodes that allocate the memory that the kernel reads. Views allocate none.
         is_generated: Whether the compiler generates the kernel. If so, the planner only allocates
             its result instead of running it.
         num_bytes: Bytes that a generated kernel reads and writes. 0 for other kernels.
     """
 
     node: Node
-    reads: set[Node]
+    input_bases: set[Node]
     is_generated: bool
     num_bytes: int = 0
 
@@ -381,8 +392,8 @@ def _schedule_kernels(graph: Graph) -> tuple[list[_Kernel], dict[Node, list[Node
     bases = _find_bases(nodes)
     returned_bases = {bases[node] for node in output.all_input_nodes}
     stored = _find_stored(nodes, bases) | returned_bases | inputs
-    reads = _find_reads(nodes, bases, stored)
-    kernels = _list_kernels(reads, stored)
+    stored_inputs = _find_stored_inputs(nodes, bases, stored)
+    kernels = _list_kernels(nodes, stored, stored_inputs)
     return kernels, _find_freed(kernels, bases, returned_bases)
 
 
@@ -457,37 +468,43 @@ def _find_stored(nodes: Sequence[Node], bases: Mapping[Node, Node]) -> set[Node]
     return stored
 
 
-def _list_kernels(reads: Mapping[Node, set[Node]], stored: set[Node]) -> list[_Kernel]:
+def _list_kernels(
+    nodes: Sequence[Node], stored: set[Node], stored_inputs: Mapping[Node, set[Node]]
+) -> list[_Kernel]:
     """List the kernels that compute the stored values of a graph, in the order in which they run.
 
     Library kernels, such as matmuls, run as they are. The compiler generates all other kernels, and
     fuses those between two library kernels, so that they access the memory of each value once.
-    Only the first of them that reads or writes a value counts its bytes. For example, in
+
+    Only the first generated kernel that reads or writes a value counts its bytes. For example, in
     `b = a + 1; c = a * b`, the kernel of `b` counts `a` and `b`, and the kernel of `c` counts `c`.
 
     Args:
-        reads: Nodes of the graph in order -> stored values that a kernel must read to compute them.
+        nodes: Nodes of the graph in order, without its output.
         stored: Nodes whose values are written to memory.
+        stored_inputs: Node -> stored values that a kernel must read to compute the node.
     """
     kernels: list[_Kernel] = []
-    accessed: set[Node] = set()  # by generated kernels since the last library kernel
-    for node, inputs in reads.items():
+    counted: set[Node] = set()  # values whose bytes count since the last library kernel
+    for node in nodes:
         # A value that is not stored has no kernel: the kernels that use it compute it.
         has_kernel = node.op == "call_function" and (node in stored or _is_copy(node))
         if not has_kernel:
             continue
+
+        inputs = stored_inputs[node]
         if _has_library_kernel(node):
             kernels.append(_Kernel(node, inputs, is_generated=False))
-            accessed = set()
+            counted.clear()  # later kernels are not fused with earlier ones
         else:
-            newly_accessed = {node, *inputs} - accessed
-            num_bytes = sum(_bytes_of(value) for value in newly_accessed)
+            uncounted = {node, *inputs} - counted
+            num_bytes = sum(_bytes_of(value) for value in uncounted)
             kernels.append(_Kernel(node, inputs, is_generated=True, num_bytes=num_bytes))
-            accessed |= newly_accessed
+            counted |= uncounted
     return kernels
 
 
-def _find_reads(
+def _find_stored_inputs(
     nodes: Sequence[Node], bases: Mapping[Node, Node], stored: set[Node]
 ) -> dict[Node, set[Node]]:
     """Map each node to the stored values that a kernel must read to compute it.
@@ -500,15 +517,17 @@ def _find_reads(
         bases: Node -> node that allocates its memory. For a view, this is the viewed node.
         stored: Nodes whose values are written to memory.
     """
-    reads: dict[Node, set[Node]] = {}
+    stored_inputs: dict[Node, set[Node]] = {}
     for node in nodes:
-        reads[node] = set()
+        inputs: set[Node] = set()
         for source in node.all_input_nodes:
-            if bases[source] in stored:
-                reads[node].add(bases[source])
+            base = bases[source]
+            if base in stored:
+                inputs.add(base)
             else:  # the kernel computes the source again
-                reads[node] |= reads[source]
-    return reads
+                inputs |= stored_inputs[source]
+        stored_inputs[node] = inputs
+    return stored_inputs
 
 
 def _find_freed(
@@ -516,16 +535,18 @@ def _find_freed(
 ) -> dict[Node, list[Node]]:
     """Map the node of each kernel to the nodes whose memory can be freed after it.
 
-    This is memory that no later kernel uses, and that no result of the graph uses.
+    This is memory that no later kernel uses, and that no result of the graph uses. The base of a
+    node is the node that allocates its memory: the node itself, unless it is a view or a copy into
+    an existing tensor. Only bases are freed.
 
     Args:
         kernels: Kernels in the order in which they run.
-        bases: Node -> node that allocates its memory. For a view, this is the viewed node.
-        returned_bases: Nodes that allocate the memory of the results of the graph.
+        bases: Node -> its base.
+        returned_bases: Bases of the results of the graph.
     """
     last_users: dict[Node, Node] = {}  # base -> node of the last kernel that uses its memory
     for kernel in kernels:
-        for base in (*kernel.reads, bases[kernel.node]):
+        for base in (*kernel.input_bases, bases[kernel.node]):
             last_users[base] = kernel.node
 
     freed_after: dict[Node, list[Node]] = {kernel.node: [] for kernel in kernels}
