@@ -160,6 +160,8 @@ class Allocation(NamedTuple):
 
 
 LogEntry = tuple[Location, Work | Allocation]
+ShapeAndFlops = tuple[tuple[int, ...], int]
+"""`shape` and `flops` of a `Work`."""
 
 
 class _GradientSum(NamedTuple):
@@ -250,7 +252,7 @@ class Counter(TorchDispatchMode):
                     self.kinds[number] = kind
 
     def start_recording(self, name: Any) -> None:
-        """Record all further log entries under `name`, so that they can be appended again.
+        """Record all further log entries under `name`, so that they can be repeated.
 
         This ends the previous recording, and replaces an earlier one of the same name.
         """
@@ -261,12 +263,12 @@ class Counter(TorchDispatchMode):
         """End the current recording."""
         self._recording = None
 
-    def append_recording(self, name: Any) -> None:
+    def repeat_recording(self, name: Any) -> None:
         """Append the log entries that were recorded under `name` to the log, if there are any."""
         self.log += self._recordings.get(name, ())
 
     @contextmanager
-    def recording(self, name: Any) -> Iterator[None]:
+    def record_separately(self, name: Any) -> Iterator[None]:
         """Record all log entries within this context under `name`.
 
         If another recording is in progress, pause it during this context.
@@ -354,45 +356,49 @@ class Counter(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.is_view:
             # Operators such as `reshape`, which return a view or a copy, only call simpler ones.
-            # torch disables this mode during this method. Enable it again, to count these calls.
+            # torch disables a dispatch mode while the mode handles an operator. Enable this one
+            # again, so that it receives and counts the simpler operators.
             with self:
                 result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
+            if result is not NotImplemented:  # otherwise, `func` calls no other operators
                 return result
-
         return self._run_and_count(func, args, kwargs)
 
     def _run_and_count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operator, log its allocations and its work, and return its result."""
         if self._pending_sum is not None:
-            # The sum of two gradients needs its own memory, because the first one is still in use.
+            # The first gradient of this sum is still in use, so the sum needs memory; see
+            # `_count_allocations`.
             self._register_storage(self._pending_sum.result)
             self._pending_sum = None
 
         result = func(*args, **kwargs)
         signature = _signature(func)
+        copies_nothing = func is COPY and args[0] is args[1]
         # To infer shapes, DTensor runs operators on fake tensors, which a real step does not run.
-        if signature.is_view_or_annotation or self._is_inferring_shapes:
+        if signature.is_view_or_annotation or copies_nothing or self._is_inferring_shapes:
             return result
-        if func is COPY and args[0] is args[1]:
-            return result  # torch does nothing
 
         self._count_allocations(func, args, result)
         # Optional arguments at the end of `args` may be omitted.
         arguments = {**dict(zip(signature.accesses, args, strict=False)), **kwargs}
-        if signature.name in FSDP_KINDS:
-            tensors = _find_tensors(list(arguments.values()))
-            self.mark(tensors, FSDP_KINDS[signature.name], overwrite=False)
+        fsdp_kind = FSDP_KINDS.get(signature.name)
+        if fsdp_kind is not None:
+            self.mark(_find_tensors(list(arguments.values())), fsdp_kind, overwrite=False)
+        self._count_work(signature, arguments, result)
+        return result
 
+    def _count_work(self, signature: _Signature, arguments: dict[str, Any], result: Any) -> None:
+        """Log the collective or the kernel that an operator has launched, if there is one."""
+        phase = self.location.phase
         collective = _collective_name(signature.name)
         if collective is not None:
+            values = arguments.values()
             # The largest tensor is the full one. The others may be shards of it.
-            num_bytes = max(bytes_of(value) for value in (*args, result))
-            group = self._find_group(args)
-            self._append(Work(self.location.phase, collective, group=group, bytes=num_bytes))
+            num_bytes = max(bytes_of(value) for value in (*values, result))
+            self._append(Work(phase, collective, group=self._find_group(values), bytes=num_bytes))
         elif signature.launches_kernel:
-            self._append(_describe_kernel(self.location.phase, signature, arguments, result))
-        return result
+            self._append(_describe_kernel(phase, signature, arguments, result))
 
     def _count_allocations(self, func: Any, args: Any, result: Any) -> None:
         """Log the allocation of each new tensor in the result of an operator.
@@ -417,7 +423,7 @@ class Counter(TorchDispatchMode):
         """
         return self.location.phase == "backward" and not torch.is_grad_enabled()
 
-    def _find_group(self, args: Sequence[Any]) -> Group | None:
+    def _find_group(self, args: Iterable[Any]) -> Group | None:
         """Find the process group of a collective in the arguments of its operator.
 
         The arguments contain the group as an object, or its name. Return None if the group is
@@ -619,7 +625,7 @@ def _count_traffic(signature: _Signature, arguments: Mapping[str, Any], result: 
     return num_bytes
 
 
-def _count_flops(op: str, arguments: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
+def _count_flops(op: str, arguments: Mapping[str, Any]) -> ShapeAndFlops:
     """Return the shape and the FLOPs of a matmul or an attention operator.
 
     The shape is (m, k, n) or (batch, heads, queries, keys, head_dim). Other operators have the
@@ -639,12 +645,15 @@ def _count_flops(op: str, arguments: Mapping[str, Any]) -> tuple[tuple[int, ...]
     if op in VARLEN_OPS:
         return _count_varlen_flops(op, arguments)
     if "_scaled_dot_product" in op:
-        return _count_sdpa_flops(op, arguments)
+        return _count_attention_flops(op, arguments)
     return (), 0
 
 
-def _count_sdpa_flops(op: str, arguments: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
-    """Count the FLOPs of causal scaled dot-product attention, or of flex attention.
+def _count_attention_flops(op: str, arguments: Mapping[str, Any]) -> ShapeAndFlops:
+    """Count the FLOPs of scaled dot-product attention or flex attention with a causal mask.
+
+    In a trace, `FLEX_OPS` represent flex attention. Their argument `scale` is the sliding window in
+    tokens, or 0 for no window; see `simulate._flex_attention`.
 
     Args:
         op: Operator without "aten::", forward or backward.
@@ -656,20 +665,20 @@ def _count_sdpa_flops(op: str, arguments: Mapping[str, Any]) -> tuple[tuple[int,
     batch, heads, num_queries, head_dim = arguments["query"].shape
     num_keys = arguments["key"].shape[2]
     if op in FLEX_OPS:
-        # The operator represents flex attention, and `scale` its sliding window; see
-        # `simulate._flex_attention`. The queries are spread over the whole sequence, as in context
-        # parallelism.
+        # Context parallelism spreads the queries of a rank over the whole sequence. So they attend
+        # to as many keys, on average, as all queries of the sequence.
         window = int(arguments.get("scale") or num_keys)
         mean_visible_keys = _mean_visible_keys(num_keys, window)
     else:
-        # The queries are the last tokens. The first query attends only to the keys before
-        # the queries, and the last one attends to all keys.
-        mean_visible_keys = num_keys - Fraction(num_queries, 2)
+        # The queries are the last tokens. The first query attends to all keys before the queries,
+        # and the last query to all keys. Take the mean of both.
+        num_earlier_keys = num_keys - num_queries
+        mean_visible_keys = Fraction(num_earlier_keys + num_keys, 2)
     shape = (batch, heads, num_queries, num_keys, head_dim)
     return shape, _attention_flops(op, shape, mean_visible_keys)
 
 
-def _count_varlen_flops(op: str, arguments: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
+def _count_varlen_flops(op: str, arguments: Mapping[str, Any]) -> ShapeAndFlops:
     """Count the FLOPs of variable-length attention.
 
     The lengths of documents are unknown, because fake tensors have no values. So each sequence

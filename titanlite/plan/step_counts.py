@@ -388,9 +388,10 @@ def _follow_stage(counter: Counter, stage: int, module: Llama) -> None:
     """
 
     def start_microbatch(*_: Any) -> None:
-        # Log where a microbatch starts, because the work of one is counted again for skipped ones.
+        # `count_step` does not run all microbatches. It uses these positions in the log to find the
+        # work of one microbatch, and counts it again for each microbatch that did not run.
         counter.forward_starts.append(len(counter.log))
-        # The location of operators between the parts below, which set their own.
+        # This applies to operators outside of the parts below, which set the location themselves.
         counter.location = Location(phase="forward", name="forward", stage=stage)
 
     module.register_forward_pre_hook(start_microbatch, prepend=True)
@@ -409,20 +410,24 @@ def _follow_stage(counter: Counter, stage: int, module: Llama) -> None:
 def _follow_unsharded_parameters(counter: Counter, part: nn.Module) -> None:
     """Register hooks that mark the memory of the unsharded parameters and gradients of a module.
 
-    For example, the kind of memory of its gradients becomes "gradients". FSDP creates unsharded
-    parameters when the module runs for the first time, so the hooks of their gradients are
-    registered at the start of a forward pass.
+    FSDP creates the unsharded parameters when the module runs for the first time. So a hook marks
+    them at the start of each forward pass, and registers another hook that marks their gradients.
+
+    All marks keep the kind of memory that was marked before. For example, a parameter that FSDP
+    does not copy on a single rank remains one of the weights.
 
     Args:
         counter: Counter of the step.
         part: A module of the model.
     """
-    hooked_ids = set[int]()  # `id` of each parameter whose gradient has a hook
+    # `id` of each parameter whose gradient has a hook. FSDP keeps unsharded parameters for all
+    # steps, and only frees and allocates their memory, so no id is used twice.
+    hooked_ids = set[int]()
 
     def mark_gradient(parameter: Tensor) -> None:
         counter.mark([parameter.grad], "gradients", overwrite=False)
 
-    def start_forward(module: nn.Module, _inputs: Any) -> None:
+    def mark_parameters(module: nn.Module, _inputs: Any) -> None:
         parameters = list(module.parameters())
         counter.mark(parameters, "unsharded parameters", overwrite=False)
         for parameter in parameters:
@@ -430,7 +435,7 @@ def _follow_unsharded_parameters(counter: Counter, part: nn.Module) -> None:
                 parameter.register_post_accumulate_grad_hook(mark_gradient)
                 hooked_ids.add(id(parameter))
 
-    part.register_forward_pre_hook(start_forward)
+    part.register_forward_pre_hook(mark_parameters)
 
 
 def _follow_part(counter: Counter, part: nn.Module, location: Location) -> None:
@@ -469,7 +474,7 @@ def _follow_backward(counter: Counter, result: Tensor, location: Location) -> No
 
 
 def _follow_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> None:
-    """Wrap the loss function, so that its memory and work are counted at the location "loss".
+    """Replace the loss function of a training step by one that also sets the location "loss".
 
     Args:
         counter: Counter of the step.
@@ -478,17 +483,20 @@ def _follow_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> No
     """
     forward_backward = train_step.forward_backward
     compute_loss = forward_backward.loss_fn
-    location = Location(phase="forward", name="loss", stage=last_stage)
+    loss_location = Location(phase="forward", name="loss", stage=last_stage)
 
     def compute_loss_at_location(
         hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor
     ) -> Tensor:
-        counter.mark([scale], "loss")  # belongs to the loss, but was allocated before this call
-        counter.location = location
+        # The kind of this memory was guessed from the location of the caller, which allocated it.
+        counter.mark([scale], "loss")
+
+        counter.location = loss_location
         loss = compute_loss(hidden, weight, labels, scale)
-        _follow_backward(counter, loss, location)
+        _follow_backward(counter, loss, loss_location)
+
         # The forward pass may continue after the loss, but not in a part of the model.
-        counter.location = location._replace(name="forward")
+        counter.location = loss_location._replace(name="forward")
         return loss
 
     forward_backward.loss_fn = compute_loss_at_location
@@ -496,6 +504,9 @@ def _follow_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> No
 
 def _follow_offloaded_gradients(counter: Counter, train_step: TrainStep) -> None:
     """Mark the gradients of each microbatch that CPU offload adds up on the CPU.
+
+    To do so, replace the method of the training step that adds them up and removes them from the
+    parameters.
 
     Args:
         counter: Counter of the step.
@@ -520,8 +531,8 @@ def _follow_pipeline(
 ) -> Iterator[None]:
     """Wrap the methods of pipeline stages that run, send or receive a microbatch, to skip some.
 
-    A skipped microbatch computes nothing. Instead, the log entries of an earlier microbatch are
-    appended to the log again.
+    Within this context, a skipped microbatch computes nothing. Instead, the log entries of an
+    earlier microbatch are appended to the log again.
 
     Args:
         counter: Counter of the step.
@@ -531,23 +542,21 @@ def _follow_pipeline(
     follower = _PipelineFollower(counter, skipped, last_loss=torch.zeros(()))
     with ExitStack() as stack:
         for stage in stages:
-            methods = dict(UNANIMOUS_SHAPE_VOTE)  # the other ranks do not exist, so none can vote
-            for name in PIPELINE_ACTIONS:
-                methods[name] = partial(follower.run_action, stage, name, getattr(stage, name))
-            for name in PIPELINE_RECEIVES:
-                methods[name] = partial(follower.run_receive, stage, name, getattr(stage, name))
-            stack.enter_context(override(stage, **methods))
+            stack.enter_context(override(stage, **follower.list_replacements(stage)))
         yield
 
 
 @dataclass
 class _PipelineFollower:
-    """Records the log entries of each method of a pipeline stage, or appends them again.
+    """Replaces methods of pipeline stages, to record their log entries and skip microbatches.
+
+    A replacement calls the original method, and records what it logs. For a skipped microbatch, it
+    appends the latest recording to the log instead. So the log has the memory and work of all
+    microbatches, although only some of them run.
 
     Attributes:
         counter: Counter of the step.
-        skipped: Indices of microbatches for which no method is called. The log entries of an
-            earlier microbatch are appended again for them.
+        skipped: Indices of the skipped microbatches.
         last_loss: Loss of the last microbatch that ran, and of the skipped ones after it.
     """
 
@@ -555,7 +564,16 @@ class _PipelineFollower:
     skipped: range
     last_loss: Tensor
 
-    def run_action(
+    def list_replacements(self, stage: PipelineStage) -> dict[str, Any]:
+        """Return the name of each method to replace -> the function that replaces it."""
+        replacements = dict(UNANIMOUS_SHAPE_VOTE)  # the other ranks do not exist, so none can vote
+        for name in PIPELINE_ACTIONS:
+            replacements[name] = partial(self._run_action, stage, name, getattr(stage, name))
+        for name in PIPELINE_RECEIVES:
+            replacements[name] = partial(self._run_receive, stage, name, getattr(stage, name))
+        return replacements
+
+    def _run_action(
         self,
         stage: PipelineStage,
         name: str,
@@ -564,54 +582,60 @@ class _PipelineFollower:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Call a method of a pipeline stage, and record all log entries until the next call.
-
-        For a skipped microbatch, do not call it. Append the log entries of the last call again, and
-        return a result that the pipeline schedule accepts.
+        """Call a method that computes or sends, and record all log entries until the next call.
 
         Args:
             stage: The pipeline stage.
             name: Name of the method, one of `PIPELINE_ACTIONS`.
             method: The original method.
-            microbatch: Index of the microbatch.
+            microbatch: Index of the microbatch. If it is skipped, `method` is not called.
             args: Further arguments of the method.
             kwargs: Keyword arguments of the method.
         """
-        action = (name, stage.stage_index)
-        returns_loss = name == "forward_one_chunk" and stage.is_last
         self.counter.location = Location(PIPELINE_ACTIONS[name], "stage", stage.stage_index)
         if microbatch in self.skipped:
-            self.counter.stop_recording()
-            self.counter.append_recording(action)
-            if returns_loss:
-                return self.last_loss
-            if name.endswith("send_ops"):
-                return []  # nothing to send
-            return None
+            return self._skip_action(stage, name)
 
-        self.counter.start_recording(action)
+        self.counter.start_recording((name, stage.stage_index))
         result = method(microbatch, *args, **kwargs)
-        if returns_loss:
+        if name == "forward_one_chunk" and stage.is_last:
             self.last_loss = result.detach()
         return result
 
-    def run_receive(
+    def _skip_action(self, stage: PipelineStage, name: str) -> Any:
+        """Append the latest recording of a method to the log, and return a result for torch.
+
+        Args:
+            stage: The pipeline stage.
+            name: Name of the skipped method, one of `PIPELINE_ACTIONS`.
+        """
+        # All entries until the next call belong to the skipped microbatch, not to the recording.
+        self.counter.stop_recording()
+        self.counter.repeat_recording((name, stage.stage_index))
+        if name == "forward_one_chunk" and stage.is_last:
+            return self.last_loss
+        if name.endswith("send_ops"):
+            return []  # nothing to send
+        return None  # torch does not use the results of the other methods
+
+    def _run_receive(
         self, stage: PipelineStage, name: str, method: Callable[..., Any], microbatch: int
     ) -> list[Any]:
         """Call a method that returns the receive operations of a stage, and record its log entries.
 
-        The log has entries if the method allocates the tensors to receive. For a skipped
-        microbatch, append the entries of the last call to the log again, and return an empty list.
+        The log has entries if the method allocates the tensors to receive. A skipped microbatch
+        would receive tensors of the same size, so repeat the latest entries for it.
 
         Args:
             stage: The pipeline stage.
             name: Name of the method, one of `PIPELINE_RECEIVES`.
             method: The original method.
-            microbatch: Index of the microbatch.
+            microbatch: Index of the microbatch. If it is skipped, `method` is not called.
         """
-        action = (name, stage.stage_index)
+        recording = (name, stage.stage_index)
         if microbatch in self.skipped:
-            self.counter.append_recording(action)
-            return []
-        with self.counter.recording(action):
+            self.counter.repeat_recording(recording)
+            return []  # nothing to receive
+        # torch calls this method after an action. Pause the recording of the action meanwhile.
+        with self.counter.record_separately(recording):
             return method(microbatch)
