@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
+from titanlite.config.errors import format_count
 from titanlite.config.run import Run
 from titanlite.observe.flops import flops_per_token
 from titanlite.observe.forecast import Forecast
@@ -119,28 +120,19 @@ def this_cpu() -> Gpu:
 
     The result has the fields of a GPU, so that runs on CPUs can be planned like runs on GPUs.
     """
-    num_cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):  # the cores that this process may use, on Linux
-        num_cores = len(os.sched_getaffinity(0))
-    cores = "CPU core" if num_cores == 1 else "CPU cores"
-
-    def measure_seconds(statement: str, tensor: Tensor) -> float:
-        """Return the shortest measured time of a statement that uses the tensor as `a`."""
-        timer = Timer(statement, globals={"a": tensor}, num_threads=num_cores)
-        return min(timer.blocked_autorange(min_run_time=0.05).times)
-
+    num_cores = _count_cores()
     data = torch.ones(32 << 20)  # exceeds the caches
     copied_gigabytes = 2 * data.nbytes / 1e9  # each byte is read and written
-    bandwidth = copied_gigabytes / measure_seconds("a.clone()", data)
+    bandwidth = copied_gigabytes / _measure_seconds("a.clone()", data, num_cores)
 
     matrix = torch.randn(768, 768)
     tera_flops = 2 * 768**3 / 1e12  # of a matmul of two such matrices
     return Gpu(
-        name=f"{num_cores} {cores} (one matmul and one copy, timed now)",
+        name=f"{format_count(num_cores, 'CPU core')} (one matmul and one copy, timed now)",
         cpu=True,
         memory_gib=physical_memory() / GIB,
-        bf16=tera_flops / measure_seconds("a @ a", matrix.bfloat16()),
-        fp32=tera_flops / measure_seconds("a @ a", matrix),
+        bf16=tera_flops / _measure_seconds("a @ a", matrix.bfloat16(), num_cores),
+        fp32=tera_flops / _measure_seconds("a @ a", matrix, num_cores),
         bandwidth=bandwidth,
         link=bandwidth / 4,  # to other ranks, because gloo copies each byte several times
         network=CPU_NETWORK_GB_PER_SECOND,
@@ -148,6 +140,19 @@ def this_cpu() -> Gpu:
         latency_us=CPU_COLLECTIVE_LATENCY_US,
         gpus_per_node=num_cores,
     )
+
+
+def _count_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # on Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _measure_seconds(statement: str, tensor: Tensor, num_threads: int) -> float:
+    """Return the shortest measured time of a statement that uses the tensor as `a`."""
+    timer = Timer(statement, globals={"a": tensor}, num_threads=num_threads)
+    return min(timer.blocked_autorange(min_run_time=0.05).times)
 
 
 def _estimate_overhead(run: Run, trace: RankTrace, gpu: Gpu) -> int:
