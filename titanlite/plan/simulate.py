@@ -170,18 +170,20 @@ def _shard_column_cast(_x: Any) -> list[Sharding]:
 def simulate_mxfp8() -> Iterator[None]:
     """Replace the torchao kernels that quantize to MXFP8, so that a trace needs no Blackwell GPU.
 
-    The replacements only allocate the results: the quantized values and their scales.
+    torchao quantizes blocks of a row with a Triton kernel, and blocks of a column with a CUDA
+    kernel. The replacements only allocate the results: the quantized values and their scales.
     """
     from torchao.prototype.mx_formats import kernels, mx_tensor
 
     def quantize_rows(x: Tensor, **_options: Any) -> tuple[Tensor, Tensor]:
         return _cast_rows(x)
 
+    # The CUDA kernel has results for rows as well, but torchao does not request them.
     def quantize_columns(x: Tensor, **_options: Any) -> tuple[None, Tensor, None, Tensor]:
-        row_values = row_scales = None  # torchao calls the kernel only to quantize the columns
-        column_values, column_scales = _cast_columns(x)
-        return row_values, column_values, row_scales, column_scales
+        values, scales = _cast_columns(x)
+        return None, values, None, scales  # row values, column values, row scales, column scales
 
+    # Replace each function in the module from which torchao gets it when it quantizes a tensor.
     with (
         override(mx_tensor, triton_to_mxfp8_dim0=quantize_rows),
         override(kernels, mxfp8_quantize_cuda=quantize_columns),
@@ -223,18 +225,20 @@ def simulate_ranks(world_size: int, rank: int) -> Iterator[None]:
     """Let this process run as a rank of a large job within this context.
 
     Collectives return immediately, without other ranks. As in training, the garbage collector of
-    Python is disabled. On exit, the simulated process group is destroyed.
+    Python is disabled. On exit, it is enabled, and the simulated process group is destroyed.
     """
     assert not dist.is_initialized()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     gc.collect()
     gc.disable()
     try:
-        # Annotations for the profiler take 6% of the time of a trace.
+        # The trainer names parts of a step for the profiler with the context `record_function`.
+        # Disable it, because it takes 6% of the time of a trace.
         with override(record_function, __enter__=lambda self: self, __exit__=lambda *_: None):
             yield
     finally:
         gc.enable()
         dist.destroy_process_group()
-        # Otherwise the next process group would get cached meshes with the names of old groups.
+        # The cache of DTensor contains meshes with the names of their process groups. Meshes of the
+        # next trace compare equal to these, so DTensor would use them and fail to find the groups.
         _clear_sharding_prop_cache()

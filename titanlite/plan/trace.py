@@ -212,20 +212,20 @@ def _may_shard_differently(run: Run, num_blocks: int) -> bool:
         run: The validated job of the full model, and the number of ranks.
         num_blocks: Number of blocks of the smaller model.
     """
-    # The mean also contains the embedding and the output layer, so a block is smaller than the
-    # mean. Assume that it has at least half as many parameters.
+    # The mean is more than the size of a block, because it also contains the embedding and the
+    # output layer. Assume that a block has at least half as many parameters.
     mean_size = num_params(run.arch) // run.arch.n_layers
     min_block_size = mean_size / 2
+    min_group_size = run.job.parallelism.fsdp_min_num_params
 
     # FSDP puts several small blocks into one group.
-    min_group_size = run.job.parallelism.fsdp_min_num_params
-    if min_block_size < min_group_size:
-        return True
+    may_join_blocks = min_block_size < min_group_size
 
-    # On a single rank, or with only replicas, FSDP does not reshard a small model.
+    # On a single rank, or with only replicas, FSDP does not reshard the blocks of a small model.
+    # `fsdp._should_reshard` has the same limit.
     is_sharded = run.degrees.shard * run.degrees.context > 1
-    min_resharded_size = 16 * min_group_size  # as in `fsdp._should_reshard`
-    return not is_sharded and num_blocks * min_block_size < min_resharded_size
+    may_be_small = num_blocks * min_block_size < 16 * min_group_size
+    return may_join_blocks or (may_be_small and not is_sharded)
 
 
 def _remove_blocks(run: Run, num_removed: int) -> Run:
@@ -267,7 +267,8 @@ def _count_rank(
 def _count_fake_step(run: Run, has_float8: bool, run_all_microbatches: bool) -> StepCounts:
     """Build the model of this rank on fake tensors, and count a training step.
 
-    Fake tensors have shapes and storages, but no values.
+    Fake tensors have shapes and storages, but no values. The weights, gradients and activations are
+    fake, but constants that `TrainStep` creates are real.
 
     Args:
         run: The validated job and the number of ranks.
@@ -275,15 +276,16 @@ def _count_fake_step(run: Run, has_float8: bool, run_all_microbatches: bool) -> 
         run_all_microbatches: Run all microbatches instead of repeating the counts of one.
     """
     mesh = build_mesh(run.degrees, DEVICE.type)
+    # Build the model from meta tensors, which have no storages, and then replace them by fake ones.
     meta = torch.device("meta")
     sharded = build_model(run, mesh, meta, log=lambda _: None, has_float8=has_float8)
     # Operators also get tensors that are not fake: meta weights, and constants of AdamW8bit.
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     model = sharded.whole  # all weights of this rank
     with fake_mode:
-        model.to_empty(device=DEVICE)  # replaces the weights by fake tensors
+        model.to_empty(device=DEVICE)
 
-    # Outside of the fake mode, because the constructor of AdamW8bit reads values of its constants.
+    # Leave the fake mode, because the constructor of AdamW8bit reads values of its constants.
     train_step = TrainStep(run, mesh, sharded, DEVICE)
     with fake_mode:
         return count_step(run, mesh, sharded, train_step, run_all_microbatches)

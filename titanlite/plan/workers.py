@@ -30,7 +30,8 @@ def workers() -> Iterator[Executor]:
     Raises:
         UserError: If one of the processes was killed, probably for lack of memory.
     """
-    # Exclude all imported modules from garbage collection, which each trace would repeat.
+    # Exclude all imported modules from garbage collection, which each trace would repeat. On exit,
+    # `gc.unfreeze` would also include the objects that the command line has excluded.
     gc.freeze()
     pool = ProcessPoolExecutor(NUM_WORKERS, get_context("fork"), _set_up_worker, (os.getpid(),))
     try:
@@ -38,7 +39,7 @@ def workers() -> Iterator[Executor]:
     except BaseException as error:
         # Do not wait for the traces. The wait might never end: a process that is killed while it
         # takes a task keeps the lock of the queue, and the others wait for the lock.
-        for process in active_children():
+        for process in active_children():  # only this pool, because a plan starts no others
             process.kill()
         if isinstance(error, BrokenExecutor):
             raise UserError(
