@@ -413,8 +413,7 @@ def _follow_unsharded_parameters(counter: Counter, part: nn.Module) -> None:
     FSDP creates the unsharded parameters when the module runs for the first time. So a hook marks
     them at the start of each forward pass, and registers another hook that marks their gradients.
 
-    All marks keep the kind of memory that was marked before. For example, a parameter that FSDP
-    does not copy on a single rank remains one of the weights.
+    Memory that was marked before, such as weights, keeps its kind.
 
     Args:
         counter: Counter of the step.
@@ -603,7 +602,7 @@ class _PipelineFollower:
         return result
 
     def _skip_action(self, stage: PipelineStage, name: str) -> Any:
-        """Append the latest recording of a method to the log, and return a result for torch.
+        """Append the latest recording of a method to the log. Return a result that torch accepts.
 
         Args:
             stage: The pipeline stage.
