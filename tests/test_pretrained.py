@@ -135,6 +135,7 @@ def test_a_folder_without_a_supported_model_is_rejected(config, problem, tmp_pat
         load_run(["--from", str(tmp_path)], 1)
 
 
-def test_two_models_to_start_from_are_rejected(tmp_path):
+@pytest.mark.parametrize("options", ["--from a --from b", "--from="])
+def test_two_models_or_none_to_start_from_are_rejected(options):
     with pytest.raises(UserError, match="takes one folder"):
-        load_run(["--from", str(tmp_path)] * 2, 1)
+        load_run(options.split(), 1)

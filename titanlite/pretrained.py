@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.find import NoTokenizerError, find_checkpoints, read_newest_job
-from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.errors import UserError
 from titanlite.config.files import read_json_object
 from titanlite.config.flavors import Architecture
 from titanlite.config.run import LONGEST_DEFAULT_SEQUENCE, Run, model_tables
@@ -39,23 +39,26 @@ def split_from_option(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     Raises:
         UserError: If `--from` has no value, or occurs twice.
     """
-    words: list[str] = []
-    for word in argv:
-        if word.startswith(f"{FROM}="):
-            words += word.split("=", 1)
+    values: list[str] = []
+    other_words: list[str] = []
+    remaining_words = iter(argv)
+    for word in remaining_words:
+        if word == FROM:
+            values.append(next(remaining_words, ""))
+        elif word.startswith(f"{FROM}="):
+            values.append(word.removeprefix(f"{FROM}="))
         else:
-            words.append(word)
-    if FROM not in words:
-        return None, words
+            other_words.append(word)
+    if not values:
+        return None, other_words
 
-    position = words.index(FROM)
-    other_words = words[:position] + words[position + 2 :]
-    has_value = position + 1 < len(words) and not words[position + 1].startswith("--")
-    if not has_value or FROM in other_words:
+    value = values[0]
+    is_missing = not value or value.startswith("--")  # the next option
+    if is_missing or len(values) > 1:
         raise UserError(
             f"{FROM}: takes one folder, or OWNER/NAME of a model on the Hugging Face Hub."
         )
-    return words[position + 1], other_words
+    return value, other_words
 
 
 def _find_folder(name: str) -> Path:
@@ -184,20 +187,14 @@ def _read_job(folder: Path) -> JobConfig:
     Raises:
         UserError: If the folder contains neither a model nor a checkpoint.
     """
-    if not _has_checkpoint(folder):
+    try:
+        find_checkpoints(folder)
+    except UserError:
         problem = f"this folder has neither a {CONFIG} of a model nor a checkpoint."
-        raise UserError(f"{FROM} {folder}: {problem}")
+        raise UserError(f"{FROM} {folder}: {problem}") from None
+
     try:
         return read_newest_job(folder)
     except NoTokenizerError:
         # If the job does not set tokenizer.path, the missing file is reported later.
         return read_newest_job(folder, folder / "tokenizer.json")
-
-
-def _has_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is, or contains, a checkpoint."""
-    try:
-        find_checkpoints(folder)
-    except (UserError, CheckpointError):
-        return False
-    return True
