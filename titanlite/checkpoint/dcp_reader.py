@@ -379,26 +379,28 @@ def _parse_tensor(name: str, record: _Record) -> TensorStorageMetadata:
 
     Args:
         name: Name of the tensor, for error messages.
-        record: Placeholder with the size, the dtype and the chunks (saved shards).
+        record: Placeholder of a TensorStorageMetadata. Its `state` maps "size" and "properties" to
+            placeholders, and "chunks" (saved shards) to a list of placeholders.
 
     Raises:
         CheckpointError: If the chunks do not add up to the size of the tensor.
     """
-    size = _to_size(record.state["size"])
-    dtype_class = record.state["properties"].state[0]  # a placeholder with the name of the dtype
-    dtype = getattr(torch, dtype_class.__name__)
+    fields = record.state
+    size = _to_size(fields["size"])
+    # DCP pickles the properties as a tuple that starts with the dtype. The placeholder of the dtype
+    # is a class with its name, such as "float32".
+    dtype_class = fields["properties"].state[0]
+    properties = TensorProperties(dtype=getattr(torch, dtype_class.__name__))
 
     chunks = []
     num_elements = 0
-    for chunk in record.state["chunks"]:
+    for chunk in fields["chunks"]:
         chunk_offsets = _to_size(chunk.state["offsets"])
         chunk_size = _to_size(chunk.state["sizes"])
         chunks.append(ChunkStorageMetadata(chunk_offsets, chunk_size))
         num_elements += math.prod(chunk_size)
     if num_elements != math.prod(size):
         raise CheckpointError(f"the chunks of {name} do not add up to its size")
-
-    properties = TensorProperties(dtype=dtype)
     return TensorStorageMetadata(properties, size, chunks)
 
 

@@ -175,8 +175,8 @@ def _build_architecture(path: Path, fields: dict[str, Any] | None) -> Architectu
     """
     if fields is None:
         raise CheckpointError(f"{path} does not describe the architecture of its weights")
-    name = fields.get("architecture", "llama")
-    if name not in list(ARCHITECTURES):
+    name = fields.get("architecture", "llama")  # titanlite 0.2 and earlier had only Llama
+    if name not in ARCHITECTURES:
         raise UserError(
             f"{path} contains a model with the architecture {name}. "
             "Load the plugin that registers it."
@@ -297,19 +297,32 @@ def hf_weights(folder: Path) -> Weights:
     config = read_json_object(find_file_inside(folder, "config.json"), _MAX_JSON_BYTES)
     arch = formats.architecture_from_hf(config)
 
-    to_hf_name = partial(hf_name, arch)
     tensors = _open_safetensors(folder)
-    tied_output = None
+    parameters = dict(tensors)
     if arch.tied_embeddings:
-        # Such a model has no output weights, but its files may contain a copy of the embedding.
-        tied_output = tensors.pop(HF_OUTPUT, None)
-    dtypes = check_tensors(folder, arch, tensors, "config.json", to_hf_name)
-    if tied_output is not None and not _are_equal(tied_output, tensors[HF_EMBEDDING]):
+        parameters.pop(HF_OUTPUT, None)  # no parameter, but some models store a copy
+    to_hf_name = partial(hf_name, arch)
+    dtypes = check_tensors(folder, arch, parameters, "config.json", to_hf_name)
+    if arch.tied_embeddings:
+        _check_tied_output(folder, tensors)
+    return Weights(arch, dtypes, lambda name: parameters[to_hf_name(name)])
+
+
+def _check_tied_output(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Check that a model with tied embeddings has no output weights, or a copy of the embedding.
+
+    Args:
+        folder: Folder of the model, for the error message.
+        tensors: All tensors in the folder by name.
+
+    Raises:
+        UserError: If the output weights differ from the embedding.
+    """
+    if HF_OUTPUT in tensors and not _are_equal(tensors[HF_OUTPUT], tensors[HF_EMBEDDING]):
         raise UserError(
             f"{folder}: config.json ties the embeddings, but {HF_OUTPUT} differs from "
             f"{HF_EMBEDDING}. Set tie_word_embeddings to false, or remove {HF_OUTPUT}."
         )
-    return Weights(arch, dtypes, lambda name: tensors[to_hf_name(name)])
 
 
 def _open_safetensors(folder: Path) -> dict[str, Tensor]:
