@@ -137,31 +137,48 @@ class Saver:
         # Outdated checkpoints are removed only if they have the same run ID.
         self._saved_folders.run_id = train_state.get("run")
 
-        if is_last and self._config.last_save_model_only:
+        if is_last:
+            self._save_last(step, train_state)
+        else:
+            self._save_all(step, train_state)
+
+    def _save_last(self, step: int, train_state: dict[str, Any]) -> None:
+        """Save the last step as the options `checkpoint.last_save_*` require.
+
+        Wait until the save has ended. Then remove outdated checkpoints, and export the last one.
+        """
+        if self._config.last_save_model_only:
             path = self._save_only_weights(step, train_state)
         else:
-            path = self._folder / step_folder_name(step)
-            if not self.has_saved(step):
-                tensors = self._live.tensors(rng=True)
-                writer = self._create_writer(self._folder, step, train_state)
-                self._start_save(writer, tensors)
+            path = self._save_all(step, train_state)
+        self.wait_until_saved()
+        self.remove_outdated()
+        self._export_if_requested(path, step)
 
-        if is_last:
-            self.wait_until_saved()
-            self.remove_outdated()
-            self._export_if_requested(path, step)
+    def _save_all(self, step: int, train_state: dict[str, Any]) -> Path:
+        """Start saving the whole state of the run, unless this step is saved already.
+
+        Return the step folder. With async saves, it is not complete yet.
+        """
+        if not self.has_saved(step):
+            tensors = self._live.tensors(rng=True)
+            writer = self._create_writer(self._folder, step, train_state)
+            self._start_save(writer, tensors)
+        return self._folder / step_folder_name(step)
 
     def _save_only_weights(self, step: int, train_state: dict[str, Any]) -> Path:
-        """Save the weights and their averages in the folder `final`, and return the step folder.
+        """Start saving the weights and their averages in the folder `final`.
 
-        A run cannot resume from them, so they are not in the folder of checkpoints. If this step
-        was loaded and not trained, keep weights that exist already.
+        A run cannot resume from them, so they are not in the folder of checkpoints.
+
+        Return the step folder. With async saves, it is not complete yet.
         """
         folder = self._folder.parent / "final"
         path = folder / step_folder_name(step)
-        was_loaded = step == self.loaded_step
+        # If no step was trained since the run has resumed, an existing folder has these weights.
+        was_trained = step != self.loaded_step
         should_write = self._ranks.run_on_rank0(
-            lambda: self._saved_folders.prepare_output_path(path, keep=was_loaded)
+            lambda: self._saved_folders.prepare_output_path(path, replace=was_trained)
         )
         if should_write:
             tensors = self._live.tensors(optimizer=False)
@@ -199,21 +216,24 @@ class Saver:
         If checkpoint.async_mode is "disabled", or the background save cannot start, for example
         because of too little memory, write the checkpoint before returning.
         """
-        if self._stager is None:  # checkpoint.async_mode is "disabled"
-            # The tensors cannot change while training waits, so they are not copied.
-            is_complete = self._write_and_publish(writer, lambda: tensors)
-            self._record_result(writer.step, is_complete)
-            return
+        result: Future[bool] | None = None
+        if self._stager is not None:  # it is None if checkpoint.async_mode is "disabled"
+            try:
+                result = self._write_in_background(writer, tensors, self._stager)
+            except Exception as error:  # for example, too little memory for the copies or a thread
+                text = f"Saving step {writer.step} while training waits ({describe_error(error)})"
+                self._log(Event(text, "foreground", writer.step))
 
-        try:
-            result = self._write_in_background(writer, tensors, self._stager)
-        except Exception as error:  # for example, too little memory for the copies or a thread
-            text = f"Saving step {writer.step} while training waits ({describe_error(error)})"
-            self._log(Event(text, "foreground", writer.step))
-            # Other ranks may write in the background. They call the same collectives.
-            result = Future[bool]()
+        if result is None:
+            # Write now. The tensors cannot change while training waits, so they are not copied. If
+            # other ranks write in the background, they call the same collectives.
+            result = Future()
             result.set_result(self._write_and_publish(writer, lambda: tensors))
-        self._pending = writer.step, result  # for `wait_until_saved`, which compares all ranks
+
+        # `wait_until_saved` compares the results of all ranks, now or before the next save.
+        self._pending = writer.step, result
+        if self._stager is None:
+            self.wait_until_saved()
 
     def _write_in_background(
         self, writer: CheckpointWriter, tensors: Tensors, stager: DefaultStager
@@ -222,14 +242,18 @@ class Saver:
 
         Returns:
             A future of whether the checkpoint is complete.
+
+        Raises:
+            Exception: If the tensors cannot be copied, or the thread cannot start, for example
+                because of too little memory. The checkpoint is then not written.
         """
-        get_copies = self._copy(tensors, stager)
-        seconds_waited = time.perf_counter() - writer.started
+        wait_for_copies = self._copy(tensors, stager)
+        waited = time.perf_counter() - writer.started
         try:
-            return self._thread.submit(self._write_and_publish, writer, get_copies, seconds_waited)
+            return self._thread.submit(self._write_and_publish, writer, wait_for_copies, waited)
         except Exception:
-            # The thread cannot start, but the save is in its queue. Discard both, so that a later
-            # save does not start the thread, which would write this save as well.
+            # `submit` queues the save before it starts the thread, which has failed. Discard the
+            # queue. Otherwise a later `submit` could start the thread, which would run both saves.
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = ThreadPoolExecutor(1, "checkpoint")
             raise
@@ -367,8 +391,9 @@ class Saver:
         """
         if not self._config.last_save_in_hf or step == self._failed_step:
             return
+        # If no step was trained since the run has resumed, an existing export has these weights.
         is_exported = self._ranks.run_on_rank0(
-            lambda: self._saved_folders.export(path, step == self.loaded_step)
+            lambda: self._saved_folders.export(path, replace=step != self.loaded_step)
         )
         if not is_exported:
             self.failed_export = path

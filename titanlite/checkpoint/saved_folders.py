@@ -166,21 +166,19 @@ class SavedFolders:
 
     # Outputs of the last save
 
-    def prepare_output_path(self, path: Path, keep: bool) -> bool:
-        """Make room for a final output of the run by renaming an existing one, unless it is kept.
-
-        A folder of another program is not renamed, so writing to its path will raise an error.
+    def prepare_output_path(self, path: Path, replace: bool) -> bool:
+        """Decide whether to write a final output of the run, and archive an existing one.
 
         Args:
             path: A step folder in `final`, or the folder `final_hf`.
-            keep: Keep an existing output, because no step was trained since the run has resumed.
+            replace: Archive an existing output by renaming it. If False, it is kept.
 
         Returns:
-            Whether the output must be written: False if an existing one is kept.
+            Whether to write the output. If False, an existing one was kept.
         """
         if not path.exists():
             return True
-        if keep:
+        if not replace:
             self._log(f"Keeping {path}, which exists already")
             return False
 
@@ -188,23 +186,25 @@ class SavedFolders:
         if is_export or is_from_titanlite(path):
             renamed = set_aside(path, "archived")
             self._log(f"Renamed {path} of an earlier start to {renamed.name}")
+        # A folder of another program is not renamed. Writing the output then raises an error.
         return True
 
-    def export(self, path: Path, keep: bool) -> bool:
-        """Export a checkpoint to `final_hf` in Hugging Face format.
+    def export(self, step_folder: Path, replace: bool) -> bool:
+        """Export a checkpoint to the folder `final_hf` of the run in Hugging Face format.
 
         Args:
-            path: The step folder.
-            keep: Keep an existing export, because no step was trained since the run has resumed.
+            step_folder: The checkpoint.
+            replace: Archive an existing export by renaming it. If False, it is kept, and nothing is
+                written.
 
         Returns:
-            Whether the export succeeded. A failure is logged.
+            Whether the run now has an export. If writing it fails, this is logged.
         """
-        output_folder = path.parents[1]
-        out = output_folder / "final_hf"
+        checkpoint_folder = step_folder.parent
+        out = checkpoint_folder.with_name("final_hf")
         try:
-            if self.prepare_output_path(out, keep):
-                self._write_export(path, out)
+            if self.prepare_output_path(out, replace):
+                self._write_export(step_folder, out)
         except (OSError, UserError) as error:
             self._log(f"Writing {out} FAILED ({error})")
             return False
