@@ -179,14 +179,16 @@ class Mirror:
         """
         timeout = self._config.timeout_seconds
         deadline = time.monotonic() + timeout
+        # The other ranks wait for rank 0 in a collective, which fails after `timeout`.
+        poll_seconds = min(_POLL_SECONDS, timeout / 4)
 
-        def poll() -> bool:
-            """Wait up to 5 seconds. Return whether the copies have ended or timed out."""
-            wait([self._last_update], min(_POLL_SECONDS, timeout / 4))
+        def wait_briefly() -> bool:
+            """Wait up to `poll_seconds`. Return whether the copies have ended or timed out."""
+            wait([self._last_update], poll_seconds)
             return self._last_update.done() or time.monotonic() > deadline
 
-        # Only rank 0 copies, so the other ranks get its results.
-        while not self._run_on_rank0(poll):
+        # Only rank 0 copies. It waits in short intervals, and all ranks report between them.
+        while not self._run_on_rank0(wait_briefly):
             report_alive()
         return self._run_on_rank0(self._is_newest_copied)
 
