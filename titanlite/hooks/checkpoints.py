@@ -95,7 +95,7 @@ class Checkpointer:
     def __init__(self, trainer: Trainer) -> None:
         """Store the trainer without reading any file. Call `load` before all other methods."""
         self._trainer = trainer
-        self._step_to_save: int | None = None  # even if no rank requests a save
+        self._step_to_save: int | None = None  # the step for which `is_due` is true
         self._resources = ExitStack()
         self._mirror: Mirror | None = None
 
@@ -193,12 +193,13 @@ class Checkpointer:
             The step of the loaded checkpoint, or None if there is no checkpoint.
         """
         self._saver.wait_until_saved()
-        with self._trainer.evaluation_mode():
-            state = self._resumer.load_before(step)
+        with self._trainer.evaluation_mode():  # checkpoints contain the weights for evaluation
+            state = self._resumer.load_before(step)  # restores the tensors in place
         if state is None:
             return None
+
         self._trainer.train_step.precompute_scales()  # FP8 scales depend on the weights
-        self._step_to_save = step  # `is_due` reads it
+        self._step_to_save = step  # `is_due` now returns True, so the trainer saves `step`
         return state["step"]
 
     def save(self, step: int, is_last: bool = False) -> None:

@@ -327,13 +327,13 @@ class SpikeGuard(Hook):
 
     def started(self, step: int) -> None:
         """Convert a loaded history to the length that this job sets (guards.spike_history)."""
-        self._fit_history(step)
+        self._convert_history(step)
 
-    def _fit_history(self, step: int) -> None:
-        """Convert a loaded history to the length `guards.spike_history`.
+    def _convert_history(self, step: int) -> None:
+        """Convert a loaded history to the length that this job sets (guards.spike_history).
 
-        A history that is too long loses its oldest values. One that is too short is repeated, which
-        hardly changes its median and deviation.
+        A history, which contains losses and gradient norms, loses its oldest values if it is too
+        long. If it is too short, it is repeated, which hardly changes its median and deviation.
 
         Args:
             step: Step after which the history was saved.
@@ -493,7 +493,9 @@ class SpikeGuard(Hook):
             self._trainer.log(f"Step {step}: no checkpoint to roll back to. Training continues.")
             return
 
-        self._fit_history(restored_step)  # its length is still the one in the checkpoint
+        # The rollback also loads the history of losses and gradient norms. Its length is the one in
+        # the checkpoint, which differs if guards.spike_history has changed since.
+        self._convert_history(restored_step)
         self._num_roll_backs += 1
         text = (
             f"Step {step}: rolled back to the weights of step {restored_step} "

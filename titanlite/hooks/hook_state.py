@@ -105,18 +105,17 @@ def prepare_hooks(
     for hook in hooks:
         hook.resize_tensors(sizes_by_hook.get(hook.name, {}))
 
-    saved_hooks = set(sizes_by_hook)
-    for name, state in states.items():
-        if state:  # ignoring an empty `state_dict` is no loss
-            saved_hooks.add(name)
-    unknown = saved_hooks - {hook.name for hook in hooks}
-    if unknown:
-        names = ", ".join(sorted(unknown))
+    # Ignoring an empty `state_dict` is no loss.
+    non_empty_states = {name for name, state in states.items() if state}
+    ignored_hooks = {*sizes_by_hook, *non_empty_states} - {hook.name for hook in hooks}
+    if ignored_hooks:
+        names = ", ".join(sorted(ignored_hooks))
         warn(f"Ignoring the saved state of hooks that this run does not have: {names}")
 
-    missing = _always_saved_hooks(hooks) - {*sizes_by_hook, *states}
-    if missing:
-        names = ", ".join(sorted(missing))
+    # An empty `state_dict` shows that the run that saved it had this hook, so it is not missing.
+    missing_hooks = _always_saved_hooks(hooks) - {*sizes_by_hook, *states}
+    if missing_hooks:
+        names = ", ".join(sorted(missing_hooks))
         warn(f"The checkpoint has no state of these hooks, which start without it: {names}")
 
 

@@ -65,7 +65,7 @@ class Norms(Hook):
 
         Guards may still set the flag after this call, so do not read it yet.
         """
-        self._skip = skip
+        self._skip_flag = skip
 
     @torch.no_grad()
     def updated(self, step: int) -> None:
@@ -80,7 +80,10 @@ class Norms(Hook):
                     self._store(WEIGHTS, parameter, local_shard(parameter))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """Return the norms of each group of parameters as metrics, computed with one all-reduce.
+        """Return the norms of each group of parameters as metrics.
+
+        All ranks must call this together. It adds up the sums of squares that the ranks have stored
+        in this step, and resets them for the next logged step.
 
         Returns:
             Depending on metrics.details:
@@ -93,13 +96,14 @@ class Norms(Hook):
         """
         dist.all_reduce(self._squares)
         gradient_squares, update_squares, weight_squares = self._squares.tolist()
-        self._squares.zero_()  # for the next logged step
+        self._squares.zero_()
 
         metrics: dict[str, Any] = {}
         if "gradients" in self._details:
             metrics["grad_norms"] = self._group_norms(gradient_squares)
             metrics["distributions"] = {"grad_norms": self._block_norms(gradient_squares)}
-        if "updates" in self._details and not self._skip:  # the flag from `before_update`
+        # `before_update` has kept the skip flag of this step, which is final by now.
+        if "updates" in self._details and not self._skip_flag:
             update_norms = self._group_norms(update_squares)
             weight_norms = self._group_norms(weight_squares)
             ratios = {}

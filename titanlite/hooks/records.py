@@ -75,7 +75,7 @@ def lock_folders(run: Run, log: Callable[[str], None], resources: ExitStack) -> 
 
     ranks = RankGroup(timeout)
     run_id = ranks.run_on_rank0(lock)
-    ranks.close()
+    ranks.close()  # not after an error, because it waits for other ranks, which may have failed
     return run_id
 
 

@@ -9,6 +9,7 @@ forward pass over the whole text.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, cast
@@ -119,8 +120,8 @@ class Samples(Hook):
         shape = (len(microbatches), batch_size, self._run.arch.vocab_size)
         all_logits = torch.full(shape, -torch.inf, device=self._device)
 
-        def store(microbatch: int, sequences: Tensor, labels: Tensor, logits: Tensor) -> None:
-            all_logits[microbatch, sequences] = logits
+        def store(microbatch: int, indices: Tensor, labels: Tensor, logits: Tensor) -> None:
+            all_logits[microbatch, indices] = logits
 
         use_logits(self._trainer, microbatches, store)
         dist.all_reduce(all_logits, op=dist.ReduceOp.MAX, group=self._trainer.mesh.world_group)
@@ -151,8 +152,8 @@ def use_logits(
     (256) tokens at once. It is called on the ranks that hold these tokens, including all
     tensor-parallel ranks.
 
-    FSDP gathers the output matrix only while the model computes a loss. So the logits are computed
-    in a loss function, which is called for one microbatch after another.
+    FSDP gathers the output matrix only while the model computes a loss. So this evaluates the model
+    with a loss function that computes the logits instead of a loss.
 
     Args:
         trainer: Trainer whose model computes the logits.
@@ -160,19 +161,19 @@ def use_logits(
         process: Called with the index of a microbatch, and for n of its tokens: the indices of
             their sequences in the microbatch (n,), labels (n,), and logits (n, V) in fp32.
     """
-    index = 0
+    # The loss function is called once for each microbatch, in order, and then for any padding that
+    # a pipeline schedule appends. It does not get the index of the microbatch, so count the calls.
+    indices = itertools.count()
 
-    def compute_logits(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-        nonlocal index
-        is_padding = index >= len(microbatches)  # appended by a pipeline schedule
+    def process_logits(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+        index = next(indices)
+        is_padding = index >= len(microbatches)
         if not is_padding:
-            chunks = _split_logits(trainer, hidden, weight, labels)
-            for sequences, chunk_labels, logits in chunks:
+            for sequences, chunk_labels, logits in _split_logits(trainer, hidden, weight, labels):
                 process(index, sequences, chunk_labels, logits)
-        index += 1
         return torch.zeros_like(scale)  # the loss, which is ignored
 
-    trainer.forward_backward.evaluate(microbatches, loss_fn=compute_logits)
+    trainer.forward_backward.evaluate(microbatches, loss_fn=process_logits)
 
 
 def _split_logits(
