@@ -188,22 +188,28 @@ def verify(folder: Path) -> dict[str, Any]:
     """
     local_folder = download_if_url(folder).resolve()
     step_folders = find_checkpoints(local_folder)
-    checkpoints = _verify_step_folders(step_folders, local_folder)
-
-    unfinished: list[str] = []
-    set_aside: list[str] = []
-    is_step_folder = local_folder in step_folders
-    if not is_step_folder:  # leftovers are beside step folders, not in them
-        renamed = list_set_aside(local_folder, *local_folder.glob("*"))
-        set_aside = [path.name for path in renamed]
-        for checkpoint_folder in sorted({path.parent for path in (*step_folders, *renamed)}):
-            unfinished += [path.name for path in list_unfinished(checkpoint_folder)]
-    return {
+    report: dict[str, Any] = {
         "folder": str(folder),
-        "checkpoints": checkpoints,
-        "unfinished": unfinished,
-        "set_aside": set_aside,
+        "checkpoints": _verify_step_folders(step_folders, local_folder),
+        "unfinished": [],
+        "set_aside": [],
     }
+    is_step_folder = local_folder in step_folders
+    if is_step_folder:  # a single checkpoint, which contains no other folders
+        return report
+
+    renamed = list_set_aside(local_folder, *local_folder.glob("*"))
+    report["unfinished"] = _list_unfinished_beside([*step_folders, *renamed])
+    report["set_aside"] = [path.name for path in renamed]
+    return report
+
+
+def _list_unfinished_beside(checkpoints: Sequence[Path]) -> list[str]:
+    """Return the names of interrupted saves and removals in the folders that hold checkpoints."""
+    names: list[str] = []
+    for folder in sorted({path.parent for path in checkpoints}):
+        names += [path.name for path in list_unfinished(folder)]
+    return names
 
 
 def _verify_step_folders(paths: Sequence[Path], folder: Path) -> list[dict[str, Any]]:
@@ -361,10 +367,11 @@ def read_compute_dtype(run: Run) -> ComputeDtype | None:
         manifest = _read_newest_manifest_of(run)
     except UserError:  # loading the checkpoint later raises the error
         return None
+    if not manifest:
+        return None
 
-    # The saved job has not been validated, and imported weights may have none.
-    job = manifest.get("info", {}).get("job") or {}
-    dtype = job.get("training", {}).get("mixed_precision_param")
+    # The saved job has not been validated.
+    dtype = get_saved_section(manifest["info"], "training").get("mixed_precision_param")
     return dtype if dtype in get_args(ComputeDtype) else None
 
 
@@ -391,17 +398,20 @@ def read_progress(run: Run) -> Progress:
     if not is_saved(run):
         return Progress()
     try:
-        info = _read_manifest_to_resume(run)["info"]
+        manifest = _read_manifest_to_resume(run)
     except UserError:  # loading the checkpoint later raises the error
         return Progress()
 
-    job = info["job"] or {}  # imported weights may have none
-    warmup_steps = job.get("lr_scheduler", {}).get("warmup_steps")
-    schedule = get_data_state(info).get("schedule")
-    if not schedule:  # the checkpoint contains only weights
+    info = manifest["info"]
+    warmup_steps = get_saved_section(info, "lr_scheduler").get("warmup_steps")
+    data_schedule = get_data_state(info).get("schedule")
+    if not data_schedule:  # the checkpoint contains only weights
         return Progress(warmup_steps=warmup_steps)
-    num_sequences = sum(schedule["rows"])  # of all sources of data
-    return Progress(schedule["step"], num_sequences, warmup_steps)
+    return Progress(
+        steps=data_schedule["step"],
+        sequences=sum(data_schedule["rows"]),  # one number for each data source
+        warmup_steps=warmup_steps,
+    )
 
 
 def _read_manifest_to_resume(run: Run) -> Manifest:
@@ -444,13 +454,17 @@ def _read_newest_manifest_at(url: str) -> Manifest:
         return parse_manifest(files.cat_file(path), path)
 
 
-def get_checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:
-    """Return the section [checkpoint] of the job that saved a checkpoint, or {} if it has no job.
+def get_saved_section(info: dict[str, Any], section: str) -> dict[str, Any]:
+    """Return a section of the job that saved a checkpoint.
+
+    The section is empty if the checkpoint has no job, which is possible for imported weights.
 
     Args:
         info: Entry "info" of the manifest.
+        section: Name of the section, such as "checkpoint".
     """
-    return (info["job"] or {}).get("checkpoint", {})
+    job = info["job"] or {}
+    return job.get(section, {})
 
 
 def get_data_state(info: dict[str, Any]) -> dict[str, Any]:
@@ -480,7 +494,7 @@ def has_resumed_from(checkpoints: Sequence[Path], load_step: int) -> bool:
     if manifest is None:
         return False
     # If it differs, the later checkpoint was saved before the user has set this `load_step`.
-    saved_load_step = get_checkpoint_keys(manifest["info"]).get("load_step")
+    saved_load_step = get_saved_section(manifest["info"], "checkpoint").get("load_step")
     return saved_load_step == load_step
 
 

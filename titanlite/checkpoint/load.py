@@ -19,8 +19,8 @@ from titanlite.checkpoint.dcp_reader import SafeReader, get_weight_prefix, join_
 from titanlite.checkpoint.find import (
     download_if_url,
     find_checkpoints,
-    get_checkpoint_keys,
     get_data_state,
+    get_saved_section,
     has_resumed_from,
     load_newest,
 )
@@ -58,6 +58,10 @@ if TYPE_CHECKING:
     from titanlite.data.tokenizer import Tokenizer
 
 _THIS_PROCESS = RankGroup()
+_DECAY_CHANGE = (
+    "lr_scheduler: titanlite 0.2 and earlier started the decay one step earlier; the learning rate "
+    "now equals torchtitan's"
+)
 
 
 class Resumer:
@@ -219,24 +223,27 @@ class Resumer:
         return path
 
     def _load_newest_weights(self, path_or_url: Path) -> Path:
-        """Load the weights of the newest valid checkpoint at a path or URL.
+        """Load the weights of the newest valid checkpoint at a path or URL, on all ranks together.
 
         Returns:
             The local step folder.
         """
         ranks = self._ranks
-        folder = ranks.run_together(lambda: download_if_url(path_or_url))
+        local_path = ranks.run_together(lambda: download_if_url(path_or_url))
 
-        def load(step_folder: Path) -> Path:
+        def list_on_rank0(path: Path) -> list[Path]:
+            # A running job may add or remove checkpoints meanwhile, so only rank 0 lists them.
+            return ranks.run_on_rank0(lambda: find_checkpoints(path))
+
+        def load_on_all_ranks(step_folder: Path) -> Path:
             load_weights(step_folder, self._live.model, ranks)
             return step_folder
 
         return load_newest(
-            folder,
-            load,
+            local_path,
+            load_on_all_ranks,
             check=lambda step_folder: check_on_all_ranks(step_folder, ranks),
-            # A running job may add or remove checkpoints meanwhile, so only rank 0 lists them.
-            list_paths=lambda path: ranks.run_on_rank0(lambda: find_checkpoints(path)),
+            list_paths=list_on_rank0,
             log=self._log,
         )
 
@@ -256,18 +263,17 @@ class Resumer:
             return
 
         changes = self._compare_with_saved_job(job, info)
+
         # The path of a tokenizer can stay the same although the file has changed.
         data_state = get_data_state(info)
         if "tokenizer" in data_state and not self._is_same_tokenizer(data_state["tokenizer"]):
             description = f"tokenizer.path: {job['tokenizer']['path']} has other token IDs"
             changes.append((INCOMPATIBLE, description))
-        is_from_old_version = manifest["format"] == 1  # titanlite 0.2 or earlier
-        if is_from_old_version and job["lr_scheduler"]["decay_ratio"] != 0:
-            description = (
-                "lr_scheduler: titanlite 0.2 and earlier started the decay one step earlier; the "
-                "learning rate now equals torchtitan's"
-            )
-            changes.append((AFFECTS_TRAINING, description))
+
+        # titanlite 0.2 and earlier, which wrote format 1, computed the decay differently.
+        if manifest["format"] == 1 and job["lr_scheduler"]["decay_ratio"] != 0:
+            changes.append((AFFECTS_TRAINING, _DECAY_CHANGE))
+
         report_changes(path, changes, self._log)
 
     def _compare_with_saved_job(
@@ -346,38 +352,51 @@ class Resumer:
             info: Entry "info" of its manifest.
             parts_to_reset: Parts of the state, such as "optimizer", that are not loaded.
         """
-        live = self._live
-        is_optimizer_saved = any(name.startswith("optimizer.") for name in reader.index)
-        should_load_optimizer = (
-            live.optimizer is not None and is_optimizer_saved and "optimizer" not in parts_to_reset
-        )
-        should_load_hooks = "hooks" not in parts_to_reset
-        # Each rank saves its random state, so only the same number of ranks can restore it.
-        is_same_size = info["layout"]["world_size"] == self._ranks.size
-        should_load_rng = is_same_size and "rng" not in parts_to_reset
-
+        parts = self._find_parts_to_load(reader, info) - parts_to_reset
         # Reset first. In a rollback, state that is not loaded must not keep its later values.
-        if should_load_hooks:
+        if "hooks" in parts:
             self._resize_hook_tensors(reader, info["train_state"])
         self._reset_hook_tensors()
-        if should_load_optimizer:
+        if "optimizer" in parts:
             self._create_optimizer_state()
         else:
-            _reset_optimizer(live)
+            _reset_optimizer(self._live)
 
-        tensors = live.tensors(
-            optimizer=should_load_optimizer, hooks=should_load_hooks, rng=should_load_rng
+        tensors = self._live.tensors(
+            optimizer="optimizer" in parts, hooks="hooks" in parts, rng="rng" in parts
         )
         for name in tensors.keys() - reader.index.keys():
-            # The job may have new hooks, or run on GPUs for the first time.
+            # The job may have new hooks, or run on GPUs for the first time. Other tensors that the
+            # checkpoint lacks stay in `tensors`, and raise an error below.
             if name.startswith(("hooks.", "rng.cuda.")):
                 del tensors[name]
 
-        ignored_state: list[str] = []
-        if should_load_optimizer:
-            ignored_state = _find_ignored_optimizer_state(live.model, tensors, reader)
-        _load_and_check(tensors, live.model.arch, reader, self._ranks, ignored_state)
+        model = self._live.model
+        unknown_state: list[str] = []
+        if "optimizer" in parts:
+            unknown_state = _find_unknown_optimizer_state(model, tensors, reader)
+        _load_and_check(tensors, model.arch, reader, self._ranks, unknown_state)
         _set_random_state(tensors)
+
+    def _find_parts_to_load(self, reader: SafeReader, info: dict[str, Any]) -> set[str]:
+        """Return the parts of a checkpoint besides its weights that this run can load.
+
+        Args:
+            reader: Reader of the checkpoint.
+            info: Entry "info" of its manifest.
+
+        Returns:
+            "hooks", and depending on the checkpoint and the run also "optimizer" and "rng" (the
+            states of the random generators).
+        """
+        parts = {"hooks"}
+        is_optimizer_saved = any(name.startswith("optimizer.") for name in reader.index)
+        if is_optimizer_saved and self._live.optimizer is not None:
+            parts.add("optimizer")
+        # Each rank saves its random state, so only the same number of ranks can restore it.
+        if info["layout"]["world_size"] == self._ranks.size:
+            parts.add("rng")
+        return parts
 
     def _resize_hook_tensors(self, reader: SafeReader, train_state: dict[str, Any]) -> None:
         """Resize the tensors of hooks to their sizes in a checkpoint, so that they can be loaded.
@@ -462,7 +481,7 @@ class Resumer:
         Args:
             info: Entry "info" of the manifest.
         """
-        reset_before = get_checkpoint_keys(info).get("exclude_from_loading", ())
+        reset_before = get_saved_section(info, "checkpoint").get("exclude_from_loading", ())
         return {part for part in self._config.exclude_from_loading if part not in reset_before}
 
 
@@ -535,7 +554,7 @@ def _load_and_check(
     arch: Architecture,
     reader: SafeReader,
     ranks: RankGroup,
-    ignored_state: Sequence[str] = (),
+    unknown_state: Sequence[str] = (),
 ) -> None:
     """Check the shapes of saved tensors, load them in place, and check that weights are finite.
 
@@ -546,9 +565,10 @@ def _load_and_check(
         arch: Architecture of the model.
         reader: Reader of the checkpoint.
         ranks: The ranks that load together.
-        ignored_state: Error messages about saved optimizer state that is not in `tensors`.
+        unknown_state: Names of saved optimizer tensors that the optimizer does not have, such as
+            moments of another optimizer. If there are any, the check raises an error.
     """
-    ranks.run_together(lambda: _check_shapes(tensors, arch, reader, ignored_state))
+    ranks.run_together(lambda: _check_shapes(tensors, arch, reader, unknown_state))
     load_tensors(reader, tensors, ranks.group)
     ranks.run_together(lambda: _check_finite(reader.path, tensors))
 
@@ -567,7 +587,6 @@ def _check_train_state(path: Path, info: dict[str, Any]) -> None:
             f'another checkpoint.folder and checkpoint.initial_load_path = "{path}".'
         )
 
-    # The number of sequences has no such limit: with loss masks, it can exceed `state["tokens"]`.
     schedule = get_data_state(info).get("schedule")
     if schedule is not None and schedule["step"] > state["step"]:
         raise Damage(f"{MANIFEST}: no run can reach this data position")
@@ -577,7 +596,7 @@ def _check_shapes(
     tensors: dict[str, Tensor],
     arch: Architecture,
     reader: SafeReader,
-    ignored_state: Sequence[str],
+    unknown_state: Sequence[str],
 ) -> None:
     """Check that the tensors in a checkpoint have the expected names and shapes.
 
@@ -585,12 +604,13 @@ def _check_shapes(
         tensors: This rank's tensors to load, by their names in the checkpoint.
         arch: Architecture of the whole model. A pipeline rank holds only a part of it.
         reader: Reader of the checkpoint.
-        ignored_state: Error messages about saved optimizer state that is not in `tensors`.
+        unknown_state: Names of saved optimizer tensors that the optimizer does not have.
 
     Raises:
         UserError: If names or shapes differ. The message lists the differences.
     """
-    differences = [*_compare_with_saved_shapes(tensors, arch, reader), *ignored_state]
+    differences = _compare_with_saved_shapes(tensors, arch, reader)
+    differences += [f"{name}: the optimizer has no such state" for name in unknown_state]
     if not differences:
         return
 
@@ -633,12 +653,13 @@ def _compare_with_saved_shapes(
     return compare_shapes(expected, saved)
 
 
-def _find_ignored_optimizer_state(
+def _find_unknown_optimizer_state(
     model: Llama, tensors: dict[str, Tensor], reader: SafeReader
 ) -> list[str]:
-    """Return an error message for each saved optimizer tensor that this rank would not load.
+    """Return the names of saved optimizer tensors that the optimizer of this rank does not have.
 
-    State of frozen weights and, with a pipeline, of other ranks' weights may be ignored.
+    State of frozen weights and, with a pipeline, of other ranks' weights is left out, because this
+    rank need not load it.
 
     Args:
         model: This rank's part of the model.
@@ -647,8 +668,9 @@ def _find_ignored_optimizer_state(
     """
     trained_weights = [name for name, weight in model.named_parameters() if weight.requires_grad]
     prefixes = tuple(f"optimizer.{name}." for name in trained_weights)
-    ignored = [name for name in reader.index.keys() - tensors.keys() if name.startswith(prefixes)]
-    return [f"{name}: the optimizer has no such state" for name in sorted(ignored)]
+    return sorted(
+        name for name in reader.index.keys() - tensors.keys() if name.startswith(prefixes)
+    )
 
 
 def _check_finite(path: object, tensors: dict[str, Tensor]) -> None:
