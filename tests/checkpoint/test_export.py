@@ -14,6 +14,7 @@ import torch
 from tiny_run import PROOF, Malicious, TinyRun, assert_equal, load_model_weights
 
 from titanlite.checkpoint import huggingface
+from titanlite.checkpoint.manifest import encode_manifest, read_manifest
 from titanlite.cli import main
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.flavors import Architecture
@@ -263,6 +264,18 @@ def test_import_reports_the_folder_file_or_tensor_that_cannot_be_used(tmp_path, 
 
     assert "layers.1.feed_forward.w2.weight" in rejected(tmp_path / "nan", out)
     assert not out.exists() or not os.listdir(out)
+
+
+def test_an_architecture_with_unknown_fields_is_rejected(tmp_path):
+    write_hf(tmp_path / "hf", build(PLAIN))
+    weights = huggingface.hf_weights(tmp_path / "hf")
+    step_folder = huggingface.import_weights(tmp_path, weights, "test")
+    manifest = read_manifest(step_folder)
+    manifest["info"]["architecture"]["from_the_future"] = 1
+    (step_folder / "manifest.json").write_bytes(encode_manifest(manifest))
+
+    with pytest.raises(CheckpointError, match="from_the_future"):
+        huggingface.checkpoint_weights(step_folder)
 
 
 @pytest.mark.slow

@@ -170,7 +170,8 @@ def _build_architecture(path: Path, fields: dict[str, Any] | None) -> Architectu
         fields: Fields of the architecture in the manifest, or None if it has none.
 
     Raises:
-        CheckpointError: If `fields` is None.
+        CheckpointError: If `fields` is None, or another version of titanlite has written fields
+            that this version does not have.
         UserError: If the architecture belongs to a plugin that is not loaded.
     """
     if fields is None:
@@ -181,7 +182,12 @@ def _build_architecture(path: Path, fields: dict[str, Any] | None) -> Architectu
             f"{path} contains a model with the architecture {name}. "
             "Load the plugin that registers it."
         )
-    return ARCHITECTURES[name](**fields)
+    architecture_class = ARCHITECTURES[name]
+    try:
+        return architecture_class(**fields)
+    except TypeError as error:  # unknown or missing fields
+        problem = f"this version cannot read the architecture of its weights: {error}"
+        raise CheckpointError(f"{path}: {problem}") from None
 
 
 def dcp_weights(reader: SafeReader, arch: Architecture, prefix: str) -> Weights:
