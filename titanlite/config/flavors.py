@@ -105,17 +105,17 @@ class Architecture:
         return self.n_kv_heads * self.head_dim
 
     def mup_factors(self, name: str, ndim: int) -> tuple[float, float]:
-        """Return the factors by which muP scales a parameter's initialization and learning rate.
+        """Return the factors by which muP scales a parameter's initial values and learning rate.
 
-        The factors depend on two ratios (see docs/guides/mup.md). m is the width of the model
-        divided by the width of the small model on which you tuned the learning rate, and k is the
-        same ratio of the head widths. Without muP, both ratios are 1.
+        With m = dim / mup_base_dim and k = head_dim / mup_base_head_dim, the factors are:
 
-        - The factor of the learning rate is 1 / m for the matrices of blocks and for the output
-          matrix (with tied embeddings, for the final norm instead), and 1 for other parameters. For
-          the query projection, or the query norm if there is one, it is multiplied by 1 / sqrt(k).
-        - The factor of the initialization is the same, but for the matrices of blocks it is
-          multiplied by sqrt(m), so 1 / m becomes 1 / sqrt(m).
+            Parameter                Initial values    Learning rate
+            Matrices of blocks       1 / sqrt(m)       1 / m
+            Output matrix            1 / m             1 / m
+            All other parameters     1                 1
+
+        Both factors of the query projection are also multiplied by 1 / sqrt(k). Without muP, m and
+        k are 1. docs/guides/mup.md gives the reasons.
 
         Args:
             name: Name of the parameter, for example "layers.3.attention.wo.weight".
@@ -124,24 +124,24 @@ class Architecture:
         Returns:
             The factor for the initial values, and the factor for the learning rate.
         """
-        is_block_matrix = name.startswith("layers.") and ndim >= 2
-        # A tied output matrix is also the embedding, so the norm in front of it is scaled instead.
-        output_name = "norm.weight" if self.tied_embeddings else "output.weight"
-        # The query norm, if there is one, undoes any factor of the query matrix.
-        query_name = "attention.wq." if self.qk_norm == "none" else "attention.q_norm."
+        inverse_m = (self.mup_base_dim or self.dim) / self.dim
+        inverse_k = (self.mup_base_head_dim or self.head_dim) / self.head_dim
 
-        inverse_width_ratio = (self.mup_base_dim or self.dim) / self.dim  # 1 / m
-        inverse_head_ratio = (self.mup_base_head_dim or self.head_dim) / self.head_dim  # 1 / k
+        is_block_matrix = name.startswith("layers.") and ndim >= 2
+        # A tied output matrix is also the embedding, so scale the norm in front of it instead.
+        output_name = "norm.weight" if self.tied_embeddings else "output.weight"
+        # A query norm undoes any scale of the query projection, so scale this norm instead.
+        query_name = "attention.wq." if self.qk_norm == "none" else "attention.q_norm."
 
         lr_factor = 1.0
         if is_block_matrix or name == output_name:
-            lr_factor *= inverse_width_ratio
+            lr_factor *= inverse_m
         if query_name in name:
-            lr_factor *= math.sqrt(inverse_head_ratio)
+            lr_factor *= math.sqrt(inverse_k)
 
         init_factor = lr_factor
-        if is_block_matrix:
-            init_factor /= math.sqrt(inverse_width_ratio)  # multiplies by sqrt(m)
+        if is_block_matrix:  # 1 / sqrt(m) instead of 1 / m
+            init_factor /= math.sqrt(inverse_m)
         return init_factor, lr_factor
 
     def is_full_attention(self, layer: int) -> bool:
