@@ -118,46 +118,51 @@ def compare_jobs(
         Effect and description of each difference, sorted by effect, incompatible ones last. A
         changed key is described as "section.key: before -> now".
     """
-    old = flatten(before)
-    new = flatten(now)
+    old_values = flatten(before)
+    new_values = flatten(now)
+    resumes_data = data is not None
     changes: list[tuple[Effect, str]] = []
     data_key_changes: list[str] = []
-    for name in old.keys() & new.keys():
-        if old[name] == new[name] or _is_ignored(name, new):
+    for name in sorted(old_values.keys() & new_values.keys()):
+        old_value = old_values[name]
+        new_value = new_values[name]
+        if old_value == new_value or _is_ignored(name, new_values):
             continue
-        description = f"{name}: {shorten(str(old[name]))} -> {shorten(str(new[name]))}"
-        if data is not None and _determines_data(name, new):
-            data_key_changes.append(description)
+        description = f"{name}: {shorten(str(old_value))} -> {shorten(str(new_value))}"
+        if resumes_data and _determines_data(name, new_values):
+            data_key_changes.append(description)  # the effect depends on the data itself
         else:
-            effect = _classify(name, old, new, resumes_data=data is not None)
+            effect = _classify(name, old_values, new_values, resumes_data=resumes_data)
             changes.append((effect, description))
 
     if data is not None:
-        changes += _classify_data_changes(data, data_key_changes, new)
+        changes += _classify_data_changes(data, data_key_changes, new_values)
     return sorted(changes, key=lambda change: (_ORDER.index(change[0]), change[1]))
 
 
 def _classify_data_changes(
-    data: DataChanges, key_changes: list[str], new: dict[str, Any]
+    data: DataChanges, key_changes: list[str], new_values: dict[str, Any]
 ) -> list[tuple[Effect, str]]:
     """Return the effect and description of each difference of the data.
 
-    If only keys have changed, but not the data, for example because its folder was renamed, return
-    these keys as compatible.
+    A changed key such as dataset.path is harmless if the data itself is the same, for example
+    because its folder was renamed. If the data differs, its differences replace the changed keys.
 
     Args:
         data: Differences of the data, from `Loader.compare`.
         key_changes: Descriptions of changed keys that determine the data.
-        new: Values of the job that resumes, by full name.
+        new_values: Values of the job that resumes, by full name.
     """
     position_changes, content_changes = data
-    if not position_changes and not content_changes:
+    is_same_data = not position_changes and not content_changes
+    if is_same_data:
         return [(COMPATIBLE, description) for description in key_changes]
-    content_effect = INCOMPATIBLE if new["dataset.on_change"] == "error" else AFFECTS_TRAINING
-    return [
-        *((INCOMPATIBLE, description) for description in position_changes),
-        *((content_effect, description) for description in content_changes),
-    ]
+
+    allows_new_content = new_values["dataset.on_change"] != "error"
+    content_effect = AFFECTS_TRAINING if allows_new_content else INCOMPATIBLE
+    changes = [(INCOMPATIBLE, description) for description in position_changes]
+    changes += [(content_effect, description) for description in content_changes]
+    return changes
 
 
 def report_changes(
@@ -211,70 +216,86 @@ def flatten(table: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _is_ignored(name: str, new: dict[str, Any]) -> bool:
+def _is_ignored(name: str, new_values: dict[str, Any]) -> bool:
     """Return whether a changed key does not count as a difference, for example "auto".
 
     Args:
         name: Full name of the key, such as "model.dim".
-        new: Values of the job that resumes, by full name.
+        new_values: Values of the job that resumes, by full name.
     """
     if name in ("tokenizer.path", "tokenizer.name"):
         return True  # token IDs are compared instead
     # "auto" keeps the dtype of the checkpoint, and chooses a backend for the device.
     has_auto = name in ("training.mixed_precision_param", "model.attention_backend")
-    if has_auto and new[name] == "auto":
+    if has_auto and new_values[name] == "auto":
         return True
 
     # The keys of a plugin architecture are also in the section of the plugin. Report them there.
     section, *_, key = name.split(".")
-    return section == "model" and f"{new['model.architecture']}.{key}" in new
+    return section == "model" and f"{new_values['model.architecture']}.{key}" in new_values
 
 
-def _determines_data(name: str, new: dict[str, Any]) -> bool:
+def _determines_data(name: str, new_values: dict[str, Any]) -> bool:
     """Return whether a key determines the documents that a run trains on, or their order.
 
     Args:
         name: Full name of the key, such as "dataset.sources.0.path".
-        new: Values of the job that resumes, by full name.
+        new_values: Values of the job that resumes, by full name.
     """
     if name == "training.seed":  # the default of dataset.seed
-        return new["dataset.seed"] is None
+        return new_values["dataset.seed"] is None
     section, *_, key = name.split(".")
     return f"{section}.{key}" in _DATA_KEYS
 
 
-def _classify(name: str, old: dict[str, Any], new: dict[str, Any], *, resumes_data: bool) -> Effect:
+def _classify(
+    name: str, old_values: dict[str, Any], new_values: dict[str, Any], *, resumes_data: bool
+) -> Effect:
     """Return the effect of a changed key on a resumed run.
 
-    The first rule that applies decides. Special cases come first, then the effect of the whole
-    section.
+    The effect of most keys is fixed. The few keys whose effect depends on other keys come first.
 
     Args:
         name: Full name of the key, such as "training.seed" or "dataset.sources.0.path".
-        old: Values of the job in the checkpoint, by full name.
-        new: Values of the job that resumes, by full name.
+        old_values: Values of the job in the checkpoint, by full name.
+        new_values: Values of the job that resumes, by full name.
         resumes_data: Whether the run resumes from the data position in the checkpoint.
     """
-    section, *_, key = name.split(".")
-    if section == "model" and key in _SHAPE_KEYS:
-        return INCOMPATIBLE
-    if name == "optimizer.name" and "optimizer" not in new["checkpoint.exclude_from_loading"]:
-        return INCOMPATIBLE  # another optimizer has other state tensors
+    if name == "optimizer.name":  # another optimizer has other state tensors
+        loads_state = "optimizer" not in new_values["checkpoint.exclude_from_loading"]
+        return INCOMPATIBLE if loads_state else AFFECTS_TRAINING
 
-    is_share_of_mixture = name.startswith("dataset.sources.") and key in ("weight", "max_epochs")
-    if is_share_of_mixture and resumes_data and new["dataset.on_change"] == "error":
-        return INCOMPATIBLE
-
-    has_global_batch_size = old.get("training.global_batch_size", -1) != -1
+    has_global_batch_size = old_values.get("training.global_batch_size", -1) != -1
     if name == "training.local_batch_size" and has_global_batch_size:
         return COMPATIBLE  # otherwise, it determines the global batch size
 
-    short_name = f"{section}.{key}"  # dataset.sources.0.path has the effect of dataset.path
-    if short_name in _AFFECTING_KEYS:
+    section, *_, key = name.split(".")
+    is_share_of_mixture = name.startswith("dataset.sources.") and key in ("weight", "max_epochs")
+    if is_share_of_mixture and resumes_data and new_values["dataset.on_change"] == "error":
+        return INCOMPATIBLE
+
+    return _get_fixed_effect(section, key)
+
+
+def _get_fixed_effect(section: str, key: str) -> Effect:
+    """Return the effect of a changed key that does not depend on other keys.
+
+    Keys of a list of tables have the effect of the same key in the section. For example,
+    "dataset.sources.0.path" has the effect of "dataset.path".
+
+    Args:
+        section: Name of the section, such as "dataset".
+        key: Name of the key without its tables, such as "path".
+    """
+    if section == "model" and key in _SHAPE_KEYS:
+        return INCOMPATIBLE
+
+    name = f"{section}.{key}"
+    if name in _AFFECTING_KEYS:
         return AFFECTS_TRAINING
-    if section in _COMPATIBLE_SECTIONS or short_name in _COMPATIBLE_KEYS:
+    if section in _COMPATIBLE_SECTIONS or name in _COMPATIBLE_KEYS:
         return COMPATIBLE
 
     # A plugin declares the effect of its section. The default of `Section` is AFFECTS_TRAINING.
     effect = SECTIONS.get(section, Section).on_resume
-    return _EFFECTS_IN_OLD_PLUGINS.get(effect, effect)
+    return _EFFECTS_IN_OLD_PLUGINS.get(effect, effect)  # plugins for 0.2 use other names
