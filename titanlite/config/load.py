@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tomlkit
+from pydantic.fields import FieldInfo
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import read_file
@@ -344,28 +345,30 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     Invalid options are collected in the result instead of raising an error.
     """
     stray_words, options = _split_options(argv)
-    mistakes = []
+    mistakes: list[Mistake] = []
     for word in stray_words:
         problem = f"is not an option. To pass a job file, write --{CONFIG_FILE} {word}."
         mistakes.append(Mistake(key="", name=word, value="", problem=problem))
 
-    help_topics = None
     values: dict[str, Any] = {}
+    help_topics = None
+    renamed: list[str] = []
     keys = list_keys()
     for flag, words in options:
         if flag in ("-h", "--help"):
             help_topics = words
             continue
-        try:
-            key, value = _parse_option(flag, words, keys)
-        except ValueError as error:
-            key, _ = _find_key(flag, keys)
-            mistakes.append(Mistake(key, flag, value="", problem=str(error)))
-        else:
-            values[key] = value
 
-    names = [_flag_to_name(flag) for flag, _ in options]
-    renamed = [name for name in names if name in RENAMED_KEYS]
+        name = flag.removeprefix("--").replace("-", "_")
+        if name in RENAMED_KEYS:
+            renamed.append(name)
+
+        key, is_negated = _find_key(name, keys)
+        try:
+            annotation = _get_annotation(key, flag, keys)
+            values[key] = _parse_option(key, is_negated, words, annotation)
+        except ValueError as error:
+            mistakes.append(Mistake(key, flag, value="", problem=str(error)))
     return Arguments(values, help_topics, mistakes, renamed)
 
 
@@ -391,66 +394,75 @@ def _split_options(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, list
     return stray_words, options
 
 
-def _flag_to_name(flag: str) -> str:
-    """Return the name in a flag, for example "compile.enable" for "--compile.enable"."""
-    return flag.removeprefix("--").replace("-", "_")
+def _find_key(name: str, keys: Collection[str]) -> tuple[str, bool]:
+    """Return the key that an option sets, which may not exist, and whether the option negates it.
 
-
-def _find_key(flag: str, keys: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return the name of the key that a flag sets, and whether the flag negates the key.
-
-    For example, "--no-compile.enable" and "--compile.no-enable" give ("compile.enable", True). The
-    key may not exist.
+    For example, "training.steps" gives ("training.steps", False). Both "no_compile.enable" and
+    "compile.no_enable" give ("compile.enable", True).
 
     Args:
-        flag: The flag, such as "--training.steps".
-        keys: All keys of a job, by their full names.
+        name: Name of the option, which can be the former name of a key.
+        keys: Full names of all keys of a job.
     """
-    name = _flag_to_name(flag)
-    name = RENAMED_KEYS.get(name, name)
-    if name in keys:
-        return name, False
-    if name == "config":  # suggest --job.config_file for --config, and not --dataset.config
-        return "config_file", False
+    key = RENAMED_KEYS.get(name, name)
+    if key in keys:
+        return key, False
 
-    if name.startswith("no_"):
-        positive_name = name.removeprefix("no_")
-    else:
-        positive_name = name.replace(".no_", ".", 1)
-    is_negated = positive_name != name
-    return positive_name, is_negated
+    # Remove "no_" from the start of the section or, if it is not there, from the start of the key.
+    positive_key = re.sub(r"(^|\.)no_", r"\1", key, count=1)
+    is_negated = positive_key != key
+    return positive_key, is_negated
 
 
-def _parse_option(flag: str, words: list[str], keys: Mapping[str, Any]) -> tuple[str, Any]:
-    """Convert an option to a key and its value: "--training.steps", ["5"] -> "training.steps", 5.
+def _get_annotation(key: str, flag: str, keys: Mapping[str, FieldInfo]) -> Any:
+    """Return the type annotation of the key that an option sets.
 
     Args:
-        flag: The option as written, such as "--training.steps" or "--no-compile.enable".
-        words: Words that follow the option.
+        key: Name of the key, such as "compile.enable".
+        flag: The option as written, such as "--no-compile.enable".
         keys: Pydantic field of each key of a job, by its full name.
 
     Raises:
-        ValueError: If the option is invalid. The message is the rest of a sentence that starts with
+        ValueError: If there is no such key. The message is the rest of a sentence that starts with
             the flag, such as "is unknown."
     """
-    key, is_negated = _find_key(flag, keys)
+    if key in keys:
+        return keys[key].annotation
+    if key == "config":  # suggest --job.config_file, and not --dataset.config
+        raise ValueError(describe_unknown_name(JobConfig, "config_file").problem)
     if key in SECTIONS:
         options = ", ".join(f"{flag}.{name}" for name in SECTIONS[key].model_fields)
         raise ValueError(f"is a section. Its keys are {options}.")
-    if key not in keys:
-        raise ValueError(describe_unknown_name(JobConfig, key).problem)
+    raise ValueError(describe_unknown_name(JobConfig, key).problem)
 
-    annotation = keys[key].annotation
+
+def _parse_option(key: str, is_negated: bool, words: list[str], annotation: Any) -> Any:
+    """Return the value that an option gives to its key.
+
+    For example, `--training.steps 5` gives 5, and `--no-compile.enable` gives False.
+
+    Args:
+        key: Key that the option sets, such as "training.steps".
+        is_negated: Whether the option negates the key.
+        words: Words that follow the option.
+        annotation: Type annotation of the key.
+
+    Raises:
+        ValueError: If the option is invalid. The message is the rest of a sentence that starts with
+            the option, such as "must have one value, not none."
+    """
     section, name = key.split(".")
-    if bool in find_types(annotation):
-        if words:
-            raise ValueError(f"takes no value. Write --{key} or --{section}.no-{name}.")
-        return key, not is_negated
+    is_boolean = bool in find_types(annotation)
+    if is_boolean and words:
+        raise ValueError(f"takes no value. Write --{key} or --{section}.no-{name}.")
+    if is_boolean:
+        return not is_negated
+
     if is_negated:  # only a boolean can be negated
         raise ValueError(describe_unknown_name(JobConfig, f"{section}.no_{name}").problem)
     if find_table_model(annotation):
         raise ValueError(f"is a list of tables. Write [[{key}]] in a job file.")
-    return key, _parse_words(words, annotation)
+    return _parse_words(words, annotation)
 
 
 def _parse_words(words: list[str], annotation: Any) -> Any:
