@@ -145,22 +145,32 @@ def build_mistake(root: type[BaseModel], error: ErrorDetails) -> Mistake:
     value = error["input"]
     kind = error["type"]
     if kind == UNKNOWN_NAME:
+        # This is None if a file uses the name of a Python field instead of its alias.
         unknown = _find_unknown_name(root, location)
         if unknown is not None:
             return _describe_unknown(unknown, root, location, value)
 
-    # Options of a command have another name in messages, such as --step or PATH.
-    get_option_name = getattr(root, "name_on_command_line", None)
-    name = get_option_name(location[0]) if get_option_name else ".".join(location)
     problem = _rephrase(error["msg"])
-    hint = _suggest_value(problem, value, location)
+    hint = _suggest_value(problem, value, location)  # starts with a space, or is empty
     return Mistake(
         key=_get_key(location),
-        name=name,
+        name=_get_displayed_name(root, location),
         value="" if kind == "missing" else format_value(value),
         problem=f"{problem}.{hint}",
         kind=kind,
     )
+
+
+def _get_displayed_name(root: type[BaseModel], location: list[str]) -> str:
+    """Return the name of a value in messages: "training.steps" in a job, "--step" for an option.
+
+    Args:
+        root: Model of a job, the options of a command, or the content of a file.
+        location: Names that lead to the value, such as ["training", "steps"].
+    """
+    # Only the base class of command options, which this module cannot import, has this method.
+    get_option_name = getattr(root, "name_on_command_line", None)
+    return get_option_name(location[0]) if get_option_name else ".".join(location)
 
 
 def describe_unknown_name(root: type[BaseModel], name: str) -> Mistake:
@@ -192,7 +202,8 @@ class _UnknownName(NamedTuple):
     Attributes:
         name: The name, such as "stepz".
         parents: Names of the tables that contain it, such as ["training"].
-        table: Pydantic model of the innermost of these tables, such as `Training`.
+        table: Pydantic model of the innermost of these tables, such as `Training`. If the name
+            follows a key that is not a table, as in "training.steps.seed", this is `BaseModel`.
     """
 
     name: str
@@ -210,9 +221,10 @@ def _find_unknown_name(root: type[BaseModel], location: list[str]) -> _UnknownNa
         root: Model of a job, the options of a command, or the content of a file.
         location: Names of the tables around a value, and the name of the value.
     """
-    table = root
     annotation: Any = root  # type of the value that contains `name`
     for depth, name in enumerate(location):
+        # A value that is not a table contains no names, like a model without fields.
+        table = find_table_model(annotation) or BaseModel
         if name.isdecimal() and _is_list_of_tables(annotation):
             annotation = table  # the index selects one table of the list
             continue
@@ -221,7 +233,6 @@ def _find_unknown_name(root: type[BaseModel], location: list[str]) -> _UnknownNa
         if name not in annotations:
             return _UnknownName(name, location[:depth], table)
         annotation = annotations[name]
-        table = find_table_model(annotation) or table
     return None
 
 
@@ -245,8 +256,8 @@ def _describe_unknown(
 ) -> Mistake:
     """Describe the mistake that a value or table has an unknown name.
 
-    If an earlier version of titanlite had the name, the message is the one that the model of its
-    table declares. Otherwise, it suggests known names.
+    If an earlier version of titanlite had the name, the message explains why it was removed.
+    Otherwise, it suggests known names.
 
     Args:
         unknown: The first unknown name in `location`.
@@ -255,16 +266,17 @@ def _describe_unknown(
         value: The value or table.
     """
     key = _get_key(location)
-    name = ".".join(location)
+    full_name = ".".join(location)
+    # Former name -> (default, message). Files of other programs have no removed names.
     removed_names = getattr(unknown.table, "dropped", {})
     if unknown.name in removed_names:
-        _former_default, problem = removed_names[unknown.name]
-        return Mistake(key, name, value=format_value(value), problem=problem, kind=REMOVED_NAME)
+        _default, message = removed_names[unknown.name]
+        return Mistake(key, full_name, format_value(value), message, kind=REMOVED_NAME)
 
-    if isinstance(value, dict):
-        name = f"[{key}]"  # a table
+    is_table = isinstance(value, dict)
+    displayed_name = f"[{key}]" if is_table else full_name
     problem = _explain_unknown_name(unknown, root, location[-1])
-    return Mistake(key, name, value="", problem=problem, kind=UNKNOWN_NAME)
+    return Mistake(key, displayed_name, value="", problem=problem, kind=UNKNOWN_NAME)
 
 
 def _rephrase(message: str) -> str:
@@ -369,7 +381,7 @@ def wrap_text(text: str, indent: int = 0) -> str:
     return "\n\n".join(wrapper.fill(paragraph) for paragraph in paragraphs)
 
 
-def _explain_unknown_name(unknown: _UnknownName, root: type[BaseModel], key: str) -> str:
+def _explain_unknown_name(unknown: _UnknownName, root: type[BaseModel], last_name: str) -> str:
     """Return an error message for an unknown name, with known names that the user may have meant.
 
     For example, "stepz" in [training] gives "is unknown. Did you mean training.steps?".
@@ -377,26 +389,29 @@ def _explain_unknown_name(unknown: _UnknownName, root: type[BaseModel], key: str
     Args:
         unknown: The unknown name: a key or, as "trainin" in "trainin.steps", a table around it.
         root: Model of a job, the options of a command, or the content of a file.
-        key: Name of the key without its tables, such as "steps" for "trainin.steps".
+        last_name: Name of the key without its tables, such as "steps" for "trainin.steps".
     """
     tables = _list_tables(root)
     known_names = [field.alias or name for name, field in unknown.table.model_fields.items()]
     if unknown.table is root:  # add the sections of plugins
         known_names += [name for name in tables if name not in known_names]
 
-    synonyms = _find_synonyms(key, {*root.model_fields, *tables})
-    similar_names = difflib.get_close_matches(unknown.name, known_names, n=1)
-    if synonyms:
-        suggestions = synonyms
-    elif similar_names:
+    # Other trainers may use the name for a key that exists here.
+    suggestions = _find_synonyms(last_name, {*root.model_fields, *tables})
+    if not suggestions:
+        similar_names = difflib.get_close_matches(unknown.name, known_names, n=1)
         suggestions = [".".join([*unknown.parents, name]) for name in similar_names]
-    else:  # the key may be in another table
+    if not suggestions:  # the key may be in another table
         suggestions = [
-            f"{name}.{key}" for name, table in tables.items() if key in table.model_fields
+            f"{name}.{last_name}"
+            for name, table in tables.items()
+            if last_name in table.model_fields
         ]
 
     if suggestions:
         return f"is unknown. Did you mean {' or '.join(suggestions[:3])}?"
+    if unknown.table is BaseModel:
+        return f"is unknown, because {'.'.join(unknown.parents)} is not a table."
     return f"is unknown. Known names are {', '.join(known_names)}."
 
 
