@@ -81,6 +81,7 @@ dataset.streaming = true ; dataset.source = "text" ; dataset.path = "text.jsonl"
 => dataset.stages.0.weights
 [[dataset.sources]] ; source = "c4" ; [[dataset.sources]] ; [[dataset.stages]] ; start_step = 1 \
 ; weights = [1.0] => dataset.stages.0.weights
+[[dataset.stages]] ; start_step = 1 ; weights = [1.0, 1.0] => must have 1 weights
 [[dataset.stages]] ; start_step = 1 ; lr_factor = 0.5 ; [[dataset.stages]] ; start_step = 1 \
 => dataset.stages.1.start_step
 [[dataset.stages]] ; start_step = 1 ; global_batch_size = 12 => dataset.stages.0.global_batch_size

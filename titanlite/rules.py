@@ -875,7 +875,7 @@ def _suggest_training_tokenizer(run: Run) -> str:
 def check_dataset(run: Run) -> Problems:
     """Check that the training data exists, and that the data stages are valid."""
     yield from _check_sources("dataset", run.job.dataset)
-    num_sources = len(run.job.dataset.sources)
+    num_sources = len(run.job.dataset.sources) or 1  # [dataset] can describe a single source
     start_steps: set[int] = set()
     for number, stage in enumerate(run.job.dataset.stages):
         if stage.start_step in start_steps:
