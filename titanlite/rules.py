@@ -447,9 +447,10 @@ def _check_schedule_length(run: Run) -> Problems:
     total = schedule.total_steps or run.job.training.steps
     # A schedule of a plugin may have another default warmup, or none.
     has_default_warmup = schedule.name == "wsd"
-    warmup = (
-        schedule.count_warmup_steps(total) if has_default_warmup else schedule.warmup_steps or 0
-    )
+    if has_default_warmup:
+        warmup = schedule.count_warmup_steps(total)
+    else:
+        warmup = schedule.warmup_steps or 0
     decay = schedule.decay_steps or 0
     if warmup > total:
         yield Problem(
@@ -489,8 +490,8 @@ def check_optimizer(run: Run) -> Problems:
     if optimizer.name in NORMALIZING_OPTIMIZERS and optimizer.lr > MAX_LR:
         yield Problem(
             "optimizer.lr",
-            f"must be at most 1. {optimizer.name} changes each weight by about lr in a step; 3e-4 "
-            "is typical.",
+            f"must be at most {MAX_LR:g}. {optimizer.name} changes each weight by about lr in a "
+            "step; 3e-4 is typical.",
         )
 
     for key in UNUSED_KEYS.get(optimizer.name, ()):
@@ -554,7 +555,7 @@ def _check_membership(run: Run, names: list[str]) -> Problems:
     """Check that each parameter is in exactly one optimizer group.
 
     Args:
-        run: The run.
+        run: The run, which has at least one optimizer group.
         names: Names of all parameters of the model.
     """
     groups = run.job.optimizer.groups
@@ -562,7 +563,7 @@ def _check_membership(run: Run, names: list[str]) -> Problems:
     missing = [name for name in names if counts[name] == 0]
     repeated = [name for name in names if counts[name] > 1]
 
-    # Report these problems for the last group.
+    # No single group is wrong. Report these problems for the last group.
     last_key = f"optimizer.groups.{len(groups) - 1}.params"
     if missing:
         yield Problem(
@@ -604,9 +605,10 @@ def _check_float8_sizes(run: Run) -> Problems:
     On each rank, both must be multiples of a number that depends on the FP8 recipe, such as 16.
     """
     float8 = run.job.float8
-    shard_multiple = float8.shard_multiple(run.degrees.tensor)
     layer_sizes = _list_float8_sizes(run)
+    # `check_tensor_sizes` reports sizes that the tensor-parallel degree does not divide.
     shard_sizes = [size // run.degrees.tensor for size in layer_sizes]
+    shard_multiple = float8.shard_multiple(run.degrees.tensor)
     if any(size % shard_multiple for size in shard_sizes):
         yield Problem(
             "parallelism.tensor_parallel_degree",
@@ -614,8 +616,9 @@ def _check_float8_sizes(run: Run) -> Problems:
             f"{shard_multiple}.",
         )
 
-    # Only the matmul of the weight gradient sums over the tokens. In this recipe, it is in bf16.
-    if float8.recipe_name == "rowwise_with_gw_hp":
+    # The number of tokens matters only for the weight gradient, whose matmul sums over them.
+    has_bf16_weight_gradient = float8.recipe_name == "rowwise_with_gw_hp"
+    if has_bf16_weight_gradient:
         return
     token_multiple = float8.size_multiple
     num_tokens = run.local_microbatch_tokens
@@ -634,6 +637,7 @@ def _list_float8_sizes(run: Run) -> list[int]:
     """
     arch = run.arch
     float8 = run.job.float8
+    # Tensor parallelism divides the inputs of wo and w2, and the outputs of all other layers.
     size_of_layer = {
         "attention.wq": arch.q_dim,
         "attention.wk": arch.kv_dim,
@@ -646,8 +650,8 @@ def _list_float8_sizes(run: Run) -> list[int]:
     sizes = []
     for name, size in size_of_layer.items():
         is_filtered = any(part in name for part in float8.filter_fqns)
-        is_converted = size >= float8.min_features and size % float8.size_multiple == 0
-        if is_converted and not is_filtered and size not in sizes:
+        is_suitable = size >= float8.min_features and size % float8.size_multiple == 0
+        if is_suitable and not is_filtered and size not in sizes:
             sizes.append(size)
     return sizes
 
@@ -960,15 +964,8 @@ def _check_source(table: str, source: TextSource) -> Problems:
             f'is not used with {table}.source = "{kind}". Set that too, for example to "text" or '
             '"jsonl".',
         )
-        return
-    if source.loss_mask_column is not None and kind not in ("jsonl", "parquet"):
-        yield Problem(f"{table}.loss_mask_column", 'needs source "jsonl" or "parquet".')
-    for key, kinds in SOURCES_WITH_KEY.items():
-        is_set = getattr(source, key) != TextSource.model_fields[key].default
-        if is_set and kind in BUILTIN_SOURCES and kind not in kinds:
-            problem = f'is not used with {table}.source = "{kind}". Remove it.'
-            yield Problem(f"{table}.{key}", problem)
-
+        return  # the other checks need the kind of source that the user wants
+    yield from _check_source_keys(table, source)
     try:
         find_files(source)
     except UserError as error:
@@ -977,6 +974,26 @@ def _check_source(table: str, source: TextSource) -> Problems:
         else:
             message = str(error).rstrip(".")
             yield Problem(f"{table}.path", f"{message}.")
+
+
+def _check_source_keys(table: str, source: TextSource) -> Problems:
+    """Report the keys of a data source that its kind does not support.
+
+    Args:
+        table: Table of the source, such as "dataset.sources.0", to name its keys in problems.
+        source: The source.
+    """
+    kind = source.source
+    if source.loss_mask_column is not None and kind not in ("jsonl", "parquet"):
+        yield Problem(f"{table}.loss_mask_column", 'needs source "jsonl" or "parquet".')
+    if kind not in BUILTIN_SOURCES:
+        return  # the source of a plugin may use all other keys
+
+    for key, kinds_with_key in SOURCES_WITH_KEY.items():
+        is_set = getattr(source, key) != TextSource.model_fields[key].default
+        if is_set and kind not in kinds_with_key:
+            problem = f'is not used with {table}.source = "{kind}". Remove it.'
+            yield Problem(f"{table}.{key}", problem)
 
 
 # Outputs and initial weights.
