@@ -1033,13 +1033,17 @@ def rename_keys(tables: dict[str, Any]) -> list[str]:
 
     If a job sets a key under both names, both are kept, and validation reports the former one.
 
+    Args:
+        tables: Sections of a job: section -> key -> value.
+
     Returns:
-        Former names of the replaced keys. Keys with an empty value are left out.
+        Former names of the replaced keys, to warn about them. Keys with an empty value, such as
+        `writers = []`, are left out, because earlier versions wrote them to each config.toml.
     """
     renamed = []
     for former_key, key in RENAMED_KEYS.items():
         section, former_name = former_key.split(".")
-        _, name = key.split(".")
+        name = key.removeprefix(f"{section}.")  # keys stay in their section
         table = tables.get(section)
         if not isinstance(table, dict) or former_name not in table or name in table:
             continue
@@ -1051,6 +1055,15 @@ def rename_keys(tables: dict[str, Any]) -> list[str]:
         if value:
             renamed.append(former_key)
     return renamed
+
+
+def _find_unknown_sections(tables: dict[str, Any]) -> list[Any]:
+    """Return an error, in the format of pydantic, for each section that does not exist."""
+    errors: list[Any] = []
+    for name, table in tables.items():
+        if isinstance(name, str) and name not in SECTIONS:
+            errors.append({"type": "extra_forbidden", "loc": (name,), "input": table})
+    return errors
 
 
 class JobConfig(RootConfig):
@@ -1088,16 +1101,17 @@ class JobConfig(RootConfig):
     def _validate_all(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
         """Validate a job, and raise all errors as one `ConfigError`.
 
-        Pydantic's own validation, `validate`, covers only the built-in sections. The sections of
-        plugins are validated separately.
+        `validate` is the validation by pydantic, which covers only the built-in sections. The
+        sections of plugins are validated separately.
         """
         plugin_sections: dict[str, Section] = {}
         errors: list[Any] = []
         if isinstance(values, dict | cls):  # `validate` reports any other type
-            values = cls.without_dropped_defaults(dict(values))  # of earlier versions
-            rename_keys(values)
-            plugin_sections, errors = cls._take_plugin_sections(values)
-            errors += cls._find_unknown_sections(values)
+            tables = cls.without_dropped_defaults(dict(values))
+            rename_keys(tables)  # in place
+            plugin_sections, errors = cls._validate_plugin_sections(tables)
+            errors += _find_unknown_sections(tables)
+            values = {name: table for name, table in tables.items() if name not in plugin_sections}
 
         try:
             job = validate(values)
@@ -1107,12 +1121,15 @@ class JobConfig(RootConfig):
         if errors:
             raise cls._build_config_error(errors)
 
-        job.__pydantic_extra__ = plugin_sections  # makes them attributes of the job
+        # Pydantic looks up additional attributes of a model here, so that `job.my_section` works.
+        job.__pydantic_extra__ = plugin_sections
         return job
 
     @classmethod
-    def _take_plugin_sections(cls, values: dict[str, Any]) -> tuple[dict[str, Section], list[Any]]:
-        """Remove the sections of plugins from `values`, and validate them.
+    def _validate_plugin_sections(
+        cls, tables: dict[str, Any]
+    ) -> tuple[dict[str, Section], list[Any]]:
+        """Validate the sections of plugins. A section that `tables` lacks gets its defaults.
 
         Returns:
             The valid sections by name, and pydantic's errors for the invalid ones.
@@ -1123,7 +1140,7 @@ class JobConfig(RootConfig):
             is_built_in = name in cls.model_fields
             if is_built_in:
                 continue
-            table = values.pop(name, {})
+            table = tables.get(name, {})
             try:
                 sections[name] = model.model_validate(table)
             except ValidationError as failure:
@@ -1131,15 +1148,6 @@ class JobConfig(RootConfig):
                     error["loc"] = (name, *error["loc"])  # ("lr",) -> ("my_section", "lr")
                     errors.append(error)
         return sections, errors
-
-    @classmethod
-    def _find_unknown_sections(cls, values: dict[str, Any]) -> list[Any]:
-        """Return an error, in the format of pydantic, for each section that does not exist."""
-        errors: list[Any] = []
-        for name, table in values.items():
-            if isinstance(name, str) and name not in cls.model_fields:
-                errors.append({"type": "extra_forbidden", "loc": (name,), "input": table})
-        return errors
 
     @classmethod
     def read(cls, tables: dict[str, Any]) -> tuple[Self, Sequence[Mistake]]:
