@@ -344,7 +344,8 @@ def sequence_divisor(degree: Degrees) -> int:
 def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
     """Estimate the bytes that the embedding, a block and the output take in each pipeline stage.
 
-    With 1F1B, blocks take more bytes in early stages, which keep more activations.
+    All numbers are per rank. With 1F1B, blocks take more bytes in early stages, which keep more
+    activations.
 
     Args:
         run: The run.
@@ -355,16 +356,18 @@ def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
     """
     arch = run.arch
     microbatch_tokens = run.local_microbatch_tokens
+    bytes_per_parameter = _bytes_per_parameter(run)  # after sharding and tensor parallelism
 
-    # The embedding and the output have a matrix each. The loss also stores a chunk of the logits.
-    bytes_per_parameter = _bytes_per_parameter(run)
+    # The embedding and the output have a matrix each. The loss also stores the logits of a chunk of
+    # tokens, which tensor parallelism splits along the vocabulary.
     embedding_bytes = arch.vocab_size * arch.dim * bytes_per_parameter
-    num_logits = min(microbatch_tokens, LOSS_TOKENS) * arch.vocab_size / run.degrees.tensor
+    chunk_tokens = min(microbatch_tokens, LOSS_TOKENS)
+    num_logits = chunk_tokens * arch.vocab_size / run.degrees.tensor
     output_bytes = embedding_bytes + LOGIT_BYTES * num_logits
 
-    # Blocks also keep the activations of several microbatches, in bf16.
+    # Blocks also keep activations of several microbatches, with 2 bytes per value (bf16).
     matrix_bytes = arch.block_matrices * bytes_per_parameter
-    activation_bytes = 2 * _kept_activations(run) * microbatch_tokens
+    activation_bytes = 2 * _kept_values_per_token(run) * microbatch_tokens  # of one microbatch
     stages = []
     for stage in range(num_stages):
         block_bytes = matrix_bytes + _microbatches_in_flight(run, stage) * activation_bytes
@@ -376,7 +379,7 @@ def _bytes_per_parameter(run: Run) -> float:
     """Estimate the bytes per parameter that a rank uses in a step with pipeline parallelism.
 
     Each rank has shards of the parameter, the gradient and two optimizer moments. Until the last
-    microbatch, it also keeps the unsharded parameter and gradient.
+    microbatch, it also keeps the unsharded parameter and gradient. Tensor parallelism divides both.
     """
     bytes_of = {"float32": 4, "bfloat16": 2}
     sharded = 2 * bytes_of[run.job.training.dtype] + 2 * bytes_of[run.state_dtype]
@@ -385,7 +388,7 @@ def _bytes_per_parameter(run: Run) -> float:
     return (sharded / num_shards + unsharded) / run.degrees.tensor
 
 
-def _kept_activations(run: Run) -> float:
+def _kept_values_per_token(run: Run) -> float:
     """Estimate how many values per token a block keeps for its backward pass on each rank.
 
     Activation checkpointing reduces this number.
@@ -458,8 +461,9 @@ def build_architecture(model: schema.Model, job: schema.JobConfig | None = None)
     """
     flavor = FLAVORS[model.flavor]
     values = asdict(flavor)
-    if flavor.head_dim == flavor.dim / flavor.n_heads:
-        # [model] may override dim or n_heads. `Architecture` replaces 0 by dim / n_heads.
+    has_default_head_dim = flavor.head_dim * flavor.n_heads == flavor.dim
+    if has_default_head_dim:
+        # [model] may override dim or n_heads. With 0, `Architecture` computes head_dim from them.
         values["head_dim"] = 0
 
     for field in fields(Architecture):

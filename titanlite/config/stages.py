@@ -47,20 +47,24 @@ class PieceCosts:
 def forward_flops(arch: Architecture, seq_len: int) -> PieceCosts:
     """Estimate the forward FLOPs per token of the embedding, a block and the output.
 
-    Forward and backward pass together take 3 times these FLOPs. The embedding has no matmul, but
-    its backward pass writes a dense fp32 gradient once per sequence. It counts as a third of the
-    FLOPs that take as long as this write.
+    Forward and backward pass together take 3 times the forward FLOPs of matmuls. The embedding has
+    no matmuls, so its time is converted to forward FLOPs that take as long.
 
     Args:
         arch: Architecture of the model.
         seq_len: Sequence length in tokens, which determines the cost of attention.
     """
+    # The backward pass of the embedding writes a dense fp32 gradient once per sequence. Convert the
+    # time of this write to FLOPs per token. A third of them counts as forward, as for matmuls.
     gradient_bytes = 4 * arch.vocab_size * arch.dim
-    write_flops = gradient_bytes * FLOPS_PER_BYTE  # per sequence
+    flops_during_write = gradient_bytes * FLOPS_PER_BYTE
+    embedding_flops = flops_during_write / (3 * seq_len)
+
+    matmul_flops = 2 * arch.block_matrices
     attention_flops = 4 * arch.attended(seq_len) * arch.q_dim  # scores and weighted sum
     return PieceCosts(
-        embedding=write_flops / (3 * seq_len),
-        block=2 * arch.block_matrices + attention_flops,
+        embedding=embedding_flops,
+        block=matmul_flops + attention_flops,
         output=2 * arch.dim * arch.vocab_size,
     )
 
@@ -137,13 +141,14 @@ def balanced_cuts(
     memory_limit = _max_memory_of_even_split(memory, num_layers)
 
     # Dynamic programming: after each stage, best_splits[n] is the best split of the first n blocks
-    # into the stages so far.
-    best_splits = {0: _Split(0.0, 0.0, [])}
+    # into the stages so far. At the start, there are no stages and no blocks.
+    best_splits = {0: _Split(slowest=0.0, squares=0.0, ends=[])}
     for stage in range(num_stages):
         # Time of this stage for each number of blocks that fits into memory.
         stage_times: dict[int, float] = {}
         for num_blocks in range(1, num_layers + 1):
-            if memory[stage].of_stage(stage, num_stages, num_blocks) <= memory_limit:
+            stage_memory = memory[stage].of_stage(stage, num_stages, num_blocks)
+            if stage_memory <= memory_limit:
                 stage_times[num_blocks] = times.of_stage(stage, num_stages, num_blocks)
         best_splits = _add_stage(best_splits, stage_times, num_layers)
 
