@@ -108,9 +108,9 @@ def parse_options_and_job(
 ) -> tuple[AnyOptions, list[str]]:
     """Parse the options of a command that also accepts the keys of a job as options.
 
-    With --help, print the help and exit. Plugins that the options name are loaded, because they can
-    add keys to a job. tyro parses the options; the checks before and after it raise the errors for
-    which tyro's message would be less clear.
+    tyro parses the options. The checks before and after it raise the errors for which the message
+    of tyro would be less clear. Plugins that the options name are loaded, because they can add keys
+    to a job.
 
     Args:
         options: Class of the options.
@@ -123,11 +123,12 @@ def parse_options_and_job(
 
     Raises:
         UserError: If an option is missing, invalid or misspelled.
+        SystemExit: If `argv` contains --help, after the help was printed.
     """
     prog = f"titanlite {command}"
-    if "-h" in argv or "--help" in argv:
-        # Print the description here, because tyro would not wrap it. Below, `tyro.cli` prints the
-        # options and exits.
+    wants_help = "-h" in argv or "--help" in argv
+    if wants_help:
+        # Print only the description, because tyro would not wrap it. tyro prints the options below.
         description = f"{options.__doc__}\n\n{help_on_job}".strip()
         print(wrap_text(description), end="\n\n")
     else:
@@ -135,6 +136,7 @@ def parse_options_and_job(
     _check_repeated_or_dropped(options, argv)
     _check_numbers(options, argv)
 
+    # With --help, this prints the options and exits.
     parsed, words = tyro.cli(
         options, args=[*argv], prog=prog, description="", config=_STYLE, return_unknown_args=True
     )
