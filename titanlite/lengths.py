@@ -87,7 +87,7 @@ def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
 
     Returns:
         The run with all lengths in steps, and a list of problems, such as a length of less than one
-        step. An invalid length is replaced by one step.
+        step. An invalid length is replaced by one step, so that the other lengths can be converted.
     """
     lengths = list(_list_lengths(run))
     if not lengths:
@@ -95,15 +95,17 @@ def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
 
     problems = _find_repeated_length(run)
     progress = read_progress(run)
+    converted_run = run
     for key, num_tokens in lengths:
-        # Count again with the lengths converted so far: the decay depends on training.steps.
-        counter = TokenCounter(run, progress)
+        # A length can depend on the lengths before it. For example, the decay ends with the run, so
+        # `converted_run` must already contain the number of training steps.
+        counter = TokenCounter(converted_run, progress)
         steps = _count_steps(counter, key, num_tokens)
-        is_valid = 1 <= steps <= MAX_STEPS
-        if not is_valid:
+        if not 1 <= steps <= MAX_STEPS:
             problems.append(_describe_bad_length(counter, key, steps))
-        run = _set_length(run, key, steps if is_valid else 1)
-    return run, problems
+            steps = 1
+        converted_run = _set_length(converted_run, key, steps)
+    return converted_run, problems
 
 
 def _count_steps(counter: TokenCounter, key: str, num_tokens: int) -> int:

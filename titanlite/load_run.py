@@ -127,15 +127,7 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     """
     fitted_run, tokenizer_problems = _fit_to_tokenizer(Run(parsed.job, world_size))
     run, length_problems = resolve_lengths(fitted_run)
-
-    # Rules cannot check these sections, because a default replaces each invalid value. Unknown keys
-    # replace no value.
-    known_names = {*SECTIONS, *list_keys()}
-    invalid_sections = {
-        mistake.key.partition(".")[0] for mistake in parsed.mistakes if mistake.key in known_names
-    }
-    sections_with_bad_lengths = {problem.key.partition(".")[0] for problem in length_problems}
-    skipped_sections = invalid_sections | sections_with_bad_lengths
+    invalid_sections = _find_invalid_sections(parsed.mistakes)
 
     problems: list[Problem] = []
     # Tokens per step depend on these sections. If one of them has an invalid value, do not report
@@ -143,15 +135,27 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     if invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset")):
         problems += length_problems
     problems += tokenizer_problems
+
+    # Do not apply rules to values that replace an invalid value or length.
+    sections_with_bad_lengths = {problem.key.partition(".")[0] for problem in length_problems}
+    skipped_sections = invalid_sections | sections_with_bad_lengths
     problems += _apply_rules(run, parsed, skipped_sections, check_outputs)
 
+    # Report lengths as the user wrote them: `fitted_run` still has "2B" instead of steps.
     mistakes = [*parsed.mistakes, *_check_environment()]
-    for problem in problems:
-        # Report lengths as the user wrote them: `fitted_run` still has "2B" instead of steps.
-        mistakes.append(make_mistake(fitted_run, problem))
+    mistakes += [make_mistake(fitted_run, problem) for problem in problems]
     if mistakes:
         raise parsed.error(mistakes)
     return run
+
+
+def _find_invalid_sections(mistakes: Sequence[Mistake]) -> set[str]:
+    """Return the sections in which a default replaces an invalid value.
+
+    Unknown sections and keys are left out, because they replace no value.
+    """
+    known_names = {*SECTIONS, *list_keys()}
+    return {mistake.key.partition(".")[0] for mistake in mistakes if mistake.key in known_names}
 
 
 def _fit_to_tokenizer(run: Run) -> tuple[Run, list[Problem]]:
@@ -182,14 +186,16 @@ def _apply_rules(
             one of them are skipped, so that no error is about a default.
         check_outputs: Whether to check the output folder and the initial weights.
     """
-    check_warmup_of_job = partial(check_warmup, is_preview=_is_preview(parsed))
-    warmup_rule = Rule(check_warmup_of_job, ("training", "lr_scheduler"))
     rules = [*KEY_RULES, *DATA_RULES]
     if check_outputs:
         rules += OUTPUT_RULES
 
+    # This rule is not in a list, because it also depends on which keys the command line sets.
+    check_warmup_of_job = partial(check_warmup, is_preview=_is_preview(parsed))
+    rules.append(Rule(check_warmup_of_job, ("training", "lr_scheduler")))
+
     problems: list[Problem] = []
-    for rule in (*rules, warmup_rule):
+    for rule in rules:
         if skipped_sections.isdisjoint(rule.sections):
             problems += rule.check(run)
     return problems
