@@ -28,6 +28,9 @@ _EFFECTS_IN_OLD_PLUGINS: dict[str, Effect] = {
 }
 """Value of `on_resume` in plugins written for titanlite 0.2 -> current value."""
 
+Change = tuple[Effect, str]
+"""Effect and description of a difference between two jobs."""
+
 DataChanges = tuple[list[str], list[str]]
 """Result of `Loader.compare`, two lists of descriptions:
 
@@ -101,7 +104,7 @@ _SHAPE_KEYS = {
 
 def compare_jobs(
     before: Mapping[str, Any], now: Mapping[str, Any], data: DataChanges | None = None
-) -> list[tuple[Effect, str]]:
+) -> list[Change]:
     """List the differences between the job in a checkpoint and the job that resumes from it.
 
     Keys that only one of the jobs has are not compared: another version of titanlite has saved the
@@ -121,7 +124,7 @@ def compare_jobs(
     old_values = flatten(before)
     new_values = flatten(now)
     resumes_data = data is not None
-    changes: list[tuple[Effect, str]] = []
+    changes: list[Change] = []
     data_key_changes: list[str] = []
     for name in sorted(old_values.keys() & new_values.keys()):
         old_value = old_values[name]
@@ -142,7 +145,7 @@ def compare_jobs(
 
 def _classify_data_changes(
     data: DataChanges, key_changes: list[str], new_values: dict[str, Any]
-) -> list[tuple[Effect, str]]:
+) -> list[Change]:
     """Return the effect and description of each difference of the data.
 
     A changed key such as dataset.path is harmless if the data itself is the same, for example
@@ -160,14 +163,12 @@ def _classify_data_changes(
 
     allows_new_content = new_values["dataset.on_change"] != "error"
     content_effect = AFFECTS_TRAINING if allows_new_content else INCOMPATIBLE
-    changes = [(INCOMPATIBLE, description) for description in position_changes]
+    changes: list[Change] = [(INCOMPATIBLE, description) for description in position_changes]
     changes += [(content_effect, description) for description in content_changes]
     return changes
 
 
-def report_changes(
-    path: PurePath, changes: Sequence[tuple[Effect, str]], log: Callable[[str], None]
-) -> None:
+def report_changes(path: PurePath, changes: Sequence[Change], log: Callable[[str], None]) -> None:
     """Log the differences between a checkpoint and the job that resumes from it.
 
     Args:
