@@ -164,7 +164,7 @@ def _classify_data_changes(
     allows_new_content = new_values["dataset.on_change"] != "error"
     content_effect = AFFECTS_TRAINING if allows_new_content else INCOMPATIBLE
     changes: list[Change] = [(INCOMPATIBLE, description) for description in position_changes]
-    changes += [(content_effect, description) for description in content_changes]
+    changes.extend((content_effect, description) for description in content_changes)
     return changes
 
 
