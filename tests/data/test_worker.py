@@ -5,6 +5,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -86,6 +87,18 @@ def test_a_worker_that_dies_is_reported_with_the_cause(tmp_path, is_truncated):
     with pytest.raises(UserError, match=cause) as error:
         list(loader)
     assert error.value.exit_code == (2 if is_truncated else 1)
+
+    loader.close()
+    assert not find_workers()
+
+
+def test_a_source_that_cannot_be_pickled_is_an_error(tmp_path):
+    dataset = jsonl_dataset(tmp_path, some_texts(100))
+    loader = make_loader(dataset.model_copy(update={"num_workers": 1}))
+    loader.sources[0].lock = threading.Lock()  # the source of a plugin can have any attribute
+
+    with pytest.raises(UserError, match="cannot pickle"):
+        loader.next_global_batch()
 
     loader.close()
     assert not find_workers()

@@ -164,7 +164,7 @@ class Worker:
         """Send `setup` to the process, and put each batch or error that it sends into the queue.
 
         This runs in a thread until the process exits. The last item that it puts into the queue is
-        an error that explains why the process has exited.
+        an error that explains why there are no more batches.
 
         Args:
             stdin: Standard input of the process.
@@ -179,6 +179,13 @@ class Worker:
                     self._received.put(pickle.load(stdout))
         except (EOFError, OSError, pickle.UnpicklingError):  # the process has exited
             self._received.put(self._find_cause_of_exit())
+        except Exception as error:  # the source of a plugin can have attributes of any type
+            self._received.put(
+                WorkerError(
+                    f"Cannot exchange data with a data worker: {error!r}. Sources and errors of a "
+                    "plugin must support pickle. Otherwise, set dataset.num_workers = 0."
+                )
+            )
 
     def _find_cause_of_exit(self) -> UserError:
         """Wait for the process to exit, and return an error that explains why it has exited."""
