@@ -31,7 +31,7 @@ from titanlite.config.run import Run
 from titanlite.config.schema import TextSource
 from titanlite.data.documents import DocumentTokenizer, open_sources, source_specs
 from titanlite.data.sources.base import Source
-from titanlite.data.sources.records import Record, hash_text
+from titanlite.data.sources.records import Record, group_records, hash_text
 from titanlite.data.sources.shards import (
     DAMAGED_MANIFEST,
     FORMAT,
@@ -212,35 +212,18 @@ def _read_shards(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> li
     return list(manifest["shards"])
 
 
-def _divide(documents: Iterator[Record]) -> Iterator[list[Record]]:
-    """Group consecutive documents into units of about 4 MiB of text, or at most 4,096 documents.
-
-    Each unit is the work of one thread. The units, and thus the shards, do not depend on the number
-    of threads.
-    """
-    unit: list[Record] = []
-    num_chars = 0
-    for record in documents:
-        unit.append(record)
-        num_chars += len(record) if isinstance(record, str) else 0
-        if num_chars >= _UNIT_CHARS or len(unit) >= _UNIT_DOCUMENTS:
-            yield unit
-            unit = []
-            num_chars = 0
-    if unit:
-        yield unit
-
-
 def _tokenize_in_order(
     records: Iterator[Record], documents: DocumentTokenizer, dtype: np.dtype, workers: int
 ) -> Iterator[_TokenizedUnit]:
     """Tokenize documents in `workers` threads, and yield units in the order of the documents.
 
-    At most two units per thread are in memory.
+    Each thread tokenizes one unit at a time. The units, and thus the shards, do not depend on the
+    number of threads. At most two units per thread are in memory.
     """
     tokenize = partial(_tokenize, documents, dtype.newbyteorder("<"))
+    units = group_records(records, _UNIT_DOCUMENTS, _UNIT_CHARS)
     with ThreadPoolExecutor(workers) as pool:
-        futures = (pool.submit(tokenize, unit) for unit in _divide(records))
+        futures = (pool.submit(tokenize, unit) for unit in units)
         pending = deque(islice(futures, 2 * workers))
         while pending:
             yield pending.popleft().result()
@@ -278,6 +261,9 @@ def _join(units: list[_TokenizedUnit]) -> _TokenizedUnit:
 def _write_shard(folder: Path, number: int, shard: _TokenizedUnit) -> dict[str, Any]:
     """Write the .bin, .idx and .hash files of a shard, and flush them to disk.
 
+    .bin contains the tokens. .idx contains the end of each document in tokens, and then a checksum
+    for each block of .bin. .hash contains the hash of each document.
+
     Args:
         folder: Output folder of the source.
         number: Index of the shard, which is part of the file names.
@@ -293,7 +279,7 @@ def _write_shard(folder: Path, number: int, shard: _TokenizedUnit) -> dict[str, 
     write_atomically(folder / f"{name}.bin", shard.tokens)
     write_atomically(folder / f"{name}.idx", index_bytes)
     write_atomically(folder / f"{name}.hash", hash_bytes)
-    os.sync()  # the files must be on disk before the manifest that lists them
+    os.sync()  # files and folder must be on disk before the manifest that lists the shard
     return {
         "name": name,
         "documents": len(shard.lengths),

@@ -42,7 +42,7 @@ from titanlite.data.packing import (
 )
 from titanlite.data.shuffle import epoch_order, permuted
 from titanlite.data.sources.base import RandomAccess, Sequential, Source
-from titanlite.data.sources.records import Record
+from titanlite.data.sources.records import Record, group_records
 from titanlite.data.tokenizer import Tokenizer
 
 MAX_STREAMS = 64
@@ -260,15 +260,16 @@ class SequenceReader:
         # Streams take turns: with 4 streams, sequence 9 of the source is sequence 2 of stream 1.
         num_streams = len(self._data.positions[source])
         stream = index_in_source % num_streams
-        index_in_stream = index_in_source // num_streams
+        wanted_index = index_in_source // num_streams
         if (source, stream) not in self._streams:
             self._streams[source, stream] = self._read_stream(source, stream)
 
         self._progress[_SOURCE] = source  # for the report of a read that hangs
+        # The iterator continues after the sequence that the last call has returned. Drop the
+        # sequences that the caller has left out.
         for sequence in self._streams[source, stream]:
-            # Drop the sequences before `index_in_stream`, which the caller has left out.
-            num_yielded = sequence.next_position.num_sequences  # including this sequence
-            if num_yielded > index_in_stream:
+            index_in_stream = sequence.next_position.num_sequences - 1
+            if index_in_stream >= wanted_index:
                 return sequence._replace(index=index_in_batch)
 
         name = self._data.sources[source].name
@@ -276,17 +277,21 @@ class SequenceReader:
         raise OutOfData(f"{name} has no more sequences (dataset.max_epochs = {epochs})")
 
     def _read_stream(self, source: int, stream: int) -> Iterator[PackedSequence]:
-        """Yield the packed sequences of a stream, from its position in `PackedDataset` on."""
+        """Yield the packed sequences of a stream, from its position in `PackedDataset` on.
+
+        Each sequence has the reasons of the records that were skipped since the sequence before.
+        """
         data = self._data
-        pack = best_fit if data.packing == "best_fit" else concat
+        pack = best_fit if data.packing == "best_fit" else concat  # a packer, see `data.packing`
         read_documents = partial(self._read_documents, source, stream)
         length = data.seq_len + 1  # because labels are shifted by one
         start = data.positions[source][stream]
 
-        data.documents.take_skipped()  # drop the reasons that an earlier reader has left
+        # All readers share `data.documents`. Drop the reasons that an earlier reader has left.
+        data.documents.take_skipped()
         for segments, next_position in pack(read_documents, length, start):
             yield PackedSequence(
-                tokens=self._join(segments),
+                tokens=self._join_and_pad(segments),
                 segments=np.array([segment.origin for segment in segments], dtype=np.int64),
                 source=source,
                 stream=stream,
@@ -294,7 +299,7 @@ class SequenceReader:
                 skipped=data.documents.take_skipped(),
             )
 
-    def _join(self, segments: list[Segment]) -> np.ndarray:
+    def _join_and_pad(self, segments: list[Segment]) -> np.ndarray:
         """Concatenate segments, and pad the result with EOS to seq_len + 1 tokens (int32)."""
         length = self._data.seq_len + 1
         parts = [segment.tokens for segment in segments]
@@ -323,26 +328,31 @@ class SequenceReader:
         """Yield the documents or parts that a stream reads, in shuffled order.
 
         The streams of a source take turns. For example, stream 1 of 4 reads the positions 1, 5, 9,
-        ... of the shuffled order. With `first_index` 2, it begins at position 9.
+        ... of the shuffled order, which has all epochs one after the other.
+
+        Args:
+            source_index: Index of the source.
+            stream: Index of the stream.
+            first_index: Index in the stream of the first unit to yield. In the example, 2 begins at
+                position 9.
         """
         num_units = self._data.sources[source_index].num_units
         num_streams = len(self._data.positions[source_index])
         max_epochs = self._data.specs[source_index].max_epochs
         end = max_epochs * num_units if max_epochs else NEVER
-        first_position = stream + first_index * num_streams
-        positions = range(first_position, end, num_streams)
+        positions = range(stream, end, num_streams)  # of the whole stream
 
         # Compute the order of many units at once, because each numpy call has a fixed cost. Usually
         # this is the stream's share of an epoch, but at least 8 and at most 256 units.
         block_size = max(8, min(256, num_units // num_streams))
-        for start in range(0, len(positions), block_size):
-            block = positions[start : start + block_size]
+        for block_start in range(first_index, len(positions), block_size):
+            block = positions[block_start : block_start + block_size]
             units = epoch_order(num_units, self._data.seed, np.array(block)).tolist()
-            for position, unit in zip(block, units, strict=True):
+            for i, (position, unit) in enumerate(zip(block, units, strict=True)):
                 yield _Unit(
                     index=unit,
                     position=position,
-                    index_in_stream=position // num_streams,
+                    index_in_stream=block_start + i,
                     is_repeated=position >= num_units,  # after the first epoch
                 )
 
@@ -360,53 +370,32 @@ class SequenceReader:
     ) -> Iterator[Document]:
         """Yield the tokenized documents of a part of a sequential source, from `start` on.
 
-        The part is read in windows of consecutive documents, and each window is shuffled.
+        The part is read in windows of consecutive documents. The documents of a window are yielded
+        in shuffled order, and their positions count them in this order.
         """
-        for window_start, window in self._read_windows(source, part.index, start.window_start):
+        window_start = start.window_start
+        records = self._read_records(source, part.index, window_start)
+        for window in group_records(records, WINDOW_DOCUMENTS, WINDOW_CHARACTERS):
             size = len(window)
-            window_position = DocumentPosition(part.index_in_stream, window_start)
-            window_end = DocumentPosition(part.index_in_stream, window_start + size)
-            positions = [window_position._replace(index_in_window=i) for i in range(size)]
-            next_positions = [*positions[1:], window_end]
             shuffle_key = f"{self._data.seed} position {part.position} window {window_start}"
             shuffled = permuted(np.arange(size), size, shuffle_key).tolist()
+            for index_in_window, i in enumerate(shuffled):
+                position = DocumentPosition(part.index_in_stream, window_start, index_in_window)
+                if position < start:
+                    continue  # it was read before the run was resumed
 
-            for position, next_position, i in zip(positions, next_positions, shuffled, strict=True):
-                if position >= start:  # otherwise, it was read before the run was resumed
-                    tokens = self._data.documents.encode(window[i], is_repeated=part.is_repeated)
-                    yield Document(position, next_position, part.index, window_start + i, tokens)
+                next_position = position._replace(index_in_window=index_in_window + 1)
+                if index_in_window + 1 == size:  # the next document begins another window
+                    next_position = DocumentPosition(part.index_in_stream, window_start + size)
+                tokens = self._data.documents.encode(window[i], is_repeated=part.is_repeated)
+                yield Document(position, next_position, part.index, window_start + i, tokens)
+            window_start += size
 
-    def _read_windows(
-        self, source: Sequential, part: int, start: int
-    ) -> Iterator[tuple[int, list[Record]]]:
-        """Divide the records of a part into windows of consecutive records.
-
-        A window ends when it has `WINDOW_DOCUMENTS` records or `WINDOW_CHARACTERS` characters.
-
-        Args:
-            source: Source that contains the part.
-            part: Index of the part in the source.
-            start: Index in the part of the first record to read.
-
-        Yields:
-            The index in the part of the first record of a window, and all records of the window.
-        """
-        window_start = start
-        window: list[Record] = []
-        num_characters = 0
+    def _read_records(self, source: Sequential, part: int, start: int) -> Iterator[Record]:
+        """Yield the records of a part of a source, from index `start` on."""
         for index, record in enumerate(source.read(part, start)):
             # For the report of a read that hangs.
             self._progress[_PART] = part
             self._progress[_DOCUMENT] = index
-            if record is None:  # `source.read` skips the records before `start`
-                continue
-
-            window.append(record)
-            num_characters += len(record) if isinstance(record, str) else 0
-            if len(window) == WINDOW_DOCUMENTS or num_characters >= WINDOW_CHARACTERS:
-                yield window_start, window
-                window_start += len(window)
-                window = []
-                num_characters = 0
-        if window:
-            yield window_start, window
+            if record is not None:  # `source.read` yields None for each record before `start`
+                yield record

@@ -57,6 +57,26 @@ The text is a `MaskedText` if dataset.loss_mask_column is set.
 """
 
 
+def group_records(
+    records: Iterable[Record], max_records: int, max_characters: int
+) -> Iterator[list[Record]]:
+    """Divide records into groups of consecutive records.
+
+    A group ends when it has `max_records` records, or at least `max_characters` characters.
+    """
+    group: list[Record] = []
+    num_characters = 0
+    for record in records:
+        group.append(record)
+        num_characters += len(record) if isinstance(record, str) else 0
+        if len(group) == max_records or num_characters >= max_characters:
+            yield group
+            group = []
+            num_characters = 0
+    if group:
+        yield group
+
+
 def hash_text(text: str) -> int:
     """Return a 64-bit hash of a text, which determines whether the document is held out.
 
@@ -148,18 +168,21 @@ def _parse_mask(mask: object, column: str, length: int) -> list[tuple[int, int]]
     Raises:
         ValueError: If the mask is not a list of ascending ranges within the text.
     """
+    expectation = (
+        f"field {column!r} (loss_mask_column) must be a list of [start, end] in ascending order, "
+        f"within the {length:,} characters of the text; it contains"
+    )
+    if not isinstance(mask, list):
+        raise ValueError(f"{expectation} {shorten(repr(mask))}")
+
     ranges = []
     last_end = 0
-    items = mask if isinstance(mask, list) else [mask]  # another type is reported below
-    for item in items:
+    for item in mask:
         if not _is_range(item, last_end, length):
-            raise ValueError(
-                f"field {column!r} (loss_mask_column) must be a list of [start, end] in ascending "
-                f"order, within the {length:,} characters of the text; it contains "
-                f"{shorten(repr(item))}"
-            )
-        start, last_end = item
-        ranges.append((start, last_end))
+            raise ValueError(f"{expectation} {shorten(repr(item))}")
+        start, end = item
+        ranges.append((start, end))
+        last_end = end
     return ranges
 
 
