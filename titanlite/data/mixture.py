@@ -22,7 +22,7 @@ class Mixture:
 
     The algorithm is by Tijdeman ("The chairman assignment problem", 1980): among the sources that
     lag far enough behind their share, choose the one that would be the first to lag by a whole
-    sequence. Weights are integers, so nothing is rounded.
+    sequence. Weights are integers, and all comparisons are exact.
 
     Attributes:
         step: Number of batches so far.
@@ -57,10 +57,9 @@ class Mixture:
         batch_size = self._dataset.get_stage_value(
             "global_batch_size", self.step, self._global_batch_size
         )
-        has_one_source = len(self.counts) == 1
         batch = []
         for _ in range(batch_size):
-            source = 0 if has_one_source else self._choose_source()
+            source = self._choose_source()
             batch.append((source, self.counts[source]))
             self.counts[source] += 1
             self.stage_counts[source] += 1
@@ -74,33 +73,37 @@ class Mixture:
         minus the number of sequences that it has got. With m = 2n - 2 for n sources:
 
         1. Candidates are the sources with a lag of at least 1/m.
-        2. Choose the candidate whose lag would be the first to reach 1 - 1/m if all sequences from
-           now on came from other sources.
+        2. Choose the candidate with the earliest deadline: the number of sequences at which its lag
+           would reach 1 - 1/m if all sequences from now on came from other sources.
 
         For example, weights of 3 and 1 give the sources 0, 0, 1, 0. Before the third sequence, the
         lags are 3 * 3/4 - 2 = 0.25 and 3 * 1/4 - 0 = 0.75, so only source 1 is a candidate (m = 2).
         """
-        m = 2 * len(self.weights) - 2
+        num_sources = len(self.weights)
+        if num_sources == 1:
+            return 0
+        m = 2 * num_sources - 2
+
+        def deadline(source: int) -> Fraction:
+            # The deadline is (count + 1 - 1/m) * total_weight / weight. To choose the earliest one,
+            # leave out total_weight and multiply by m, which are the same for all sources.
+            return Fraction(m * (self.stage_counts[source] + 1) - 1, self.weights[source])
+
+        return min(self._find_lagging_sources(m), key=deadline)
+
+    def _find_lagging_sources(self, m: int) -> list[int]:
+        """Return the sources with a lag of at least 1/m. There is always such a source.
+
+        The lag is num_sequences * weight / total_weight - count.
+        """
         total_weight = sum(self.weights)
         num_sequences = sum(self.stage_counts) + 1  # including the next one
-
-        # The lag is num_sequences * weight / total_weight - count. Multiply both sides of
-        # lag >= 1/m by m * total_weight to compare integers, so that nothing is rounded.
-        candidates = []
+        sources = []
         for source, (weight, count) in enumerate(zip(self.weights, self.stage_counts, strict=True)):
+            # Compare m * total_weight * lag with total_weight, because integers are not rounded.
             if m * (num_sequences * weight - count * total_weight) >= total_weight:
-                candidates.append(source)
-
-        # The lag reaches 1 - 1/m after (count + 1 - 1/m) * total_weight / weight sequences. Find
-        # the candidate with the least (count + 1 - 1/m) / weight, or equivalently with the least
-        # numerator / weight, where numerator = m * (count + 1) - 1.
-        numerators = [m * (count + 1) - 1 for count in self.stage_counts]
-        first = candidates[0]
-        for source in candidates:
-            # Compare numerator / weight of both sources without a division.
-            if numerators[source] * self.weights[first] < numerators[first] * self.weights[source]:
-                first = source
-        return first
+                sources.append(source)
+        return sources
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of the mixture as JSON values, to save in a checkpoint.

@@ -198,45 +198,43 @@ def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) 
         The segments of a sequence, and the position at which the next sequence begins.
     """
     num_sequences = start.num_sequences
-    window_start = start.document
     first_index = start.offset
-    documents = read_documents(window_start)
-    while window := _read_window(documents, BEST_FIT_WINDOW * length):
-        sequences = _pack_window(window, window_start, length)
-        window_end = window[-1].next_position
+    for window in _read_windows(read_documents, start.document, BEST_FIT_WINDOW * length):
+        sequences = _pack_window(window, length)
         for i in range(first_index, len(sequences)):
             num_sequences += 1
-            is_last = i + 1 == len(sequences)
-            if is_last:
-                next_start = StreamPosition(num_sequences, window_end, offset=0)
-            else:
-                next_start = StreamPosition(num_sequences, window_start, offset=i + 1)
+            next_start = StreamPosition(num_sequences, window.start, offset=i + 1)
+            if i + 1 == len(sequences):  # the next sequence begins the next window
+                next_start = StreamPosition(num_sequences, window.end, offset=0)
             yield sequences[i], next_start
-
-        # Only the first window may begin in the middle, after a resume.
-        window_start = window_end
-        first_index = 0
+        first_index = 0  # only the first window may begin in the middle, after a resume
 
 
-def _pack_window(
-    window: list[Document], window_start: DocumentPosition, length: int
-) -> list[list[Segment]]:
+class _Window(NamedTuple):
+    """Consecutive documents of a stream that are packed together.
+
+    Attributes:
+        start: Position in the stream before the documents.
+        end: Position after the documents.
+    """
+
+    documents: list[Document]
+    start: DocumentPosition
+    end: DocumentPosition
+
+
+def _pack_window(window: _Window, length: int) -> list[list[Segment]]:
     """Pack the documents of a window into sequences of at most `length` tokens, and shuffle them.
 
     Without shuffling, the fullest sequences would come first, and batches would differ in size.
-
-    Args:
-        window: Consecutive documents of a stream.
-        window_start: Position of the first document, which seeds the shuffling.
-        length: Maximum number of tokens per sequence.
     """
     segments: list[Segment] = []
-    for document in window:
+    for document in window.documents:
         segments += _cut(document, length)
     sequences = _place_segments(segments, length)
 
-    num_tokens = sum(len(document.tokens) for document in window)
-    shuffle_key = _make_shuffle_key(window_start, num_tokens)
+    num_tokens = sum(len(document.tokens) for document in window.documents)
+    shuffle_key = _make_shuffle_key(window.start, num_tokens)
     num_sequences = len(sequences)
     order = permuted(np.arange(num_sequences), num_sequences, shuffle_key)
     return [sequences[i] for i in order]
@@ -252,17 +250,25 @@ def _make_shuffle_key(window_start: DocumentPosition, num_tokens: int) -> str:
     return f"rows Place(turn={turn}, window={window}, index={index}) {num_tokens}"
 
 
-def _read_window(documents: Iterator[Document], num_tokens: int) -> list[Document]:
-    """Read documents until they contain at least `num_tokens` tokens, or until the source ends."""
-    window = []
+def _read_windows(
+    read_documents: ReadDocuments, start: DocumentPosition, num_tokens: int
+) -> Iterator[_Window]:
+    """Divide a stream, from position `start` on, into windows of at least `num_tokens` tokens.
+
+    If the source ends, the last window can have fewer tokens.
+    """
+    documents: list[Document] = []
     num_read = 0
-    while num_read < num_tokens:
-        document = next(documents, None)
-        if document is None:
-            break
-        window.append(document)
+    for document in read_documents(start):
+        documents.append(document)
         num_read += len(document.tokens)
-    return window
+        if num_read >= num_tokens:
+            yield _Window(documents, start, document.next_position)
+            start = document.next_position
+            documents = []
+            num_read = 0
+    if documents:
+        yield _Window(documents, start, documents[-1].next_position)
 
 
 def _cut(document: Document, length: int) -> list[Segment]:

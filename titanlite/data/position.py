@@ -131,7 +131,7 @@ def _restore_streams(
     """Convert the saved stream positions of a source to `StreamPosition` objects.
 
     Args:
-        saved: The fields of `DocumentPosition` and the offset of `StreamPosition`, for each stream.
+        saved: For each stream, the 3 fields of `DocumentPosition`, and the offset.
         num_sequences: Number of sequences that all streams together have yielded.
         has_changed: Whether the source has changed. Each stream then continues at the beginning of
             the document or part (such as a file) that was being read.
@@ -139,11 +139,11 @@ def _restore_streams(
     # Streams take turns. For example, of 10 sequences, 4 streams have yielded 3, 3, 2 and 2.
     num_rounds, remainder = divmod(num_sequences, len(saved))
     positions = []
-    for stream, (*document_fields, offset) in enumerate(saved):
+    for stream, (index_in_stream, window_start, index_in_window, offset) in enumerate(saved):
         num_yielded = num_rounds + 1 if stream < remainder else num_rounds
-        document = DocumentPosition(*document_fields)
+        document = DocumentPosition(index_in_stream, window_start, index_in_window)
         if has_changed:
-            document = DocumentPosition(document.index_in_stream)
+            document = DocumentPosition(index_in_stream)  # the beginning of the document or part
             offset = 0
         positions.append(StreamPosition(num_yielded, document, offset))
     return positions
