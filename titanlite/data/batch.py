@@ -41,30 +41,45 @@ def make_microbatch(sequences: list[PackedSequence], job: JobConfig) -> Microbat
     """
     # Each token predicts the next one: inputs are tokens 0 to T - 1, labels are tokens 1 to T.
     tokens = np.stack([sequence.tokens for sequence in sequences]).astype(np.int64)  # (B, T + 1)
-    ids, is_ignored = remove_marks(tokens)  # tokens that do not count in the loss are marked
+    ids, is_masked = remove_marks(tokens)  # tokens that do not count in the loss are marked
+    lengths = [[sequence.segment_sizes.sum()] for sequence in sequences]  # (B, 1), without padding
+    is_padding = np.arange(tokens.shape[1]) >= np.array(lengths)  # (B, T + 1)
+    is_ignored = is_masked | is_padding
     arrays = {"input_ids": ids[:, :-1]}
 
-    # Ignore the padding at the end of each sequence.
-    for i, sequence in enumerate(sequences):
-        is_ignored[i, sequence.segment_sizes.sum() :] = True
-
     if job.dataset.document_mask:
-        document_ids, positions = _compute_documents(sequences)
-        is_first = positions == 0
-        is_ignored |= is_first  # no token of the same document predicts its first token
+        document_ids, positions = _compute_documents(sequences)  # (B, T + 1)
         arrays["document_ids"] = document_ids[:, :-1]
         arrays["positions"] = positions[:, :-1]
         if job.model.uses_document_bounds:
-            # On the GPU, finding out how many documents there are would need a host sync.
-            starts = np.flatnonzero(is_first[:, :-1])
-            num_inputs = arrays["input_ids"].size
-            arrays["cu_seqlens"] = np.append(starts, num_inputs).astype(np.int32)
+            arrays["cu_seqlens"] = _compute_document_bounds(arrays["positions"])
+        # No token of the same document predicts its first token.
+        is_ignored |= positions == 0
 
-    arrays["labels"] = np.where(is_ignored, IGNORE_INDEX, ids)[:, 1:]
+    labels = np.where(is_ignored, IGNORE_INDEX, ids)
+    arrays["labels"] = labels[:, 1:]
+
     tensors: dict[str, Tensor] = {}
     for name, array in arrays.items():
         tensors[name] = torch.from_numpy(np.ascontiguousarray(array))
     return Microbatch(**tensors)
+
+
+def _compute_document_bounds(positions: np.ndarray) -> np.ndarray:
+    """Compute where the documents of a microbatch begin and end, for attention kernels.
+
+    On the GPU, this would need a host sync to get the number of documents.
+
+    Args:
+        positions: Position of each input token in its document, shape (B, T).
+
+    Returns:
+        Indices (int32) into the B * T flattened tokens: the first token of each document, in
+        ascending order, and B * T as the end of the last document. For example, the positions
+        [[0, 1, 2], [0, 1, 0]] give [0, 3, 5, 6].
+    """
+    starts = np.flatnonzero(positions == 0)
+    return np.append(starts, positions.size).astype(np.int32)
 
 
 def _compute_documents(sequences: list[PackedSequence]) -> tuple[np.ndarray, np.ndarray]:

@@ -200,22 +200,34 @@ def inspect_source(source: Source, document_tokenizer: DocumentTokenizer, seq_le
 
     # If all of the first records are bad, options such as text_column are probably wrong. The error
     # then does not propose to skip bad records, because this would skip the whole source.
-    first_records = islice(source, _SAMPLE_DOCUMENTS)
-    has_good_record = any(not isinstance(record, BadRecord) for record in first_records)
+    proposes_skip = _begins_with_good_record(source)
     # Use a copy, because training reports the skipped records again.
-    sample_tokenizer = replace(document_tokenizer, proposes_skip=has_good_record)
+    sample_tokenizer = replace(document_tokenizer, proposes_skip=proposes_skip)
 
-    # Read documents from the beginning of the source.
     num_tokens = _count_tokens(source, sample_tokenizer, seq_len)
     if num_tokens <= seq_len:
         raise UserError(_explain_too_little_text(source, sample_tokenizer, num_tokens, seq_len))
-
-    # Read documents from all over the source.
     if isinstance(source, RandomAccess):
-        for index in source.sample():
-            record = source.record(index)
-            if isinstance(record, BadRecord) and not sample_tokenizer.skip_bad:
-                raise sample_tokenizer.explain_bad_record(record)
+        _check_random_records(source, sample_tokenizer)
+
+
+def _begins_with_good_record(source: Source) -> bool:
+    """Return whether at least one of the first 64 records of a source can be read."""
+    first_records = islice(source, _SAMPLE_DOCUMENTS)
+    return any(not isinstance(record, BadRecord) for record in first_records)
+
+
+def _check_random_records(source: RandomAccess, document_tokenizer: DocumentTokenizer) -> None:
+    """Check that records from all over a source can be read.
+
+    Raises:
+        BadRecord: If a record cannot be read, and `document_tokenizer` does not skip such records.
+        UserError: If a file is damaged.
+    """
+    for index in source.sample():
+        record = source.record(index)
+        if isinstance(record, BadRecord) and not document_tokenizer.skip_bad:
+            raise document_tokenizer.explain_bad_record(record)
 
 
 def _count_tokens(source: Source, document_tokenizer: DocumentTokenizer, limit: int) -> int:
@@ -248,17 +260,18 @@ def _explain_too_little_text(
             labels are shifted by one.
     """
     skipped = document_tokenizer.skipped
-    holdout = document_tokenizer.holdout
     if num_tokens == 0 and skipped:
         problem = f"all {len(skipped):,} records are skipped"
         return f"{source.name}: {problem}. The first one: {skipped[0]}."
+    # If this split has no text, count the documents of both splits.
     all_documents = replace(document_tokenizer, holdout=0.0)
-    if _count_tokens(source, all_documents, limit=0) == 0:
+    if num_tokens == 0 and _count_tokens(source, all_documents, limit=0) == 0:
         problem = "the documents contain no text"
         remedy = "Choose other files. If they have several fields, set text_column."
         return f"{source.name}: {problem}. {remedy}"
 
-    if holdout:
+    holdout = document_tokenizer.holdout
+    if holdout > 0:
         text = f"the documents in this split (validation.holdout = {holdout})"
         remedy = _propose_holdout(source, document_tokenizer, seq_len)
     else:

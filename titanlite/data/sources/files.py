@@ -478,16 +478,12 @@ def find_files(spec: TextSource) -> list[Path]:
     if spec.source == "python_stdlib":
         return _find_stdlib_files()
 
-    if spec.source == "c4":
-        return []  # the library `datasets` finds its files
-
     is_builtin = spec.source in BUILTIN_SOURCES
-    if spec.path is None:
-        if not is_builtin:
-            return []  # the source of a plugin may need no path
+    if spec.path is None and is_builtin and spec.source != "c4":
         raise UserError(f"dataset.path is missing: dataset.source = {spec.source!r} needs one")
-    if spec.source == "huggingface":
-        return []  # `datasets` loads the path
+    # The library `datasets` finds the files of c4 and huggingface. A plugin may need no path.
+    if spec.path is None or spec.source in ("c4", "huggingface"):
+        return []
 
     pattern = _choose_pattern(spec.path, spec.source)
     files = _find_matching_files(pattern)
