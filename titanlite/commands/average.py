@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 from pydantic import Field, PositiveFloat
 
+from titanlite.checkpoint.find import load_newest, read_job
+from titanlite.checkpoint.manifest import Manifest, read_manifest
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.files import make_folder
 from titanlite.config.options import OptionPath, Options, parse_options
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.runtime.logging import note
-
-if TYPE_CHECKING:
-    from titanlite.checkpoint.manifest import Manifest
 
 
 class Average(Options):
@@ -58,10 +58,8 @@ def main(argv: Sequence[str]) -> None:
         # If the folder belongs to a run, the run would resume from the average.
         raise UserError(f"--out {options.out}: is not empty. Choose a new folder.")
 
-    from titanlite.checkpoint.find import load_newest, read_job
+    # Importing torch is slow, so invalid options are reported first.
     from titanlite.checkpoint.huggingface import average_weights, checkpoint_weights, import_weights
-    from titanlite.checkpoint.manifest import read_manifest
-    from titanlite.data.tokenizer import load_tokenizer
 
     paths = [load_newest(path, lambda folder: folder, log=note) for path in options.checkpoints]
     manifests = [read_manifest(path) for path in paths]
@@ -95,7 +93,8 @@ def main(argv: Sequence[str]) -> None:
 def _check_same_tokenizer(paths: Sequence[Path], manifests: Sequence[Manifest]) -> str | None:
     """Check that checkpoints were trained with the same tokenizer, and return its fingerprint.
 
-    Return None if they have no fingerprint, because they were imported without a tokenizer.
+    Checkpoints that were imported without a tokenizer have no fingerprint. If all checkpoints lack
+    one, return None. If only some of them do, the tokenizers count as different.
 
     Args:
         paths: Step folders of the checkpoints.
@@ -104,13 +103,17 @@ def _check_same_tokenizer(paths: Sequence[Path], manifests: Sequence[Manifest]) 
     Raises:
         UserError: If the tokenizers differ.
     """
-    fingerprints = []
+    first_fingerprint = _get_tokenizer_fingerprint(manifests[0])
     for path, manifest in zip(paths, manifests, strict=True):
-        data_state = manifest["info"]["train_state"].get("data") or {}
-        fingerprints.append(data_state.get("tokenizer"))
-        if fingerprints[-1] != fingerprints[0]:
+        if _get_tokenizer_fingerprint(manifest) != first_fingerprint:
             raise UserError(
                 f"{path} was trained with another tokenizer than {paths[0]}. Choose checkpoints of "
                 "one tokenizer."
             )
-    return fingerprints[0]
+    return first_fingerprint
+
+
+def _get_tokenizer_fingerprint(manifest: Manifest) -> str | None:
+    """Return the fingerprint of the tokenizer in the data state of a checkpoint, if it has one."""
+    data_state = manifest["info"]["train_state"].get("data") or {}
+    return data_state.get("tokenizer")

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from shutil import get_terminal_size
+from typing import Any
 
 from titanlite.checkpoint.find import is_saved, load_newest, read_job, read_newest_job
 from titanlite.checkpoint.manifest import check_checkpoint, list_set_aside
 from titanlite.config.errors import format_count, printable
-from titanlite.config.job_diff import compare_jobs, report_changes
+from titanlite.config.job_diff import DataChanges, compare_jobs, report_changes
 from titanlite.config.options import OptionRanks, Options, parse_options_and_job
 from titanlite.config.run import Run
 from titanlite.data.amounts import explain_toy_run, inspect_data
@@ -50,16 +51,67 @@ def main(argv: Sequence[str]) -> None:
     is_for_other_nodes = options.world_size is not None
     check_memory(run, on_other_nodes=is_for_other_nodes)
     has_checkpoint = is_saved(run)
-    # A run without a mirror also stops if all of its checkpoints were damaged and renamed.
-    needs_renamed = run.job.checkpoint.enable and run.job.checkpoint.mirror is None
-    if has_checkpoint or (needs_renamed and list_set_aside(run.checkpoint_folder)):
+    if has_checkpoint or _has_lost_checkpoints(run):
         _check_resume(run)
     tokenizer = load_tokenizer(run.tokenizer_path, run.job)
     data = inspect_data(run, tokenizer)
     toy_note = explain_toy_run(run, tokenizer, data)
 
+    _print_result(run, has_checkpoint, toy_note)
+    if options.plot:
+        width = get_terminal_size().columns
+        print(f"\n{plot_schedule(run, width)}")
+
+
+def _has_lost_checkpoints(run: Run) -> bool:
+    """Return whether checkpoints of the run were damaged and renamed, and no mirror replaces them.
+
+    If no other checkpoint is left, the run cannot start.
+    """
+    checkpoint = run.job.checkpoint
+    needs_checkpoint = checkpoint.enable and checkpoint.mirror is None
+    return needs_checkpoint and bool(list_set_aside(run.checkpoint_folder))
+
+
+def _check_resume(run: Run) -> None:
+    """Check that training can resume from the newest checkpoint of the run.
+
+    Compare the jobs. Without a mirror, from which the run could restore checkpoints, also check the
+    files of the checkpoint as a resume does before it loads tensors: tensor files must have the
+    right size, and their contents are not read.
+
+    Raises:
+        UserError: If a key has changed that must stay the same when a run resumes.
+        CheckpointError: If all checkpoints are damaged.
+    """
+    if run.job.checkpoint.mirror is None:
+        check_files = partial(check_checkpoint, verified_on_load=True)
+        saved_job = load_newest(run.checkpoint_folder, read_job, check=check_files)
+    else:
+        saved_job = read_newest_job(run.checkpoint_folder)
+
+    # The data is compared only when the run starts, so assume that it is the same.
+    data_changes: DataChanges = ([], [])
+    changes = compare_jobs(_list_values(Run(saved_job)), _list_values(run), data_changes)
+    # Only incompatible changes matter here: they raise an error. The run logs all other changes.
+    report_changes(run.checkpoint_folder, changes, log=lambda change: None)
+
+
+def _list_values(run: Run) -> dict[str, Any]:
+    """Return the values of a job by section. "model" contains all fields of the architecture."""
+    return run.job.model_dump(mode="json") | {"model": asdict(run.arch)}
+
+
+def _print_result(run: Run, has_checkpoint: bool, toy_note: str) -> None:
+    """Print that the run can start, then the warnings and notes about it.
+
+    Args:
+        run: The run, without mistakes.
+        has_checkpoint: Whether the run would resume from a checkpoint.
+        toy_note: Note about a run that is too small to be useful, or "".
+    """
     name = run.job.job.config_file or "the job"
-    ok = f"OK: {name} can start on {format_count(world_size, 'rank')}"
+    ok = f"OK: {name} can start on {format_count(run.world_size, 'rank')}"
     if has_checkpoint:  # the data position is compared only when the run starts
         ok += f", if {run.checkpoint_folder} has the same data, seq_len and tokenizer"
     print(printable(f"{ok}."))
@@ -67,32 +119,6 @@ def main(argv: Sequence[str]) -> None:
         print(printable(f"Warning: {line}"))
     if toy_note:
         print(printable(f"\n{toy_note}"))
-    if options.plot:
-        width = get_terminal_size().columns
-        print(f"\n{plot_schedule(run, width)}")
-
-
-def _check_resume(run: Run) -> None:
-    """Compare the job with its newest checkpoint, to check that training can resume from it.
-
-    Without a mirror, from which a run could restore checkpoints, check the files of the checkpoint
-    as a resume does before it loads tensors. It checks only the sizes of tensor files.
-
-    Raises:
-        UserError: If a key has changed that must stay the same when a run resumes.
-        CheckpointError: If all checkpoints are damaged.
-    """
-    if run.job.checkpoint.mirror is None:
-        check_sizes = partial(check_checkpoint, verified_on_load=True)
-        saved_job = load_newest(run.checkpoint_folder, read_job, check=check_sizes)
-    else:
-        saved_job = read_newest_job(run.checkpoint_folder)
-    saved_values = saved_job.model_dump(mode="json") | {"model": asdict(Run(saved_job).arch)}
-    values = run.job.model_dump(mode="json") | {"model": asdict(run.arch)}
-    unknown_data_changes = ([], [])  # the data itself is not read here
-    changes = compare_jobs(saved_values, values, unknown_data_changes)
-    # Raise an error for incompatible changes. The run itself logs all other changes.
-    report_changes(run.checkpoint_folder, changes, log=lambda change: None)
 
 
 def plot_schedule(run: Run, width: int) -> str:
@@ -116,12 +142,13 @@ def plot_schedule(run: Run, width: int) -> str:
     lines += _plot_curve("global batch size", batch_sizes, "{:,}", height=4)
     lines += _plot_shares(run, steps)
 
-    # Label the horizontal axis with step 1 below the first column, and the last step below the last
-    # column. Between both labels, a plot with few columns needs some space.
-    axis_label = "step".rjust(_MARGIN - 2)
+    # Below the charts, label the first column with step 1, and the last column with the last step.
+    # With few columns, the second label moves to the right, so that the two do not touch.
+    axis_margin = "step  ".rjust(_MARGIN)
     last_step_width = max(6, num_columns - 1)
     last_step = f"{num_steps:,}".rjust(last_step_width)
-    lines.append(f"{axis_label}  1{last_step}")
+    lines.append(f"{axis_margin}1{last_step}")
+    # Cut lines that are longer than the terminal, because wrapped lines would spoil the charts.
     return "\n".join(line[:width] for line in lines)
 
 

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 import tyro
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -15,12 +15,11 @@ from titanlite.config.errors import UserError, format_count, printable
 from titanlite.config.mistakes import format_value
 from titanlite.config.options import OptionPath, OptionRanks, Options, parse_options_and_job
 from titanlite.config.run import Run
+from titanlite.data.packing import PackedSequence, remove_marks
+from titanlite.data.sources.base import Source
+from titanlite.data.stream import OutOfData, PackedDataset, SequenceReader, open_training_data
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.load_run import load_data_job, load_run
-
-if TYPE_CHECKING:
-    from titanlite.data.packing import PackedSequence
-    from titanlite.data.sources.base import Source
-    from titanlite.data.tokenizer import Tokenizer
 
 _VOCABULARY_MULTIPLE = 128  # suits the matrix units of GPUs
 
@@ -90,9 +89,6 @@ def show_step(run: Run, step: int, index: int | None) -> str:
     Raises:
         UserError: If the step or the sequence does not exist, or the data cannot be read.
     """
-    from titanlite.data.stream import OutOfData, SequenceReader, open_training_data
-    from titanlite.data.tokenizer import load_tokenizer
-
     if step > run.job.training.steps:
         raise UserError(f"--step {step}: the run has {run.job.training.steps} (training.steps)")
     batch_size = run.batch_size(step - 1)
@@ -101,26 +97,39 @@ def show_step(run: Run, step: int, index: int | None) -> str:
 
     tokenizer = load_tokenizer(run.tokenizer_path, run.job)
     data = open_training_data(run, tokenizer)
-    # Skip the batches of earlier steps. The reader continues with the next one.
-    for _ in range(step - 1):
-        data.mixture.next_batch()
-    try:
-        sequences = SequenceReader(data).next_batch()
-    except OutOfData as error:
-        raise UserError(f"step {step} does not exist: {error}") from None
+    sequences = _read_global_batch(data, step)
+    if index is not None:
+        sequences = [sequences[index]]
 
     lines = []
-    for sequence in sequences if index is None else [sequences[index]]:
+    for sequence in sequences:
         source = data.sources[sequence.source]
         lines.append(f"=== step {step}, sequence {sequence.index}, {source.name}")
         lines += _format_sequence(sequence, source, tokenizer)
     return printable("\n".join(lines))
 
 
+def _read_global_batch(data: PackedDataset, step: int) -> list[PackedSequence]:
+    """Read the sequences of the global batch for step `step`, counted from 1.
+
+    Args:
+        data: Data at the beginning of the run. Its mixture is advanced to this step.
+        step: Number of the step.
+
+    Raises:
+        UserError: If the data ends before this step, or cannot be read.
+    """
+    # Advance past the batches of earlier steps. A reader starts with the next batch of the mixture.
+    for _ in range(step - 1):
+        data.mixture.next_batch()
+    try:
+        return SequenceReader(data).next_batch()
+    except OutOfData as error:
+        raise UserError(f"step {step} does not exist: {error}") from None
+
+
 def _format_sequence(sequence: PackedSequence, source: Source, tokenizer: Tokenizer) -> list[str]:
     """Format the segments of documents in a training sequence: their location, tokens and text."""
-    from titanlite.data.packing import remove_marks
-
     lines = []
     start = 0
     for part, document, offset, length in sequence.segments.tolist():

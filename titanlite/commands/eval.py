@@ -53,25 +53,31 @@ def main(argv: Sequence[str]) -> None:
     # Report invalid options before any ranks start.
     options, layout_words = parse_options_and_job(Eval, argv, "eval", _LAYOUT_HELP)
     parallelism = _load_layout(layout_words)
-    find_checkpoints(options.checkpoint)
-    # With NGPU=N, run this command in N processes instead, and exit.
+    find_checkpoints(options.checkpoint)  # raises an error if no checkpoint exists
+    # If NGPU is set, run this command in NGPU processes, and exit this process when they end.
     start_ranks("eval", argv)
 
     from titanlite.score import evaluate_text  # slow, because it imports torch
 
-    settings = options.model_dump(include={*Scoring.model_fields})  # window, stride, ...
-    if is_first_rank():
-        settings["log"] = note  # progress messages; the other ranks print nothing
+    # The values of window, stride, batch_size, text_column, dtype and ema.
+    scoring_settings = options.model_dump(include=set(Scoring.model_fields))
     score = evaluate_text(
         options.checkpoint,
         options.data,
         parallelism=parallelism,
         tokenizer=options.tokenizer_path,
-        **settings,
+        log=_log_progress,
+        **scoring_settings,
     )
     documents = format_count(score.documents, "document")
     amount = f"{documents}, {score.tokens:,} tokens, {score.bytes:,} bytes"
     print_result(asdict(score), f"{amount}\n{score}", options.as_json)
+
+
+def _log_progress(message: str) -> None:
+    """Log a progress message on rank 0. The other ranks log nothing."""
+    if is_first_rank():
+        note(message)
 
 
 def _load_layout(words: Sequence[str]) -> Parallelism:

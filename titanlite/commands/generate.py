@@ -142,16 +142,17 @@ def read_prompts(path: Path) -> list[str]:
     """
     content = sys.stdin.buffer.read() if str(path) == "-" else read_file(path, _MAX_BYTES)
     is_json = path.suffix == ".jsonl"
+    wrong_content = UserError(
+        f"--prompts {path}: must contain one prompt per line in UTF-8. In a .jsonl file, each "
+        'line must be a JSON string, or an object with a string "prompt".'
+    )
     try:
         lines = content.decode().split("\n")
         prompts = [_parse_prompt(line, is_json) for line in lines if line.strip()]
     except (ValueError, RecursionError):  # not UTF-8, or an invalid line
-        prompts = []
+        raise wrong_content from None
     if not prompts:
-        raise UserError(
-            f"--prompts {path}: must contain one prompt per line in UTF-8. In a .jsonl file, each "
-            'line must be a JSON string, or an object with a string "prompt".'
-        )
+        raise wrong_content
     return prompts
 
 
