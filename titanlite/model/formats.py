@@ -196,10 +196,11 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
     fields: dict[str, Any] = {}
     for name in _keys_by_field(family):
         value = getattr(parsed, name)
-        fields[name] = 0 if value is None else value  # None is a null in the file
+        # `Architecture` has 0 where the file has null, for example for no sliding window.
+        fields[name] = 0 if value is None else value
     fields["n_kv_heads"] = parsed.n_kv_heads or parsed.n_heads
-    # All models of a family share some options, such as the biases of Qwen 2. They override the
-    # file.
+
+    # The file lacks options that all models of a family share, such as the biases of Qwen 2.
     fields |= family.switches
     return family.architecture(**fields, **rope_fields)
 
@@ -343,23 +344,25 @@ def _rope_fields(table: _AnyRope, config: HFConfig) -> dict[str, Any]:
     Raises:
         UserError: If the high frequency factor is not greater than the low one.
     """
-    fields: dict[str, Any] = {"rope_theta": table.rope_theta or config.rope_theta}
-    is_scaled = not isinstance(table, _DefaultRope) and table.rope_scaling_factor != 1.0
-    if not is_scaled:
-        return fields
+    rope_theta = table.rope_theta or config.rope_theta
+    if isinstance(table, _DefaultRope) or table.rope_scaling_factor == 1.0:
+        return {"rope_theta": rope_theta}  # without scaling, all other settings have no effect
 
     # Llama 3.1 interpolates between the two factors, so they must differ.
     if isinstance(table, _Llama3Rope) and table.rope_high_freq_factor <= table.rope_low_freq_factor:
         raise UserError(
             "config.json: rope_scaling: high_freq_factor must be greater than low_freq_factor."
         )
-    for name in _keys_by_field(type(table)):
-        value = getattr(table, name)
-        if value is not None:
-            fields[name] = value
-    fields.setdefault("rope_original_max_seq_len", config.max_seq_len)
-    fields["rope_scaling"] = table.rope_type
-    return fields
+
+    scaling_names = set(_keys_by_field(type(table)))  # such as "rope_scaling_factor"
+    scaling_fields = table.model_dump(include=scaling_names, exclude_none=True)
+    return {
+        "rope_theta": rope_theta,
+        "rope_scaling": table.rope_type,
+        # The default in transformers, which `scaling_fields` overrides if the table has this key.
+        "rope_original_max_seq_len": config.max_seq_len,
+        **scaling_fields,
+    }
 
 
 def _parse_rope_table(table: Any) -> _AnyRope | None:
@@ -577,28 +580,29 @@ class _Olmo3(_Olmo2):
     def _select_full_attention(cls, tables: Any) -> Any:
         """Return the RoPE settings "full_attention" of a config.json, for layers without a window.
 
-        Layers with a sliding window must have the same settings, but without RoPE scaling.
+        Layers with a sliding window must have unscaled RoPE with the same rope_theta.
 
         Args:
-            tables: Value of the key rope_parameters: two tables of RoPE settings, with the names
-                "full_attention" and "sliding_attention".
+            tables: Value of the key rope_parameters: RoPE settings for layers without a window
+                ("full_attention") and for layers with one ("sliding_attention").
 
         Raises:
-            ValueError: If the tables differ in rope_theta, or layers with a window scale RoPE.
+            ValueError: If a table is missing, the tables differ in rope_theta, or layers with a
+                window scale RoPE.
         """
         if not tables:
             return tables
-        mistake = ValueError(
+        if isinstance(tables, dict) and tables.keys() == {"full_attention", "sliding_attention"}:
+            full = tables["full_attention"]
+            # `_parse_rope_table` rejects a value that is not a table.
+            theta = full.get("rope_theta") if isinstance(full, dict) else None
+            unscaled = {"rope_type": "default", "rope_theta": theta}
+            if tables["sliding_attention"] == unscaled:
+                return full
+        raise ValueError(
             "must have the tables full_attention and sliding_attention with the same "
             "rope_theta, the latter without scaling"
         )
-        if not isinstance(tables, dict) or tables.keys() != {"full_attention", "sliding_attention"}:
-            raise mistake
-        full = tables["full_attention"]
-        theta = full.get("rope_theta") if isinstance(full, dict) else None
-        if tables["sliding_attention"] != {"rope_type": "default", "rope_theta": theta}:
-            raise mistake
-        return full
 
     @classmethod
     def can_represent(cls, arch: Architecture) -> bool:
@@ -688,8 +692,10 @@ def architecture_from_meta(
 ) -> Architecture:
     """Convert Meta's params.json and the sizes of its tensors to an architecture.
 
-    If `use_scaled_rope` is set, the RoPE scaling factor is 8, or 32 for the two small models of
-    Llama 3.2. Both factors are from Meta's llama-models repository.
+    The file contains neither the context length nor the RoPE scaling factor. Both depend on the
+    generation of Llama. `use_scaled_rope` is set since Llama 3.1, whose context length is the
+    default of `Architecture`. The scaling factor is then 8, or 32 for the two small models of Llama
+    3.2, as in Meta's llama-models repository.
 
     Args:
         params: Content of params.json.
@@ -703,10 +709,9 @@ def architecture_from_meta(
     fields["tied_embeddings"] = tied
     fields["vocab_size"] = vocab_size if params.vocab_size == -1 else params.vocab_size
     if not params.use_scaled_rope:
-        # The file does not contain the context length. Assume the length of Llama 3.0.
-        return Architecture(**fields, max_seq_len=8192)
+        return Architecture(**fields, max_seq_len=8192)  # Llama 3.0
 
-    is_small_llama_3_2 = params.dim in (2048, 3072)  # 1B and 3B
+    is_small_llama_3_2 = params.dim in (2048, 3072)  # no other Llama since 3.1 has these widths
     scaling_factor = 32.0 if is_small_llama_3_2 else 8.0
     return Architecture(**fields, rope_scaling_factor=scaling_factor)
 

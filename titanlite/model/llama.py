@@ -72,22 +72,29 @@ def _yarn_kept_fraction(arch: Architecture, device: torch.device) -> Tensor:
     next, the frequency decreases. The fraction is 1 up to the pair that completes `rope_beta_fast`
     turns in the original context, 0 from the pair that completes `rope_beta_slow` turns on, and
     linear in between. See https://arxiv.org/abs/2309.00071.
+
+    For example, if these are the pairs 20.1 and 45.6, the fraction is 1 for the pairs 0 to 20, 0
+    for the pairs from 46 on, and 0.5 for pair 33.
     """
+    # Round outward, and limit the pairs as in the YaRN reference code. Its upper limit is
+    # head_dim - 1, although the last pair is head_dim / 2 - 1.
+    last_kept = max(math.floor(_find_rope_pair(arch, arch.rope_beta_fast)), 0)
+    first_divided = min(math.ceil(_find_rope_pair(arch, arch.rope_beta_slow)), arch.head_dim - 1)
 
-    def find_pair(turns: float) -> float:
-        """Return the index of the pair that completes `turns` turns, not rounded."""
-        # Pair i rotates by one radian in rope_theta ** (2 * i / head_dim) positions. Solve for i.
-        positions_per_radian = arch.rope_original_max_seq_len / (2 * math.pi * turns)
-        return arch.head_dim * math.log(positions_per_radian) / (2 * math.log(arch.rope_theta))
-
-    # Round and limit both like the YaRN reference code, whose upper limit is not the last pair.
-    last_kept = max(math.floor(find_pair(arch.rope_beta_fast)), 0)
-    first_divided = min(math.ceil(find_pair(arch.rope_beta_slow)), arch.head_dim - 1)
-    distance: float = first_divided - last_kept
-    if distance == 0:
-        distance = 0.001  # avoid a division by zero
+    # If both are the same pair, the fraction falls from 1 to 0 right after it.
+    distance = (first_divided - last_kept) or 0.001
     pairs = torch.arange(arch.head_dim // 2, dtype=torch.float32, device=device)
-    return 1.0 - ((pairs - last_kept) / distance).clamp(0.0, 1.0)
+    divided_fraction = ((pairs - last_kept) / distance).clamp(0.0, 1.0)
+    return 1.0 - divided_fraction
+
+
+def _find_rope_pair(arch: Architecture, turns: float) -> float:
+    """Return the channel pair that completes `turns` turns in the original context, not rounded.
+
+    Pair i rotates by one radian in rope_theta ** (2 * i / head_dim) positions. Solve for i.
+    """
+    positions_per_radian = arch.rope_original_max_seq_len / (2 * math.pi * turns)
+    return arch.head_dim * math.log(positions_per_radian) / (2 * math.log(arch.rope_theta))
 
 
 def rope_table(arch: Architecture, positions: Tensor, is_scaled: bool) -> tuple[Tensor, Tensor]:
