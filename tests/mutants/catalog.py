@@ -150,7 +150,7 @@ def clipping_with_the_wrong_norm() -> None:
     def scale(original: Callable[..., None], gradients: Any, max_norm: float, norm: Any) -> None:
         original(gradients, max_norm * 0.5, norm)
 
-    wrap("titanlite.optim.clip._scale_", scale)
+    wrap("titanlite.optim.clip._scale_to_norm_", scale)
 
 
 @mutant(ONE, r"gradient of layers.* computes no gradient")

@@ -232,26 +232,27 @@ def shard_slices(tensor: DTensor, rank: int | None = None) -> tuple[slice, ...]:
     """Return the part of the whole tensor that a rank holds, as one slice per dimension.
 
     For example, if the rows of a (10, 4) matrix are sharded over 2 ranks, rank 1 holds
-    (slice(5, 10), slice(0, 4)). If two mesh dimensions shard the same tensor dimension, it is
-    divided along the last mesh dimension first, because tensor parallelism is applied before FSDP.
+    (slice(5, 10), slice(0, 4)).
+
+    If two mesh dimensions shard the same tensor dimension, the last one divides it first, because
+    tensor parallelism is applied before FSDP. For example, if both dimensions of a (2, 2) mesh
+    shard 8 rows, the rank at mesh coordinates (0, 1) holds rows 4 and 5: its last coordinate
+    selects rows 4 to 7, and its first coordinate selects the first half of these.
 
     Args:
         tensor: DTensor whose device mesh and placements define the layout.
         rank: Index of the rank in the flattened device mesh. Defaults to this rank.
     """
     mesh = tensor.device_mesh
+    coordinates = mesh.get_coordinate() if rank is None else np.unravel_index(rank, mesh.shape)
+    assert coordinates is not None  # this rank is in the mesh
     slices = [slice(0, size) for size in tensor.shape]
-    for mesh_dim in reversed(range(mesh.ndim)):
+    for mesh_dim in reversed(range(mesh.ndim)):  # tensor parallelism before FSDP
         placement = tensor.placements[mesh_dim]
-        if placement.is_replicate():
-            continue
-
-        if rank is None:
-            coordinate = mesh.get_local_rank(mesh_dim)
-        else:
-            coordinate = int(np.unravel_index(rank, mesh.shape)[mesh_dim])
-        dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
-        slices[dim] = _divide_slice(slices[dim], mesh.size(mesh_dim), coordinate)
+        if not placement.is_replicate():
+            dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
+            coordinate = int(coordinates[mesh_dim])
+            slices[dim] = _divide_slice(slices[dim], mesh.size(mesh_dim), coordinate)
     return tuple(slices)
 
 

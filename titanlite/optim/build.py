@@ -84,9 +84,10 @@ def build_optimizer(
         arch: Architecture of the model, which determines the learning rates of muP. None disables
             muP.
     """
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = _group_parameters(names, config, arch)
-    return OPTIMIZERS.make(config.name, groups, Recipe(config, names, compiled, ranks), job=job)
+    name_of_parameter = {parameter: name for name, parameter in model.named_parameters()}
+    groups = _group_parameters(name_of_parameter, config, arch)
+    recipe = Recipe(config, name_of_parameter, compiled, ranks)
+    return OPTIMIZERS.make(config.name, groups, recipe, job=job)
 
 
 def _group_parameters(
@@ -218,26 +219,17 @@ def muon(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
 
     The other parameters are norms, biases, the embedding and the output projection.
     """
-
-    def is_block_matrix(parameter: nn.Parameter) -> bool:
-        return parameter.ndim == 2 and recipe.names[parameter].startswith("layers.")
-
-    # Divide each parameter group into a group for Muon and a group for AdamW.
-    matrix_groups: list[dict[str, Any]] = []
-    other_groups: list[dict[str, Any]] = []
-    for group in groups:
-        parameters = group["params"]
-        block_matrices = [parameter for parameter in parameters if is_block_matrix(parameter)]
-        other_parameters = [parameter for parameter in parameters if not is_block_matrix(parameter)]
-        if block_matrices:
-            matrix_groups.append({**group, "params": block_matrices})
-        if other_parameters:
-            other_groups.append({**group, "params": other_parameters})
-
+    block_matrices = {
+        parameter
+        for parameter, name in recipe.names.items()
+        if parameter.ndim == 2 and name.startswith("layers.")
+    }
+    matrix_groups = _select_parameters(groups, block_matrices)
+    other_groups = _select_parameters(groups, recipe.names.keys() - block_matrices)
     others = adamw(other_groups, recipe)
-    # Muon has momentum from the start. Create the moments of the other parameters as well, because
-    # loading a checkpoint creates the state of an optimizer only if it has none at all.
-    if not others.state:  # `torch.optim.AdamW` creates its state in the first step
+    if isinstance(others, torch.optim.AdamW):  # by default, it creates its state in the first step
+        # Loading a checkpoint creates missing state only if an optimizer has no state at all. Muon
+        # always has some, so create the state of the other parameters here.
         for group in other_groups:
             for parameter in group["params"]:
                 others.state[parameter] = new_state(parameter, AdamW.moments)
@@ -250,6 +242,16 @@ def muon(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
         recipe.ranks,
         recipe.compiles_elementwise,
     )
+
+
+def _select_parameters(groups: Groups, selected: set[nn.Parameter]) -> list[dict[str, Any]]:
+    """Return copies of parameter groups with only the selected parameters, without empty groups."""
+    selected_groups: list[dict[str, Any]] = []
+    for group in groups:
+        parameters = [parameter for parameter in group["params"] if parameter in selected]
+        if parameters:
+            selected_groups.append(group | {"params": parameters})
+    return selected_groups
 
 
 def adamw8bit(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:

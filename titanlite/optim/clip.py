@@ -58,11 +58,12 @@ def reduce_step_sums(
     # On a GPU, the compiler would generate one kernel per gradient; the eager version is fused.
     should_compile = compiled and not shards[0].is_cuda
     sum_squares = compile_once(sum_of_squares) if should_compile else sum_of_squares
-    squares = sum_squares(shards)
+    squares = sum_squares(shards)  # (number of gradients,)
 
-    # One all-reduce adds up three numbers of each rank: squared norm, loss, and 1 for a request.
+    # One all-reduce adds up three numbers of each rank: its part of the squared norm, its part of
+    # the loss, and 1 for a request.
     sums = torch.zeros(3, dtype=torch.float64, device=squares.device)
-    sums[0] = _sum_over_gradients(squares, gradients)
+    sums[0] = _compute_squared_norm_part(squares, gradients)
     sums[1] = _move_loss(loss, sums)
     if has_request:
         sums[2].fill_(1.0)  # assigning a Python number to a GPU tensor would cause a host sync
@@ -73,7 +74,7 @@ def reduce_step_sums(
     return StepSums(squared_norm.sqrt().float(), total_loss, num_requests, squares)
 
 
-def _sum_over_gradients(squares: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+def _compute_squared_norm_part(squares: Tensor, gradients: Sequence[Tensor]) -> Tensor:
     """Return this rank's part of the squared gradient norm, a float64 scalar.
 
     The parts of all ranks add up to the squared norm. If n ranks hold the same shard, each of them
@@ -81,8 +82,9 @@ def _sum_over_gradients(squares: Tensor, gradients: Sequence[Tensor]) -> Tensor:
 
     Args:
         squares: Sum of squares of the shard of each gradient, shape (number of gradients,).
-        gradients: Gradients of this rank.
+        gradients: Gradients of this rank, whose layouts determine how many ranks hold each shard.
     """
+    # Group the squares, because dividing each one would take a kernel launch per gradient.
     squares_by_replicas: dict[int, list[Tensor]] = {}
     for gradient, square in zip(gradients, squares, strict=True):
         num_replicas = count_replicas(gradient)
@@ -108,7 +110,7 @@ def scale_gradients_(
         compiled: Compile the scaling.
     """
     shards = [local_shard(gradient) for gradient in gradients]
-    scale = compile_once(_scale_) if compiled else _scale_
+    scale = compile_once(_scale_to_norm_) if compiled else _scale_to_norm_
     scale(shards, max_norm, grad_norm)
 
 
@@ -206,21 +208,31 @@ def _move_loss(loss: Tensor, sums: Tensor) -> Tensor:
     return copied
 
 
-def _scale_(gradients: list[Tensor], max_norm: float, norm: Tensor) -> None:
+def _scale_to_norm_(gradients: list[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale gradients in place to a norm of at most `max_norm`, without a host sync.
 
-    The result equals that of `torch.nn.utils.clip_grads_with_norm_`.
+    In eager mode, `torch.nn.utils.clip_grads_with_norm_` scales all gradients with one operator. In
+    a compiled graph, the same factor is applied by plain operators, which the compiler fuses.
+
+    Args:
+        gradients: Gradients as plain tensors.
+        max_norm: Largest norm after scaling.
+        norm: Norm of the gradients of all ranks before scaling, a scalar.
     """
-    # In a compiled graph, plain operators are enough, because the compiler fuses them.
     if torch.compiler.is_compiling():
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(factor)
-        return
+    else:
+        parameters = [_create_parameter_with_grad(gradient) for gradient in gradients]
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
 
-    # Otherwise, a function of torch scales all gradients with one operator. It expects parameters
-    # and scales their `grad`, so make each gradient the `grad` of a dummy parameter.
-    parameters = [gradient.detach() for gradient in gradients]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
+
+def _create_parameter_with_grad(gradient: Tensor) -> Tensor:
+    """Return a dummy parameter with the given `grad`, for a function that takes parameters.
+
+    The value of the parameter is not used, so it shares the memory of the gradient.
+    """
+    parameter = gradient.detach()
+    parameter.grad = gradient
+    return parameter

@@ -497,9 +497,10 @@ def _backpropagate(
         is_first: Initialize `weight_grad` instead of adding to it.
     """
     if logits_grad.dtype != hidden.dtype:
-        is_large = len(weight) > VOCAB_BLOCK[hidden.device.type]
-        if is_large:  # a copy would take too much memory
-            logits_grad = _convert_in_place(logits_grad, hidden.dtype)
+        classes_per_block = VOCAB_BLOCK[hidden.device.type]
+        if len(weight) > classes_per_block:  # a copy would take too much memory
+            values_per_block = len(logits_grad) * classes_per_block
+            logits_grad = _convert_in_place(logits_grad, hidden.dtype, values_per_block)
         else:
             logits_grad = logits_grad.to(hidden.dtype)
     _add_weight_grad(weight_grad, logits_grad, hidden, is_first)
@@ -555,17 +556,18 @@ def _add_rounded_weight_grad(
             weight_block.add_(product)
 
 
-def _convert_in_place(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _convert_in_place(x: Tensor, dtype: torch.dtype, block_size: int) -> Tensor:
     """Convert a matrix to a smaller dtype, and store the result in the memory of the matrix.
 
-    The result takes the first part of the memory. Blocks of values are converted one after another,
-    so a block never overwrites unread values. For example, converting 8 values from fp32 to
-    bfloat16 in blocks of 4 reads the bytes 0-15 and writes the bytes 0-7, then reads the bytes
-    16-31 and writes the bytes 8-15.
+    The result takes the first part of the memory. Blocks of values are converted in order, so a
+    block only overwrites values that have already been converted. For example, converting 8 values
+    from fp32 to bfloat16 in blocks of 4 reads the bytes 0-15 and writes the bytes 0-7, then reads
+    the bytes 16-31 and writes the bytes 8-15.
 
     Args:
         x: Contiguous matrix. Overwritten.
         dtype: A smaller dtype than the dtype of `x`.
+        block_size: Number of values to convert at once.
 
     Returns:
         The converted matrix, which shares the memory of `x`.
@@ -575,10 +577,10 @@ def _convert_in_place(x: Tensor, dtype: torch.dtype) -> Tensor:
     values = x.view(-1)
     result = x.view(dtype).view(-1)[: x.numel()]
 
-    num_columns = VOCAB_BLOCK[x.device.type]
-    block_size = len(x) * num_columns  # in values
     for block, result_block in zip(values.split(block_size), result.split(block_size), strict=True):
-        result_block.copy_(block.to(dtype))
+        result_block.copy_(
+            block.to(dtype)
+        )  # via a copy, because the first block overlaps its result
     return result.view(x.shape)
 
 
