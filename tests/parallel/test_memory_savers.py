@@ -27,6 +27,14 @@ LARGE = (
 LONG_MICROBATCH = "training.local_batch_size = 64 ; training.global_batch_size = 256"
 SAVERS = "titanlite.parallel.memory_savers"
 ACCUMULATION = "training.global_batch_size = 16"
+AMSGRAD = """
+import torch
+from titanlite import register
+
+@register("optimizer", "amsgrad")
+def amsgrad(groups, recipe):
+    return torch.optim.AdamW(groups, recipe.config.lr, amsgrad=True, fused=True)
+"""
 # The allocator reserves memory in multiples of this number of bytes.
 SEGMENT = 20 * 2**20
 
@@ -193,6 +201,15 @@ def test_moments_exist_before_the_first_step(tmp_path, level, exist):
     options = ["--model.flavor", "debugmodel", "--parallelism.memory_savers", level]
     with Trainer(load_run([*options, "--job.dump_folder", str(tmp_path)], world_size=1)) as trainer:
         assert bool(trainer.optimizer.state) == exist
+
+
+def test_moments_are_not_allocated_for_a_plugin_with_other_moments(tmp_path, monkeypatch):
+    (tmp_path / "amsgrad.py").write_text(AMSGRAD)
+    monkeypatch.syspath_prepend(tmp_path)
+    plugin = "--job.plugins amsgrad --optimizer.name amsgrad"
+    options = f"--model.flavor debugmodel {plugin} --job.dump_folder {tmp_path}".split()
+    with Trainer(load_run(options, world_size=1), standard=False) as trainer:
+        trainer.step()
 
 
 def test_symmetric_memory_is_rejected_on_a_cpu_and_set_for_every_group_on_gpus(

@@ -277,10 +277,11 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
         optimizer: New optimizer. In its first step, torch then finds existing moments, as after
             loading a checkpoint, and does not allocate any.
     """
-    if optimizer.state:  # Muon has created all of its state
+    # Compare the exact type, because a subclass in a plugin may have other state.
+    if type(optimizer) is not torch.optim.AdamW or optimizer.state:
         return
     for group in optimizer.param_groups:
-        if group.get("fused"):
+        if group["fused"] and not group["amsgrad"]:  # AMSGrad has a third moment
             for parameter in group["params"]:
                 optimizer.state[parameter] = new_state(parameter, AdamW.moments)
 
