@@ -321,9 +321,11 @@ def _has_only_float8_linears(module: nn.Module) -> bool:
 def _patch_torchao_to_gather_bytes() -> None:
     """Let torchao all-gather FP8 tensors as uint8, because gloo does not support FP8 dtypes.
 
-    If torch calls an all-gather operator for an FP8 tensor, torchao calls `allgather_fp8` instead,
-    with the operator as its first argument. Wrap `allgather_fp8`, so that it receives an operator
-    that gathers bytes.
+    An all-gather of an FP8 tensor in torchao takes two calls, of which this changes the second:
+
+    1. For the all-gather operator of torch, torchao calls `allgather_fp8(operator, ...)`.
+    2. `allgather_fp8` calls `operator(data, ...)` with the FP8 values in the tensor. After this
+       patch, it calls `_gather_bytes(operator, data, ...)` instead.
     """
     from torchao.float8 import float8_ops
 
@@ -332,7 +334,7 @@ def _patch_torchao_to_gather_bytes() -> None:
     def allgather_fp8_as_bytes(operator: Callable[..., torch.Tensor], *args: Any) -> Any:
         return allgather_fp8(partial(_gather_bytes, operator), *args)
 
-    table = float8_ops.FLOAT8_OPS_TABLE  # operator -> function to call for FP8 tensors
+    table = float8_ops.FLOAT8_OPS_TABLE  # operator -> function that torchao calls for FP8 tensors
     for operator, function in list(table.items()):
         if function is allgather_fp8:
             table[operator] = allgather_fp8_as_bytes

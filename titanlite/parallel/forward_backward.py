@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
     from torch.nn.attention.flex_attention import BlockMask
 
+    from titanlite.model.attention import Mask
+
 ScaledLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Function that computes a loss, such as `Loss.__call__`.
 
@@ -297,18 +299,17 @@ class PipelineForwardBackward(ForwardBackward):
             # A later stage cannot derive them from its input, which may be sharded along T.
             attention["positions"] = _default_positions(tokens)
 
+        # The schedule splits these arguments into microbatches and passes them to `Llama.forward`.
         # Only the first stage has the embedding and receives tokens. All others receive hidden
-        # states from other ranks.
+        # states from other ranks. Only the last stage calls the head, so its output is a loss.
         inputs = [] if self._model.tok_embeddings is None else [tokens]
-
-        # The schedule passes `inputs`, `head` and `attention` to `Llama.forward` of each stage. The
-        # last stage calls the head, so it returns the loss of a microbatch. The schedule collects
-        # these losses in the list `losses`. It requires a target to do so, but does not use it.
-        losses: list[Tensor] = []
         head = LossHead(labels, NormalizedLoss(loss_fn, global_tokens))
-        run_schedule(
-            *inputs, head=head, **attention, target=labels, losses=losses, return_outputs=False
-        )
+        model_options = {"head": head, **attention}
+
+        # The schedule appends the loss of each microbatch to `losses`. To do so, it requires a
+        # target, although the head already has the labels.
+        losses: list[Tensor] = []
+        run_schedule(*inputs, **model_options, target=labels, losses=losses, return_outputs=False)
         if not losses:  # another rank has the last stage
             return torch.zeros((), device=tokens.device)
         return torch.stack(losses).detach().sum()
@@ -371,26 +372,25 @@ def local_inputs(
     """
     batch = _join(microbatches)
 
-    windows = {"mask": arch.sliding_window}
-    if arch.full_attention_interval > 0:
-        windows["full_mask"] = 0  # for the layers without a sliding window
+    def build_mask(window: int) -> Mask | None:
+        if model.uses_document_bounds:  # variable-length attention takes these instead of a mask
+            return _build_bounds(microbatches, window)
+        return _build_mask(batch, mesh, window, uses_flex=model.attention_backend == "flex")
 
     # Build the masks from whole sequences: with context parallelism, this rank has only some of the
     # queries, but they attend to all keys.
-    attention: dict[str, Any] = {}
-    for name, window in windows.items():
-        if model.uses_document_bounds:  # variable-length attention takes these instead of a mask
-            attention[name] = _build_bounds(microbatches, window)
-        else:
-            uses_flex = model.attention_backend == "flex"
-            attention[name] = _build_mask(batch, mesh, window, uses_flex)
+    mask = build_mask(arch.sliding_window)
+    full_mask = None
+    if arch.full_attention_interval > 0:  # some layers have no sliding window
+        full_mask = build_mask(window=0)
 
     local_batch = batch
     if mesh.context is not None:
         local_batch = _select_local_chunks(batch, mesh.context)
-    attention["positions"] = local_batch.positions
-    needed = {name: value for name, value in attention.items() if value is not None}
-    return LocalInputs(local_batch.input_ids, local_batch.labels, needed)
+
+    arguments = {"mask": mask, "full_mask": full_mask, "positions": local_batch.positions}
+    attention = {name: value for name, value in arguments.items() if value is not None}
+    return LocalInputs(local_batch.input_ids, local_batch.labels, attention)
 
 
 def _join(microbatches: Sequence[Microbatch]) -> Microbatch:
@@ -465,15 +465,17 @@ def _build_mask(
     if document_ids is None and is_window_shorter:
         document_ids = torch.zeros_like(tokens)  # each sequence is one document
 
-    # With context parallelism, the flex mask also makes attention causal, so it is needed even
-    # without documents.
-    if uses_flex and (document_ids is not None or mesh.context is not None):
+    if uses_flex:
+        # With context parallelism, flex attention is causal only with a mask.
+        if document_ids is None and mesh.context is None:
+            return None
         return flex_mask(tokens, document_ids, mesh.context, window)
+
     if document_ids is None:
         return None
-    if mesh.context is not None:
-        return context_mask(document_ids, mesh.context, window)
-    return document_mask(document_ids, window)
+    if mesh.context is None:
+        return document_mask(document_ids, window)
+    return context_mask(document_ids, mesh.context, window)
 
 
 def _default_positions(tokens: Tensor) -> Tensor:

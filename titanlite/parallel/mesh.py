@@ -75,17 +75,20 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
         device_type: "cuda" or "cpu".
     """
     assert degrees.world == dist.get_world_size()
-    mesh = _build_shard_mesh(degrees, device_type)
+    shard_mesh = _build_shard_mesh(degrees, device_type)
 
-    # The grid has a dimension per degree, from pipeline to tensor. The ranks of a group differ only
-    # in the named dimensions.
+    # All dimensions of the layout, including context. The ranks of a group differ only in the named
+    # dimensions.
     rank_grid = torch.arange(degrees.world).view(astuple(degrees))
+    # Ranks that read different data.
     data_group = _create_group(rank_grid, REPLICATE, SHARD)
+    # Ranks with different parts of the loss. Tensor parallel ranks compute the same part.
     loss_group = _create_group(rank_grid, PIPELINE, REPLICATE, SHARD, CONTEXT)
+    # Ranks that share the weights of a pipeline stage.
     stage_group = _create_group(rank_grid, REPLICATE, SHARD, CONTEXT, TENSOR)
-    groups = [_get_world_group(), *mesh.get_all_groups(), data_group, loss_group, stage_group]
+    groups = [_get_world_group(), *shard_mesh.get_all_groups(), data_group, loss_group, stage_group]
 
-    # Context parallelism needs a mesh of its own, because `mesh` has no context dimension.
+    # Create a separate mesh for context parallelism, because `shard_mesh` has no such dimension.
     context_mesh = None
     if degrees.context > 1:
         context_group = _create_group(rank_grid, CONTEXT)
@@ -94,10 +97,10 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
 
     return Mesh(
         degrees,
-        fsdp=_select_fsdp_dims(mesh),
-        tensor=mesh["tp"] if degrees.tensor > 1 else None,
+        fsdp=_select_fsdp_dims(shard_mesh),
+        tensor=shard_mesh["tp"] if degrees.tensor > 1 else None,
         context=context_mesh,
-        pipeline=mesh["pp"] if degrees.pipeline > 1 else None,
+        pipeline=shard_mesh["pp"] if degrees.pipeline > 1 else None,
         data_rank=_find_data_rank(rank_grid),
         data_group=data_group,
         loss_group=loss_group,

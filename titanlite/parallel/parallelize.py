@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,25 +118,32 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
     All blocks share one compiled graph, because they have the same code and shapes. If only some of
     them have a sliding window, there are two graphs, one for each kind of mask.
     """
-    is_compiled = run.compiles("model")
-    compile_options: dict[str, Any] = {"fullgraph": True, "options": inductor_options(mesh, run)}
-
-    # Checkpointing wraps the forward function of each block. Compile the wrapper, so that the
-    # compiler optimizes the recomputation as well. With DTensors, torch 2.13 can do this only in
-    # mode "op": in other modes, it would try to save the DeviceMesh of a DTensor like a tensor.
-    # There, compile the forward function before it is wrapped, and leave the wrapper eager.
     config = run.job.activation_checkpoint
-    is_selective_by_op = config.mode == "selective" and config.selective_ac_option == "op"
-    compiles_wrapper = is_compiled and (mesh.tensor is None or is_selective_by_op)
-    if is_compiled and not compiles_wrapper:
-        for block in model.layers.values():
-            block.forward = torch.compile(block.forward, **compile_options)
+    apply_checkpointing = partial(
+        apply_activation_checkpointing,
+        model,
+        config,
+        saves_unneeded_matmul=run.job.parallelism.memory_savers == "none",
+    )
+    if not run.compiles("model"):
+        apply_checkpointing(is_compiled=False)
+        return
 
-    saves_unneeded_matmul = run.job.parallelism.memory_savers == "none"
-    apply_activation_checkpointing(model, config, compiles_wrapper, saves_unneeded_matmul)
-    if compiles_wrapper:
+    compile_options: dict[str, Any] = {"fullgraph": True, "options": inductor_options(mesh, run)}
+    # With the DTensors of tensor parallelism, torch 2.13 can compile the recomputation only in mode
+    # "op": in other modes, it would try to save the DeviceMesh of a DTensor like a tensor.
+    is_selective_by_op = config.mode == "selective" and config.selective_ac_option == "op"
+    can_compile_recomputation = mesh.tensor is None or is_selective_by_op
+    if can_compile_recomputation:
+        # Compile each block with the recomputation, so that the compiler optimizes both.
+        apply_checkpointing(is_compiled=True)
         for block in model.layers.values():
             block.compile(**compile_options)
+    else:
+        # Compile the forward function before checkpointing wraps it, and recompute in eager mode.
+        for block in model.layers.values():
+            block.forward = torch.compile(block.forward, **compile_options)
+        apply_checkpointing(is_compiled=False)
 
 
 def inductor_options(mesh: Mesh, run: Run) -> dict[str, Any] | None:
