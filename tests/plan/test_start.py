@@ -14,7 +14,7 @@ from titanlite.config.errors import UserError
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.observe import gpus
-from titanlite.observe.gpus import device_memory
+from titanlite.observe.gpus import find_local_gpu
 from titanlite.plan.workers import workers
 from titanlite.train.trainer import Trainer
 
@@ -33,7 +33,7 @@ def test_a_state_that_cannot_fit_is_rejected_before_the_start(tmp_path, monkeypa
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    device_memory.cache_clear()
+    find_local_gpu.cache_clear()
     for command in ("launch", "train"):
         assert (
             cli.main(f"{command} --model.flavor 8b --job.dump_folder {tmp_path}/out".split()) == 2
@@ -49,9 +49,9 @@ def test_a_state_that_cannot_fit_is_rejected_before_the_start(tmp_path, monkeypa
 
     tool.write_text("#!/bin/sh\necho NVIDIA GB10, '[N/A]'\n")
     monkeypatch.setattr(gpus, "DRIVERS", (str(tool),))
-    device_memory.cache_clear()
+    find_local_gpu.cache_clear()
     gpus.check_memory(Run(job))
-    device_memory.cache_clear()
+    find_local_gpu.cache_clear()
 
 
 @pytest.mark.slow

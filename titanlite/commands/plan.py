@@ -29,7 +29,7 @@ from titanlite.config.run import Run, with_keys
 from titanlite.config.schema import parse_tokens
 from titanlite.load_run import load_run, read_world_size
 from titanlite.observe.forecast import Forecast, TrainingTime
-from titanlite.observe.gpus import GIB, MIB, MOST_GIB, Gpu, device_memory, find_gpu, gpu_of_device
+from titanlite.observe.gpus import GIB, MIB, MOST_GIB, Gpu, find_gpu, find_local_gpu, gpu_of_device
 from titanlite.plan.workers import workers
 from titanlite.rules import check_warmup
 from titanlite.runtime.logging import note
@@ -321,17 +321,17 @@ def _find_device(name: str | None) -> Gpu:
         return find_gpu(name)
 
     # Use the GPU of this node.
-    device_name, num_bytes = device_memory()
-    if device_name is None:
+    local_gpu = find_local_gpu()
+    if local_gpu is None:
         note("This node has no GPU, so the plan is for H100. To choose another, pass --gpu.")
         return find_gpu("H100")
-    gpu = gpu_of_device(device_name)
-    if gpu is None:
+    gpu = gpu_of_device(local_gpu.name)
+    if gpu is None or local_gpu.memory is None:
         raise UserError(
-            f"The GPU of this node, {device_name}, is not in the table. "
+            f"The GPU of this node, {local_gpu.name}, is not in the table. "
             "Pass a similar one with --gpu."
         )
-    return gpu.model_copy(update={"memory_gib": num_bytes / GIB})
+    return gpu.model_copy(update={"memory_gib": local_gpu.memory / GIB})
 
 
 def _format_forecast(run: Run, forecast: Forecast) -> str:

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import tomli
 from pydantic import Field, PositiveInt, ValidationError
@@ -113,6 +113,9 @@ def known_gpus() -> tuple[Gpu, ...]:
 def gpu_of_device(device_name: str) -> Gpu | None:
     """Look up the specification of a GPU by the name that its driver reports.
 
+    A GPU of gpus.toml matches if the device name contains all words of its name. The first match
+    counts, so "H100 PCIe" must come before "H100" in gpus.toml.
+
     Args:
         device_name: Name from `torch.cuda.get_device_name()`, such as "NVIDIA H100 80GB HBM3".
 
@@ -186,34 +189,40 @@ def _read_gpu(path: str) -> Gpu:
         raise UserError(f"--gpu {path}: not valid TOML: {error}") from None
 
 
+class LocalGpu(NamedTuple):
+    """A GPU of this node.
+
+    Attributes:
+        name: Name that the driver reports, such as "NVIDIA H100 80GB HBM3", or "unknown".
+        memory: Memory in bytes, or None if it is unknown.
+    """
+
+    name: str
+    memory: int | None
+
+
 @cache
-def device_memory() -> tuple[str | None, int]:
-    """Return the name and the memory in bytes of the first GPU of this node, or the CPU memory.
+def find_local_gpu() -> LocalGpu | None:
+    """Return the first GPU of this node.
 
     This does not import torch, so that a launcher can call it quickly.
 
     Returns:
-        A pair (name, bytes), such as ("NVIDIA H100 80GB HBM3", 85520809984). Other cases:
-
-        - ("unknown", 0) if there is a GPU, but nvidia-smi cannot describe it.
-        - (None, CPU memory of this node) if there is no GPU, or CUDA_VISIBLE_DEVICES hides it.
+        The GPU, or None if there is no GPU or CUDA_VISIBLE_DEVICES hides all GPUs.
     """
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if is_hidden:
-        return None, physical_memory()
+        return None
 
     gpu = _query_nvidia_smi()
-    if gpu is not None:
-        return gpu
-
     has_driver = any(os.path.exists(path) for path in DRIVERS)
-    if has_driver:  # a GPU that nvidia-smi cannot describe
-        return "unknown", 0
-    return None, physical_memory()
+    if gpu is None and has_driver:
+        return LocalGpu("unknown", memory=None)  # a GPU that nvidia-smi cannot describe
+    return gpu
 
 
-def _query_nvidia_smi() -> tuple[str, int] | None:
-    """Return the name and the memory in bytes of the first GPU that nvidia-smi lists.
+def _query_nvidia_smi() -> LocalGpu | None:
+    """Return the first GPU that nvidia-smi lists.
 
     Return None if nvidia-smi is missing or lists no GPU.
     """
@@ -227,7 +236,7 @@ def _query_nvidia_smi() -> tuple[str, int] | None:
     if match is None:
         return None
     name, mebibytes = match.groups()
-    return name, int(mebibytes) * MIB
+    return LocalGpu(name, int(mebibytes) * MIB)
 
 
 def physical_memory() -> int:
@@ -349,12 +358,12 @@ def _memory_of_rank(num_local_ranks: int | None, is_offloaded: bool) -> int | No
     Returns:
         Number of bytes, or None if the GPU is unknown.
     """
-    gpu_name, memory = device_memory()
-    has_gpu = gpu_name is not None
-    if has_gpu and memory == 0:  # nvidia-smi cannot describe the GPU
-        return None
-    if has_gpu and not is_offloaded:
-        return memory
+    gpu = find_local_gpu()
+    if gpu is not None:
+        if gpu.memory is None:
+            return None
+        if not is_offloaded:
+            return gpu.memory
 
     # Without a GPU or with CPU offload, the ranks share the CPU memory of the node.
     if num_local_ranks is None:
