@@ -24,12 +24,13 @@ from titanlite.report.run_files import read_json_lines
 from titanlite.runtime.logging import EVENTS_FILE, Event, note
 from titanlite.train.trainer import Trainer
 
-LEARNING_RATE_KEYS = ("optimizer.lr", "lr_scheduler.", "training.steps")
+# Prefixes of lines "section.key: before -> now". A colon ends a key, and a dot ends a section.
+LEARNING_RATE_KEYS = ("optimizer.lr:", "lr_scheduler.", "training.steps:")
 KEYS_WITHOUT_EFFECT = (
-    "job.hooks",
-    "guards.max_skipped",
-    "guards.max_roll_backs",
-    "guards.compare_every",
+    "job.hooks:",
+    "guards.max_skipped:",
+    "guards.max_roll_backs:",
+    "guards.compare_every:",
 )
 NO_LAST_STEP = 10**9
 
@@ -106,10 +107,11 @@ def _read_events(folder: Path) -> tuple[list[dict[str, Any]], list[int]]:
         if event.get("event") == "roll back":
             roll_backs.append(step)
         elif event.get("event") == "start" and "record" in event:
-            # This start resumed from `step`, so the run trained all later steps again. Keep only
-            # the earlier starts whose first step, and the rollbacks whose step, is at most `step`.
-            start_events = [start for start in start_events if start["step"] + 1 <= step]
+            # The run resumed from `step`, so it trained all later steps again. Leave out earlier
+            # rollbacks after these steps. Also leave out earlier starts that trained only these
+            # steps: the first step after a start is `start["step"] + 1`.
             roll_backs = [roll_back for roll_back in roll_backs if roll_back <= step]
+            start_events = [start for start in start_events if start["step"] < step]
             start_events.append(event)
     return start_events, roll_backs
 
@@ -185,13 +187,13 @@ def compare_computations(before: JobConfig, now: JobConfig, first: int, last: in
     Returns:
         One line of text per option.
     """
-    ignored_prefixes = KEYS_WITHOUT_EFFECT
+    ignored_keys = KEYS_WITHOUT_EFFECT
     if _have_same_learning_rates(before, now, first, last):
-        ignored_prefixes += LEARNING_RATE_KEYS
+        ignored_keys += LEARNING_RATE_KEYS
 
     differences = []
     for effect, line in compare_jobs(before.model_dump(mode="json"), now.model_dump(mode="json")):
-        is_ignored = line.startswith(ignored_prefixes)  # a line begins with the key of the option
+        is_ignored = line.startswith(ignored_keys)  # a line is "section.key: before -> now"
         if effect != COMPATIBLE and not is_ignored:
             differences.append(line)
     return differences
@@ -232,28 +234,30 @@ class ReplayTrainer(Trainer):
             step: Last step to replay. The checkpoint is from an earlier step.
         """
         self._saved_job = saved_job
-        self._replayed_step = step
+        self._last_step = step
         super().__init__(run, hooks=build_guards(), standard=False)
 
     def load_checkpoint(self) -> None:
-        """Load the newest valid checkpoint before the replayed step, or else the initial weights.
+        """Load the newest valid checkpoint before the last step to replay, or the initial weights.
 
         Raises:
             UserError: If the steps since the checkpoint cannot be reproduced: the run rolled back
                 in between, had other options, or used hooks that may have changed the weights.
         """
+        # The job of this trainer has other options than the run, so compare the saved job.
         resumer = build_resumer(self, self._saved_job)
         rank_group = resumer.context.ranks
         self._resources.callback(rank_group.close)
 
-        state = resumer.load_before(self._replayed_step)
+        state = resumer.load_before(self._last_step)
         if state is None:
             resumer.load_initial_weights()
         else:
             self.load_state_dict(state)
 
+        # The replayed steps are known only now, because `load_before` skips invalid checkpoints.
         history = rank_group.run_on_rank0(lambda: read_history(self.run.dump_folder))
-        check_history(history, self._saved_job, self.steps_done, self._replayed_step)
+        check_history(history, self._saved_job, self.steps_done, self._last_step)
 
     def log(self, line: str | Event) -> None:
         """Print a line on standard error, on rank 0."""

@@ -293,15 +293,11 @@ class Trainer:
             Why the loop has ended, with the actions that were requested after the last step.
         """
         exchange = RequestExchange(self.mesh.world_group, self.device)
+        end = self._find_end_before_first_step(exchange)
 
-        # End before the first step if a rank has no data or has received a signal.
-        data_error = self._wait_for_data(self.steps_done + 1)
-        exchange.submit(Request(stop=self.stop_signal, data_fails=data_error is not None))
-        end = self._find_end(exchange.receive())
-
-        # On a GPU, `delay` is 1: the ranks submit their requests for a step one step early, so that
-        # the CPU can launch a step before it waits for the previous one. Submit the requests for
-        # the first step here.
+        # On a CPU, `delay` is 0: the ranks exchange the requests for a step in this step. On a GPU,
+        # it is 1: they submit the requests for a step one step early, so that the CPU can launch a
+        # step before it waits for the previous one. Submit the requests for the first step here.
         if exchange.delay == 1:
             exchange.submit(self._collect_request(self.steps_done + 1))
 
@@ -309,13 +305,27 @@ class Trainer:
             step = self.steps_done + 1
             local_request = self._collect_request(step + exchange.delay)
             self.step(has_request=local_request != Request())
-            exchange.submit(local_request, num_requests=self._num_requests)  # counted by the step
+            # `self.step` has counted the ranks with a request in `self._num_requests`.
+            exchange.submit(local_request, self._num_requests)
 
             request = exchange.receive()  # combined requests of all ranks for `step`
             end = self._find_end(request)
             if end is None:
                 self._take_actions(request)
         return end
+
+    def _find_end_before_first_step(self, exchange: RequestExchange) -> _LoopEnd | None:
+        """Return why training ends before its first step, or None if it does not.
+
+        It ends if all steps are done, or if a rank has no data or has received a stop signal. All
+        ranks call this together.
+
+        Args:
+            exchange: New exchange, through which the ranks report data errors and signals.
+        """
+        data_fails = self._wait_for_data(self.steps_done + 1) is not None
+        exchange.submit(Request(stop=self.stop_signal, data_fails=data_fails))
+        return self._find_end(exchange.receive())
 
     def step(self, has_request: bool = False) -> LoggedStep | None:
         """Run one optimizer step on this rank's part of the global batch.
@@ -352,7 +362,7 @@ class Trainer:
             step,
             has_request=has_request,
         )
-        self._num_requests = result.num_requests  # `_run_steps` submits it
+        self._num_requests = result.num_requests  # for `_run_steps`
         self.meter.record(result.grad_norm, result.num_valid_tokens, result.seconds)
         for hook in self.hooks:
             hook.after_step(step, result)
@@ -721,28 +731,25 @@ class Trainer:
             StoppedUnsaved: If a signal stopped the run and checkpoint.enable is false.
         """
         stopped = ""
-        signal_number = end.request.stop
-        if signal_number != 0:
-            signal_name = signal.Signals(signal_number).name
+        if end.request.stop != 0:
+            signal_name = signal.Signals(end.request.stop).name
             stopped = f"Stopped by {signal_name} after step {self.steps_done}"
 
         # Let everything finish before the first error is raised.
         errors = [end.data_error, *self._end_hooks(stopped)]
+        if stopped and not end.has_finished:  # a signal at the last step is no error
+            errors.append(self._create_stop_error(stopped, end.request.stop))
+
         with self._locks:  # the next run must not write to the log before the end is logged
             self._resources.close()
             for error in errors:
                 if error is not None:
                     raise error
 
-            # A stop signal also ends the run with an error, unless it came at the last step.
-            if stopped and not end.has_finished:
-                self._raise_stopped(stopped, signal.Signals(signal_number))
-
-            message = f"Finished after step {self.steps_done}."
-            finish_reason = end.request.finish  # empty unless a hook has finished the run early
-            if finish_reason:
-                message = f"Finished after step {self.steps_done}: {finish_reason}"
-            self.log(Event(message, "finish", self.steps_done))
+            reason = end.request.finish  # empty unless a hook has finished the run early
+            ending = f": {reason}" if reason else "."
+            step = self.steps_done
+            self.log(Event(f"Finished after step {step}{ending}", "finish", step))
 
     def _end_hooks(self, stopped: str) -> list[Exception | None]:
         """Call `Hook.ended` of all hooks, wait for the last save, and return the errors of both.
@@ -760,17 +767,21 @@ class Trainer:
             errors.append(self.checkpointer.finish(self.steps_done, stopped))
         return errors
 
-    def _raise_stopped(self, stopped: str, stop_signal: signal.Signals) -> None:
-        """Raise the error that ends a run after a stop signal.
+    def _create_stop_error(self, stopped: str, signal_number: int) -> UserError:
+        """Create the error that ends a run after a stop signal.
 
-        Raises:
-            StoppedBySignal: If the run has saved a checkpoint.
-            StoppedUnsaved: If checkpoint.enable is false.
+        Args:
+            stopped: Description of the signal, to which the message adds whether the run was saved.
+            signal_number: Number of the signal.
+
+        Returns:
+            `StoppedBySignal` if the run has saved a checkpoint, `StoppedUnsaved` if
+            checkpoint.enable is false.
         """
         if self.job.checkpoint.enable:
-            raise StoppedBySignal(f"{stopped}: saved.")
+            return StoppedBySignal(f"{stopped}: saved.")
         message = f"{stopped}: nothing saved, as checkpoint.enable is false."
-        raise StoppedUnsaved(message, stop_signal)
+        return StoppedUnsaved(message, signal_number)
 
 
 class _LoopEnd(NamedTuple):
@@ -830,17 +841,19 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
             )
             exit_call.add_note(resume_hint(run, argv))
             raise exit_call from error
-        except Exception as error:
-            if trainer is not None and isinstance(error, GuardError):
-                # A guard stops all ranks together, so they can complete the save in progress.
+        except GuardError as error:
+            if trainer is not None:
+                # A guard stops all ranks together, so they can complete the save in progress. After
+                # other errors, closing could hang, because other ranks may wait in a collective.
                 trainer.close()
+                error.add_note(resume_hint(run, argv))
+            raise
+        except Exception as error:
             if is_out_of_memory(error):
                 when = "in the build" if trainer is None else f"at step {trainer.steps_done}"
                 raise explain_out_of_memory(error, run, argv, device, when) from None
 
-            # Suggest to resume, unless building the trainer failed with a UserError: it would fail
-            # again.
-            would_fail_again = trainer is None and isinstance(error, UserError)
-            if not would_fail_again:
+            # If building the trainer failed with a UserError, a resume would fail again.
+            if trainer is not None or not isinstance(error, UserError):
                 error.add_note(resume_hint(run, argv))
             raise
