@@ -172,7 +172,8 @@ def separates_norm(blocks: ModuleGroups, output: nn.Module, mesh: DeviceMesh, ru
     if config.memory_savers == "all":
         return True  # accept any wait
 
-    # By default, accept the wait only if the GPU computes for much longer.
+    # By default, accept a wait of at most 0.3% of a microbatch. The time of a microbatch is
+    # proportional to `compute`, and the wait to the output parameters.
     num_block_params = sum(count_params(group) for group in blocks)
     compute = run.local_microbatch_tokens * num_block_params
     return compute >= MIN_COMPUTE_TO_WAIT * num_output_params
