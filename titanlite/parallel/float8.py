@@ -321,7 +321,7 @@ def _has_only_float8_linears(module: nn.Module) -> bool:
 def _patch_torchao_to_gather_bytes() -> None:
     """Let torchao all-gather FP8 tensors as uint8, because gloo does not support FP8 dtypes.
 
-    An all-gather of an FP8 tensor in torchao takes two calls, of which this changes the second:
+    torchao gathers an FP8 tensor with two calls. This function changes the second one:
 
     1. For the all-gather operator of torch, torchao calls `allgather_fp8(operator, ...)`.
     2. `allgather_fp8` calls `operator(data, ...)` with the FP8 values in the tensor. After this
