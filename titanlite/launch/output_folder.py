@@ -133,31 +133,28 @@ def _remove_unused(
         _release_lock(descriptor)
 
 
-def _remove_created(run: Run, files: Set[Path], new_folders: Sequence[Path]) -> None:
-    """Stop logging, and remove files and new folders of a run.
+def _remove_created(run: Run, created_files: Set[Path], new_folders: Sequence[Path]) -> None:
+    """Remove the new output folder of a run, unless it contains a file of another process.
 
-    If the output folder contains any other file, do nothing. An empty checkpoint folder is removed
-    as well.
+    The checkpoint folder is removed with it, if it is empty.
 
     Args:
         run: The run that has ended.
-        files: Files in the output folder that this process has created.
+        created_files: Files that this process has created, in the output folder or elsewhere.
         new_folders: Folders that this process has created, innermost first.
     """
-    content = set(run.dump_folder.iterdir())
     folders = list(new_folders)
-    # An empty checkpoint folder does not count as content, but must be removed first.
-    if run.checkpoint_folder in content and _is_empty_folder(run.checkpoint_folder):
-        content.remove(run.checkpoint_folder)
-        folders.insert(0, run.checkpoint_folder)
-    other_files = content - files
-    if other_files:
+    paths = set(run.dump_folder.iterdir())
+    if run.checkpoint_folder in paths and _is_empty_folder(run.checkpoint_folder):
+        paths.remove(run.checkpoint_folder)
+        folders.insert(0, run.checkpoint_folder)  # before the output folder, which contains it
+    if not paths <= created_files:
         return
 
     # Stop logging, because the error that ends this process would create train.log again.
     logging.getLogger(LOGGER_NAME).handlers.clear()
-    for file in content:
-        file.unlink(missing_ok=True)
+    for path in paths:
+        path.unlink(missing_ok=True)
     with suppress(OSError):  # another process may have put a file into one of the folders
         for folder in folders:
             folder.rmdir()

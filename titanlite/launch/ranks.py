@@ -346,35 +346,51 @@ class Ranks:
     def _report_end(self, cause: RankEnd, killed: Sequence[int]) -> int:
         """Print and log why the run ended early, and return the exit code of the launcher.
 
-        The text is the error message of a rank or, without one, a hint on how to resume the run. If
-        the reason is not known, it starts with a line that describes the failure.
-
         Args:
             cause: End of the rank that made all other ranks end.
             killed: Ranks that the launcher has killed.
         """
-        exit_code = _exit_code(cause.code)
+        # If a signal stopped the run before it was saved, the signal determines the exit code.
+        ended_without_save = cause.rank in killed or cause.code in UNSAVED_STOPS
+        is_unsaved_stop = self._stop_signal != 0 and ended_without_save and not _is_known(cause)
+        exit_code = 128 + self._stop_signal if is_unsaved_stop else _exit_code(cause.code)
+
         text = cause.message or self.resume_hint()  # a message also explains how to resume
         if not _is_known(cause):
-            failure = f"Rank {cause.rank} failed first: {_describe_exit(cause.code)}."
-            ended_without_save = cause.rank in killed or cause.code in UNSAVED_STOPS
-            if self._stop_signal and ended_without_save:  # then the signal is the reason
-                failure = f"Stopped by {signal.Signals(self._stop_signal).name} without a save."
-                exit_code = 128 + self._stop_signal
-            if killed:
-                killed_ranks = ", ".join(map(str, killed))
-                failure += f" Killed, because they did not end: ranks {killed_ranks}."
+            failure = self._describe_failure(cause, killed, is_unsaved_stop)
             text = f"{failure}\n{text}"
         text = text.rstrip("\n")
 
-        if not cause.message and is_live_terminal():
-            note("")  # ends the line in which the live view left the cursor
         if cause.message and cause.rank == 0:
             _print(text)  # rank 0 has already logged its message
-        else:
-            kind = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
-            self._print_and_log(text, kind)
+            return exit_code
+        if not cause.message and is_live_terminal():
+            note("")  # ends the line in which the live view left the cursor
+        kind = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
+        self._print_and_log(text, kind)
         return exit_code
+
+    def _describe_failure(
+        self, cause: RankEnd, killed: Sequence[int], is_unsaved_stop: bool
+    ) -> str:
+        """Describe the end of a run for an unknown reason, such as a crash, in one line.
+
+        For example, "Rank 3 failed first: SIGSEGV. Killed, because they did not end: ranks 0, 1."
+
+        Args:
+            cause: End of the rank that made all other ranks end.
+            killed: Ranks that the launcher has killed.
+            is_unsaved_stop: Whether a signal stopped the run before it was saved. The line then
+                names the signal instead of the rank.
+        """
+        if is_unsaved_stop:
+            failure = f"Stopped by {signal.Signals(self._stop_signal).name} without a save."
+        else:
+            failure = f"Rank {cause.rank} failed first: {_describe_exit(cause.code)}."
+        if killed:
+            killed_ranks = ", ".join(map(str, killed))
+            failure += f" Killed, because they did not end: ranks {killed_ranks}."
+        return failure
 
     def _print_and_log(self, text: str, kind: str) -> None:
         """Print a message, and log it as an event in train.log.
