@@ -21,7 +21,7 @@ from titanlite.config.errors import UserError
 from titanlite.config.files import write_output
 from titanlite.config.job_diff import flatten
 from titanlite.config.registry import HOOKS
-from titanlite.config.run import Run, sequence_divisor
+from titanlite.config.run import Degrees, Run, sequence_divisor
 from titanlite.config.schema import (
     Checkpoint,
     Dataset,
@@ -112,17 +112,18 @@ def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> Sma
     degrees = shrink_degrees(job, world_size)
     num_ranks = math.prod(degrees.values())
     original = Run(job, num_ranks)
-    with_degrees = job.with_section("parallelism", **degrees)
-    model, lost_properties = shrink_model(original, Run(with_degrees, num_ranks))
-    with_model = with_degrees.model_copy(update={"model": model})
-    small = _shrink_training(with_model, original, steps)
 
-    # Replace the settings that the small job cannot have.
+    # Replace one part of the job after the other. Later parts depend on the sizes of earlier ones.
+    small = job.with_section("parallelism", **degrees)
+    model, lost_properties = shrink_model(original, Run(small, num_ranks).degrees)
+    small = small.model_copy(update={"model": model})
+    small = _shrink_training(small, original, steps)
     small, dropped_options = _drop_missing_names(small)
     small, replaced_data = _shrink_data(small, out)
     small, removed_hooks = _remove_hooks(small)
+    small = _disable_outputs(small, out)
 
-    run = check_run(_disable_outputs(small, out), num_ranks)
+    run = check_run(small, num_ranks)
     not_kept = [*lost_properties, *dropped_options, *replaced_data, *removed_hooks]
     return SmallJob(run, list_changes(original, run), not_kept)
 
@@ -144,10 +145,11 @@ def list_changes(original: Run, small: Run) -> list[str]:
 def shrink_degrees(job: JobConfig, world_size: int | None) -> dict[str, int]:
     """Return small parallel degrees: 2 for each dimension that a job uses, and 1 for the others.
 
+    If the job uses FSDP and `world_size` is set, the FSDP degree grows until all ranks are used.
+
     Args:
         job: The original job.
-        world_size: Number of ranks. The FSDP degree grows until all ranks are used. None means the
-            smallest possible number.
+        world_size: Number of ranks of the small job. None means the smallest possible number.
 
     Returns:
         Degrees by option name, such as "tensor_parallel_degree".
@@ -162,24 +164,25 @@ def shrink_degrees(job: JobConfig, world_size: int | None) -> dict[str, int]:
         "pipeline_parallel_degree",
     )
     degrees = {name: min(2, getattr(job.parallelism, name)) for name in names}
+    other_degrees = math.prod(degrees.values())
     has_fsdp = job.parallelism.data_parallel_shard_degree != 1
-    if world_size is None:
-        fsdp_degree = 2 if has_fsdp else 1
-    else:
+
+    fsdp_degree = 2 if has_fsdp else 1
+    if has_fsdp and world_size is not None:
         # For example, 8 ranks with tensor and pipeline parallelism need an FSDP degree of 2.
-        other_degrees = math.prod(degrees.values())
-        fsdp_degree, num_unused = divmod(world_size, other_degrees)
-        is_possible = fsdp_degree > 0 if has_fsdp else fsdp_degree == 1
-        if num_unused or not is_possible:
-            needed = f"a multiple of {other_degrees}" if has_fsdp else str(other_degrees)
-            raise UserError(
-                f"--world-size {world_size}: the small job needs {needed}, 2 ranks along each "
-                "parallel dimension of the job."
-            )
+        fsdp_degree = max(1, world_size // other_degrees)
+
+    num_ranks = fsdp_degree * other_degrees
+    if world_size not in (None, num_ranks):
+        needed = f"a multiple of {other_degrees}" if has_fsdp else str(other_degrees)
+        raise UserError(
+            f"--world-size {world_size}: the small job needs {needed}, 2 ranks along each "
+            "parallel dimension of the job."
+        )
     return {**degrees, "data_parallel_shard_degree": fsdp_degree}
 
 
-def shrink_model(original: Run, layout: Run) -> tuple[Model, list[str]]:
+def shrink_model(original: Run, degrees: Degrees) -> tuple[Model, list[str]]:
     """Shrink the sizes of a model, such as its width and number of blocks.
 
     The ratio of query heads to key-value heads stays the same. If `head_dim * n_heads` equals the
@@ -187,14 +190,14 @@ def shrink_model(original: Run, layout: Run) -> tuple[Model, list[str]]:
 
     Args:
         original: The run with the original model.
-        layout: The run with the small parallel degrees.
+        degrees: Parallel degrees of the small job, which the small sizes must fit.
 
     Returns:
         The small [model] section, and one sentence for each property that the small model lacks.
     """
     arch = original.arch
     job = original.job
-    tensor = layout.degrees.tensor
+    tensor = degrees.tensor
     is_quantized = job.optimizer.name == "AdamW8bit"
     head_dim = min(arch.head_dim, QUANTIZED_HEAD_DIM if is_quantized else HEAD_DIM)
     shard_multiple = job.float8.shard_multiple(tensor) if job.float8.enable else 16
@@ -214,7 +217,7 @@ def shrink_model(original: Run, layout: Run) -> tuple[Model, list[str]]:
 
     sizes = {
         "dim": dim,
-        "n_layers": _choose_num_blocks(original, layout.degrees.pipeline),
+        "n_layers": _choose_num_blocks(original, degrees.pipeline),
         "n_heads": n_heads,
         "n_kv_heads": n_kv_heads,
         "head_dim": head_dim,
