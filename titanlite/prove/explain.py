@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,9 +14,6 @@ from torch import Tensor
 
 from titanlite.config.run import Run
 from titanlite.prove.record import NamedTensors
-
-if TYPE_CHECKING:
-    from titanlite.prove.reference import ReferenceTrainer
 
 RATIO_TOLERANCE = 1e-3
 FIT_TOLERANCE = 0.1
@@ -186,35 +183,37 @@ def explain_gradient(
     failed: Sequence[str],
     gradients: NamedTensors,
     expected: NamedTensors,
-    weights: Mapping[str, Tensor],
     sequences: NamedTensors,
-    reference: ReferenceTrainer,
+    compute_gradients: Callable[..., tuple[float, NamedTensors]],
 ) -> str:
-    """Explain wrong gradients by a factor, by missing sequences, or by a mistake in the model.
+    """Explain wrong gradients, for the message of a failed check.
 
-    The text starts with the parameters that differ, and is used in the message of a failed check.
+    The text names the parameters that differ and the cause, which can be a factor, missing
+    sequences, or a mistake in the model. For example, "all parameters differ: the sliding window is
+    ignored".
 
     Args:
         run: The tested run on several ranks.
-        failed: Names of the wrong gradients.
+        failed: Names of the parameters whose gradient is wrong.
         gradients: Gradients of the run, by parameter name.
         expected: Expected gradients, by parameter name.
-        weights: Weights before the step, by parameter name.
         sequences: Fields of the global batch, such as "input_ids", each of shape (sequences, T).
-        reference: Computes the gradients again with typical mistakes.
+        compute_gradients: `ReferenceTrainer.compute_gradients` for the weights before the step.
     """
     where = describe_names(failed, list(expected), run)
-    names = [name for name in failed if name in gradients]
-    if not names:
+    failed_with_gradient = [name for name in failed if name in gradients]
+    if not failed_with_gradient:
         return f"{where}: they have no gradient"
 
-    def compute_gradient(changed_sequences: NamedTensors, **options: Any) -> Tensor:
-        _, computed = reference.compute_gradients(weights, changed_sequences, **options)
-        return _concatenate(computed, names)
+    # Treat these gradients as one long vector.
+    wrong_vector = _concatenate(gradients, failed_with_gradient)
+    expected_vector = _concatenate(expected, failed_with_gradient)
 
-    wrong = _concatenate(gradients, names)
-    right = _concatenate(expected, names)
-    cause = _find_cause(run, wrong, right, sequences, compute_gradient)
+    def compute_vector(changed_sequences: NamedTensors, **options: Any) -> Tensor:
+        _, computed = compute_gradients(changed_sequences, **options)
+        return _concatenate(computed, failed_with_gradient)
+
+    cause = _find_cause(run, wrong_vector, expected_vector, sequences, compute_vector)
     return f"{where}: {cause}"
 
 

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,6 +57,7 @@ from titanlite.prove.record import (
     Recorder,
     Snapshot,
     StepRecord,
+    find_save_step,
     has_random_numbers,
     train_and_resume,
     turn_dropout_off,
@@ -91,6 +93,20 @@ class Proof(NamedTuple):
     optimizer_reference: str
     commit: str
     not_kept: list[str]
+
+
+class RecordedRun(NamedTuple):
+    """The tested run, after all ranks have trained it and recorded each step in files.
+
+    Attributes:
+        run: The run, with the options that it used instead of "auto".
+        folder: Temporary folder with the record files of all ranks.
+        device_name: Name of the GPU of rank 0, such as "NVIDIA H100", or "CPU".
+    """
+
+    run: Run
+    folder: Path
+    device_name: str
 
 
 @dataclass
@@ -229,25 +245,38 @@ def prove(run: Run, out: Path) -> Proof | None:
     Returns:
         The comparisons on rank 0, and None on all other ranks.
     """
+    # When `stack` is closed, it deletes the temporary files.
     with _write_output_to(out / LOG_FILE), ExitStack() as stack:
-        # Train the run on all ranks, and record each step in files.
-        with process_group(run.job) as device:
-            is_first_rank = dist.get_rank() == 0
-            device_name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
-            folder = _create_shared_folder(out, stack)
-            # Replace the options "auto", so that the run on one rank computes in the same way.
-            tested_run = settle_compute_dtype(run, device)
-            tested_run = tested_run.resolve_attention_backend(on_gpu=device.type == "cuda")
-            tested_run = with_keys(tested_run, {"job.dump_folder": str(folder / "layout")})
-            save_after = max(1, run.job.training.steps // 2)
-            train_and_resume(tested_run, device, save_after, folder)
-        if not is_first_rank:
+        recorded = _train_on_all_ranks(run, out, stack)
+        if recorded is None:  # only rank 0 makes the comparisons
             return None
-
-        # Compare the files with the same training on one rank.
         _leave_launched_ranks()
-        checks = list(compare_with_one_rank(tested_run, folder, save_after))
-    return _build_proof(tested_run, checks, device_name)
+        checks = compare_with_one_rank(recorded.run, recorded.folder)
+    return _build_proof(recorded.run, checks, recorded.device_name)
+
+
+def _train_on_all_ranks(run: Run, out: Path, stack: ExitStack) -> RecordedRun | None:
+    """Train a run, resume it from its checkpoint, and record each step in files.
+
+    All ranks must call this together. It opens a process group for them and closes it again.
+
+    Args:
+        run: The run to train.
+        out: Existing folder that all ranks share.
+        stack: Stack of contexts. When it is closed, rank 0 deletes the record files.
+
+    Returns:
+        The recorded run on rank 0, and None on all other ranks.
+    """
+    with process_group(run.job) as device:
+        device_name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+        folder = _create_shared_folder(out, stack)
+        # Replace the options "auto", so that the run on one rank computes in the same way.
+        run = settle_compute_dtype(run, device)
+        run = run.resolve_attention_backend(on_gpu=device.type == "cuda")
+        run = with_keys(run, {"job.dump_folder": str(folder / "layout")})
+        train_and_resume(run, device, folder)
+        return RecordedRun(run, folder, device_name) if dist.get_rank() == 0 else None
 
 
 def _leave_launched_ranks() -> None:
@@ -317,33 +346,33 @@ def _list_untested(run: Run, checks: list[Check]) -> list[str]:
     return untested
 
 
-def compare_with_one_rank(run: Run, folder: Path, save_after: int) -> Iterator[Check]:
-    """Compare a run on several ranks with the same training on one rank, and yield each check.
+def compare_with_one_rank(run: Run, folder: Path) -> list[Check]:
+    """Compare a run on several ranks with the same training on one rank, and return all checks.
 
     Args:
         run: The tested run on several ranks.
         folder: Folder with the record files of all ranks, and for the output folders of new runs.
-        save_after: Number of the step after which the run saved its checkpoint.
     """
     tested_steps = load_steps(folder, "first", run.world_size)
-    resumed_steps = load_steps(folder, "resumed", run.world_size)
     one_rank_run = make_one_rank_run(run, folder / "single")
     with process_group(one_rank_run.job) as device:
         # Compare each step with two results of the same step on one rank: computed in float64 by
         # `reference`, and in the precision of the run, which shows how large rounding errors are.
         with closing(ReferenceTrainer(one_rank_run, device)) as reference:
             one_rank_steps = repeat_on_one_rank(one_rank_run, device, tested_steps)
-            yield from _compare_steps(run, tested_steps, one_rank_steps, reference)
+            checks = list(_compare_steps(run, tested_steps, one_rank_steps, reference))
 
-        # Check the checkpoint, by resuming from it and by exporting it.
-        yield from compare_resumed(run, save_after, tested_steps, resumed_steps)
+        # Check the saved checkpoint.
+        resumed_steps = load_steps(folder, "resumed", run.world_size)
+        save_after = find_save_step(run)
         saved = tested_steps[save_after]
-        resumed_run = make_one_rank_run(run, run.dump_folder)  # with the saved checkpoint
         next_step = one_rank_steps[save_after + 1]
-        yield from compare_resumed_on_one_rank(resumed_run, device, saved, next_step)
-        yield from compare_export(saved.weights, run.dump_folder, folder / "exported", save_after)
+        checks += compare_resumed(run, save_after, tested_steps, resumed_steps)
+        checks += compare_resumed_on_one_rank(run, device, saved, next_step)
+        checks += compare_export(saved.weights, run.dump_folder, folder / "exported", save_after)
 
-        yield from compare_activation_checkpointing(run, device, folder)
+        checks += compare_activation_checkpointing(run, device, folder)
+    return checks
 
 
 def repeat_on_one_rank(
@@ -416,14 +445,15 @@ def compare_step(
     yield from compare_sequences(run, step, after, sequences)
 
     # Compare the gradients, but first yield the comparisons of the loss, which precedes them.
-    loss, gradients = reference.compute_gradients(before.weights, sequences)
+    compute_gradients = partial(reference.compute_gradients, before.weights)
+    loss, gradients = compute_gradients(sequences)
     checks = compare_gradients(step, run, after.gradients, gradients, one_rank.gradients.unsharded)
     failed = [check for check in checks if not check.has_passed]
     hint = ""
     if failed:
         names = [check.subject for check in failed]
         hint = explain_gradient(
-            run, names, after.gradients, gradients, before.weights, sequences, reference
+            run, names, after.gradients, gradients, sequences, compute_gradients
         )
 
     tolerance = loss_tolerance(run, abs(one_rank.loss - loss) / abs(loss))
@@ -700,13 +730,15 @@ def compare_resumed_on_one_rank(
     recorded ones.
 
     Args:
-        run: The job on one rank, with the output folder of the tested run.
+        run: The tested run on several ranks, which has saved the checkpoint.
         device: Device of this rank.
         saved: State of the tested run when it saved the checkpoint.
         next_step: Record of the expected next step, from the same weights on one rank.
     """
+    # A run with the same output folder resumes from the checkpoint there.
+    resumed_run = make_one_rank_run(run, run.dump_folder)
     recorder = Recorder()
-    with Trainer(run, device, [recorder]) as trainer:
+    with Trainer(resumed_run, device, [recorder]) as trainer:
         turn_dropout_off(trainer)
         step = trainer.steps_done
         loaded = recorder.steps[step].state.unsharded  # recorded by the hook after the load

@@ -196,7 +196,7 @@ def stack_sequences(microbatches: list[Microbatch]) -> NamedTensors:
     return stacked
 
 
-def train_and_resume(run: Run, device: torch.device, save_after: int, folder: Path) -> None:
+def train_and_resume(run: Run, device: torch.device, folder: Path) -> None:
     """Train a run, then resume it from its checkpoint, and write the records of both runs.
 
     Each rank writes "first-RANK.pt" and "resumed-RANK.pt". All ranks must call this together,
@@ -205,7 +205,6 @@ def train_and_resume(run: Run, device: torch.device, save_after: int, folder: Pa
     Args:
         run: The tested run on several ranks.
         device: Device of this rank.
-        save_after: Number of the step after which the checkpoint is saved.
         folder: Existing folder that all ranks share.
     """
     rank = dist.get_rank()
@@ -214,7 +213,7 @@ def train_and_resume(run: Run, device: torch.device, save_after: int, folder: Pa
     with Trainer(run, device, [recorder]) as trainer:
         turn_dropout_off(trainer)
         recorder.amplify_weights()  # so that a wrong mask or position changes the loss
-        recorder.train_and_record_until(save_after)
+        recorder.train_and_record_until(find_save_step(run))
         trainer.save()
         recorder.train_and_record_until(num_steps)
     torch.save(recorder.steps, folder / f"first-{rank}.pt")
@@ -226,6 +225,11 @@ def train_and_resume(run: Run, device: torch.device, save_after: int, folder: Pa
         recorder.train_and_record_until(num_steps)
     torch.save(recorder.steps, folder / f"resumed-{rank}.pt")
     dist.barrier()
+
+
+def find_save_step(run: Run) -> int:
+    """Return the step after which the tested run saves its checkpoint: after half of its steps."""
+    return max(1, run.job.training.steps // 2)
 
 
 def turn_dropout_off(trainer: Trainer) -> None:

@@ -200,8 +200,8 @@ def _compute_loss(
 ) -> Tensor:
     """Compute the loss from the last hidden states and the weight of the output layer.
 
-    The loss is cross-entropy, or the loss of a plugin if the job sets one. The z-loss is the sum of
-    the squared logarithms of the softmax denominators.
+    The loss is cross-entropy with a z-loss, which is the sum of the squared logarithms of the
+    softmax denominators. If the job sets the loss of a plugin, the plugin computes it.
 
     Args:
         hidden: Hidden states after the final norm, shape (B, T, C).
@@ -212,8 +212,8 @@ def _compute_loss(
         z_loss: Weight of the z-loss. 0 leaves it out.
     """
     softcap = run.arch.logit_softcap
-    # Both "cross_entropy" and "reference" are cross-entropy. All other names belong to plugins.
-    if run.job.training.loss not in ("cross_entropy", "reference"):
+    is_plugin_loss = run.job.training.loss not in ("cross_entropy", "reference")
+    if is_plugin_loss:
         # The formula is unknown, so call the plugin, as training without tensor parallelism does.
         recipe = LossRecipe(z_loss, compiled=False, tensor=None, softcap=softcap)
         plugin_loss = build_loss(run.job, recipe)
