@@ -46,19 +46,21 @@ def _read_sections(config: dict[str, Any]) -> dict[str, Any]:
 def _read_optimizer(optimizer: dict[str, Any]) -> dict[str, Any]:
     """Convert the optimizer of a resolved torchtitan config to the section [optimizer] of a job.
 
+    For example, "betas" = [0.9, 0.95] becomes "beta1" = 0.9 and "beta2" = 0.95.
+
     Args:
         optimizer: The optimizer in the config. Its "param_groups" have the name of the optimizer
-            and its arguments, such as the learning rate.
+            and its arguments, such as the learning rate. All other entries are kept.
 
     Raises:
         UserError: If the optimizer has several parameter groups.
+        LookupError: If an entry is missing. `read_config` converts it to a UserError.
     """
     groups = optimizer["param_groups"]
     if len(groups) > 1:
         raise UserError("optimizer.param_groups: must be one group. Remove the others.")
     group = groups[0]
-    arguments = ADAMW_DEFAULTS | group["optimizer_kwargs"]
-    section = optimizer | arguments
+    section = optimizer | ADAMW_DEFAULTS | group["optimizer_kwargs"]
     del section["param_groups"]
     beta1, beta2 = section.pop("betas")
     return {**section, "name": group["optimizer_name"], "beta1": beta1, "beta2": beta2}
