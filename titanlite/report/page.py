@@ -48,7 +48,8 @@ MAX_POINTS = 2_000  # Per curve: more than the columns of a screen.
 MIN_POINTS = 50
 MAX_EVENTS = 1_000
 MAX_SAMPLES = 40
-MAX_TEXT_LENGTH = 20_000
+MAX_STRING_LENGTH = 1_000  # In characters, on a page with at most 20 runs. For more runs, it is
+MAX_TEXT_LENGTH = 20_000  # this limit divided by the number of runs.
 MAX_KEYS = 1_000  # Per object.
 MAX_PROBLEMS = 100
 
@@ -87,15 +88,43 @@ def _hash_script(script: str) -> str:
 def page_data(folders: Sequence[Path]) -> dict[str, Any]:
     """Read several runs, and return the data that the page draws, ready for JSON.
 
+    Args:
+        folders: Output folders of the runs.
+
+    Returns:
+        "runs" (see `_read_runs`), "tags" and "validation_tags" (metric -> TensorBoard tag and
+        description), "defaults" (the default options of a job, by section), "version" (of
+        titanlite), and "written" (the Unix time).
+    """
+    runs = _read_runs(folders)
+    metrics = LoggedStep.model_fields
+    data = {
+        "version": __version__,
+        "written": time.time(),
+        "runs": runs,
+        "tags": {name: [tag, metrics[name].description] for name, tag in TAGS.items()},
+        "validation_tags": VALIDATION_CURVES,
+        "defaults": JobConfig().model_dump(mode="json"),
+    }
+    max_length = min(MAX_STRING_LENGTH, MAX_TEXT_LENGTH // len(folders))
+    return _make_safe(data, max_length)
+
+
+def _read_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """Read several runs, give each a unique name, and downsample its curves to fit into the page.
+
     All runs share the limits of the page, so each curve has fewer points if there are many runs.
 
     Args:
         folders: Output folders of the runs.
+
+    Returns:
+        Data of each run: the result of `_read_run`, with downsampled curves and the key "name".
     """
     runs = [_read_run(folder, len(folders)) for folder in folders]
     num_points = _choose_num_points(runs)
     common_folder = os.path.commonpath([run["folder"].parent for run in runs])
-    shown_runs = [
+    return [
         {
             **run,
             "name": os.path.relpath(run["folder"], common_folder),
@@ -104,20 +133,6 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
         }
         for run in runs
     ]
-
-    # For example, "mfu" -> ["perf/mfu", "Model FLOPs utilization"].
-    metrics = LoggedStep.model_fields
-    tags = {name: [tag, metrics[name].description] for name, tag in TAGS.items()}
-    data = {
-        "version": __version__,
-        "written": time.time(),
-        "runs": shown_runs,
-        "tags": tags,
-        "validation_tags": VALIDATION_CURVES,
-        "defaults": JobConfig().model_dump(mode="json"),
-    }
-    max_text_length = min(1_000, MAX_TEXT_LENGTH // len(folders))
-    return _make_safe(data, max_text_length)
 
 
 def _choose_num_points(runs: Sequence[dict[str, Any]]) -> int:
@@ -366,14 +381,19 @@ def _read_events(entries: Iterable[JsonObject], metrics: Columns) -> list[dict[s
     events: list[dict[str, Any]] = []
     is_running = False
     for event in _parse_events(entries, metrics):
-        is_start = event["kind"] == "start"
-        if is_start and is_running:
-            last_step = max(events[-1]["step"], _find_logged_step(metrics, event["time"]))
-            text = "The run was killed: no end was recorded before the next start."
-            events.append(event | {"kind": "killed", "step": last_step, "text": text})
-        if is_start:
-            is_running = True
+        if event["kind"] == "start":
+            if is_running:
+                events.append(
+                    {
+                        "time": event["time"],  # of the next start, because no other is known
+                        "step": max(events[-1]["step"], _find_logged_step(metrics, event["time"])),
+                        "undone": False,
+                        "kind": "killed",
+                        "text": "The run was killed: no end was recorded before the next start.",
+                    }
+                )
             _mark_undone(events, event["step"])
+            is_running = True
         elif event["kind"] in ENDS:
             is_running = False
         events.append(event)
