@@ -305,53 +305,58 @@ def read_status(folder: Path) -> RunStatus:
         problem = "is not the output folder of a run" if folder.is_dir() else "does not exist"
         raise UserError(f"{folder} {problem}. List the runs with `titanlite runs FOLDER`.")
 
-    status = RunStatus(folder.resolve().name)
-    _add_config(status, read_config(folder, status.problems))
-    _add_metrics(status, folder)
-    events = _read_last_events(folder, status.problems)
-    _add_events(status, events)
-
+    problems: list[str] = []
+    config = read_config(folder, problems)
+    metrics = list(read_metrics(folder, problems, TAIL_BYTES))
+    numbers = get_numbers(metrics[-1]) if metrics else {}
+    events = _read_last_events(folder, problems)
     starts_and_ends = [event for event in events if event.get("event") in (*STARTS, *ENDS)]
-    log_time = status.numbers.get("time", 0.0)
-    if starts_and_ends and starts_and_ends[-1]["time"] > log_time:
-        # The run has started or ended since the last log step, so the logged ETA is outdated.
-        status.numbers.pop("eta", None)
-    status.state, status.exit_reason = _find_state(status, events, starts_and_ends)
-    return status
-
-
-def _add_metrics(status: RunStatus, folder: Path) -> None:
-    """Set the metrics and the losses of a status.
-
-    The metrics come from the last log step. The losses come from several log steps, for a curve.
-    """
-    metrics = list(read_metrics(folder, status.problems, TAIL_BYTES))
-    if metrics:
-        status.numbers = get_numbers(metrics[-1])
-    for entry in metrics:
-        loss = get_number(entry, "loss")
-        if loss is not None:
-            status.losses.append(loss)
-
-
-def _add_events(status: RunStatus, events: Sequence[JsonObject]) -> None:
-    """Set the last events, the step and the time of the last update of a status.
-
-    Args:
-        status: Status to change, which already has the metrics of the last log step.
-        events: Last events of the run, oldest first.
-    """
-    for event in events:
-        if event.get("event") != "data":  # skip the list of data sources at each start
-            first_line = event["text"].partition("\n")[0]
-            status.events.append((event["time"], first_line))
-    status.events = status.events[-MAX_SHOWN_EVENTS:]
-    status.step = _find_step(status, events)
 
     # The run writes a line at each log step and at each event.
-    log_time = status.numbers.get("time", 0.0)
+    log_time = numbers.get("time", 0.0)
     event_time = float(events[-1]["time"]) if events else 0.0
-    status.last_update = max(log_time, event_time) or None  # None if there is no line
+    last_update = max(log_time, event_time)
+    state, exit_reason = _find_state(numbers, last_update, events, starts_and_ends)
+    if starts_and_ends and starts_and_ends[-1]["time"] > log_time:
+        # The run has started or ended since the last log step, so the logged ETA is outdated.
+        numbers.pop("eta", None)
+
+    return RunStatus(
+        title=_make_title(folder, config),
+        total_steps=_get_total_steps(config),
+        state=state,
+        exit_reason=exit_reason,
+        step=_find_step(numbers, events),
+        numbers=numbers,
+        losses=[entry["loss"] for entry in map(get_numbers, metrics) if "loss" in entry],
+        events=_list_shown_events(events),
+        problems=problems,
+        last_update=last_update or None,  # None if the run has not written a line
+    )
+
+
+def _make_title(folder: Path, config: dict[str, JsonObject]) -> str:
+    """Return the name of the output folder, and the description of the job if it has one."""
+    description = config.get("job", {}).get("description")
+    name = folder.resolve().name
+    return f"{name}: {description}" if description else name
+
+
+def _get_total_steps(config: dict[str, JsonObject]) -> int | None:
+    """Return the number of steps of the job, or None if it is missing or invalid."""
+    total_steps = config.get("training", {}).get("steps")
+    if type(total_steps) is int and 0 <= total_steps < MAX_STEP:
+        return total_steps
+    return None
+
+
+def _list_shown_events(events: Sequence[JsonObject]) -> list[tuple[float, str]]:
+    """Return the Unix time and the first line of the last events, oldest first."""
+    # Skip the events that list the data sources at each start.
+    shown = [event for event in events if event.get("event") != "data"]
+    return [
+        (event["time"], event["text"].partition("\n")[0]) for event in shown[-MAX_SHOWN_EVENTS:]
+    ]
 
 
 def _read_last_events(folder: Path, problems: list[str]) -> list[JsonObject]:
@@ -368,26 +373,13 @@ def _read_last_events(folder: Path, problems: list[str]) -> list[JsonObject]:
     ]
 
 
-def _add_config(status: RunStatus, config: dict[str, JsonObject]) -> None:
-    """Set the title and the total steps of a status from the options of the job.
-
-    Missing and invalid options are skipped.
-    """
-    description = config.get("job", {}).get("description")
-    if description:
-        status.title += f": {description}"
-    total_steps = config.get("training", {}).get("steps")
-    if type(total_steps) is int and 0 <= total_steps < MAX_STEP:
-        status.total_steps = total_steps
-
-
-def _find_step(status: RunStatus, events: Sequence[JsonObject]) -> int:
+def _find_step(numbers: dict[str, float], events: Sequence[JsonObject]) -> int:
     """Return the number of completed steps: the highest step since the last start.
 
     The last log step alone is not enough, because events such as saves can have a later step.
 
     Args:
-        status: Status with the metrics of the last log step.
+        numbers: Metrics of the last log step.
         events: Last events of the run, oldest first.
     """
     step = 0.0
@@ -396,16 +388,20 @@ def _find_step(status: RunStatus, events: Sequence[JsonObject]) -> int:
         if event.get("event") == "start":
             step = event_step
         step = max(step, event_step)
-    return int(max(step, status.numbers.get("step", 0.0)))
+    return int(max(step, numbers.get("step", 0.0)))
 
 
 def _find_state(
-    status: RunStatus, events: Sequence[JsonObject], starts_and_ends: Sequence[JsonObject]
+    numbers: dict[str, float],
+    last_update: float,
+    events: Sequence[JsonObject],
+    starts_and_ends: Sequence[JsonObject],
 ) -> tuple[State, str]:
     """Return the state of a run, such as "running" or "failed", and the reason for this state.
 
     Args:
-        status: Status of the run, except for the state.
+        numbers: Metrics of the last log step.
+        last_update: Unix time of the last line that the run wrote, or 0 if there is none.
         events: Last events of the run, oldest first.
         starts_and_ends: The starts and ends among the events.
     """
@@ -413,7 +409,7 @@ def _find_state(
     if last_kind in ENDS:
         return _describe_end(starts_and_ends)
 
-    age = time.time() - (status.last_update or 0.0)  # seconds
+    age = time.time() - last_update  # seconds
     if last_kind == "restart" and age < STALE_SECONDS:
         # New processes are starting, so do not look for the old ones.
         return "running", "its launcher is restarting it"
@@ -421,25 +417,16 @@ def _find_state(
     # On the node of the run, check whether its process exists.
     start = starts_and_ends[-1] if starts_and_ends else {}
     if start.get("host") == socket.gethostname():
-        return _check_process(start)
+        if _is_alive(start.get("process"), start["time"]):
+            return "running", ""
+        return "crashed", "its process was killed, or the node went down"
 
     # On other nodes, a run is stale after five minutes, or ten slow steps, without an update.
-    ten_steps = 10 * status.numbers.get("step_time", 0.0)
+    ten_steps = 10 * numbers.get("step_time", 0.0)
     if age < max(STALE_SECONDS, ten_steps):
         return "running", ""
     rounded_age = timedelta(seconds=round(age))
     return "stale", f"no end was recorded, and the last update was {rounded_age} ago"
-
-
-def _check_process(start: JsonObject) -> tuple[State, str]:
-    """Return "running" if the process of a run is alive, or "crashed" with the reason.
-
-    Args:
-        start: Event of the last start of the run, on this node. It has the process ID.
-    """
-    if _is_alive(start.get("process"), start["time"]):
-        return "running", ""
-    return "crashed", "its process was killed, or the node went down"
 
 
 def _describe_end(starts_and_ends: Sequence[JsonObject]) -> tuple[State, str]:
@@ -456,35 +443,33 @@ def _describe_end(starts_and_ends: Sequence[JsonObject]) -> tuple[State, str]:
         return "finished", reason.partition(": ")[2]
     if end["event"] in ("stop", "guard"):  # a signal, or for example too many skipped steps
         return "stopped", reason
-    if end["event"] in USER_ERRORS:
-        return _describe_user_error(reason, [event["event"] for event in earlier])
-    return "crashed", reason
+    if end["event"] not in USER_ERRORS:
+        return "crashed", reason
+
+    # A start first logs "data", and then "start" once it trains.
+    earlier_kinds = [event["event"] for event in earlier]
+    if earlier_kinds[-1:] == ["start"]:
+        return "failed", reason  # the error ended the training
+    return _describe_rejected_start(reason, earlier_kinds)
 
 
-def _describe_user_error(reason: str, earlier_kinds: Sequence[str]) -> tuple[State, str]:
-    """Return the state of a run whose last start ended with an error that the user can fix.
+def _describe_rejected_start(reason: str, earlier_kinds: Sequence[str]) -> tuple[State, str]:
+    """Return the state of a run whose last start was rejected with an error before it trained.
 
-    Each start logs the event "data", then "start" once it trains, and an end such as "finish" or
-    "user error". For example, these kinds of events before the error give these states:
-
-    - "data", "start": "failed", because the error ended the training.
-    - "data": "rejected", because the start was rejected before it trained.
-    - "data", "start", "finish", "data": "finished". A later start was rejected.
+    The state is "finished" if the run had finished before that start, and "rejected" otherwise.
 
     Args:
         reason: The error.
-        earlier_kinds: Kinds of the starts and ends of the run before the error, oldest first.
+        earlier_kinds: Kinds of the starts and ends of the run before the error, oldest first. For
+            example, "data", "start", "finish", "data" if the run had finished.
 
     Returns:
         The state, and the reason for it.
     """
-    if earlier_kinds and earlier_kinds[-1] == "start":
-        return "failed", reason
-
-    # The start was rejected. Rejected starts log no other kinds than these.
-    kinds_of_rejected = ("data", *USER_ERRORS)
-    other_kinds = [kind for kind in earlier_kinds if kind not in kinds_of_rejected]
-    if other_kinds and other_kinds[-1] == "finish":
+    # Several starts may have been rejected. Skip their events, which have only these kinds.
+    rejected_kinds = ("data", *USER_ERRORS)
+    other_kinds = [kind for kind in earlier_kinds if kind not in rejected_kinds]
+    if other_kinds[-1:] == ["finish"]:
         return "finished", f"a later start was rejected: {reason}"
     return "rejected", reason
 
