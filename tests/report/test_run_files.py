@@ -124,6 +124,9 @@ def test_a_run_on_this_machine_has_crashed_if_its_process_is_gone(tmp_path):
 
     assert read_state(create_run(tmp_path, **start))[0] == "crashed"
 
+    damaged_start = start | {"process": 0}
+    assert read_state(create_run(tmp_path, **damaged_start))[0] == "crashed"
+
     create_run(tmp_path, ("data", None, "of the next start"), **start)
     assert read_state(tmp_path)[0] == "running"
 
@@ -216,6 +219,16 @@ def test_a_file_that_cannot_be_read_is_reported(tmp_path, name, make):
     make(tmp_path / name)
 
     assert any(name in problem for problem in read_status(tmp_path).problems)
+
+
+def test_an_environment_that_is_not_an_object_is_reported(tmp_path):
+    create_run(tmp_path)
+    (tmp_path / "environment.json").write_text("[1]")
+
+    [run] = page_data([tmp_path])["runs"]
+
+    assert run["environment"] == {}
+    assert run["problems"] == ["environment.json cannot be read: it is not an object"]
 
 
 def in_terminal(*options: str, **environment: str) -> str:

@@ -262,10 +262,12 @@ def read_table(path: Path, parse: Callable[[str], Any], problems: list[str]) -> 
         return {}
     try:
         content = parse(read_file(path, MAX_JOB_FILE_BYTES).decode())
+        if not isinstance(content, dict):
+            raise ValueError("it is not an object")
     except (UserError, ValueError, RecursionError) as error:
         problems.append(f"{path.name} cannot be read: {error}")
         return {}
-    return content if isinstance(content, dict) else {}
+    return content
 
 
 def read_config(folder: Path, problems: list[str]) -> dict[str, JsonObject]:
@@ -500,12 +502,14 @@ def _is_alive(pid: Any, since: float) -> bool:
         pid: Process ID from a file of the run, which may be damaged.
         since: Unix time at which the process was running.
     """
+    if not isinstance(pid, int) or pid <= 0:  # The file is damaged.
+        return False
     try:
         os.kill(pid, 0)  # Sends no signal, but fails if the process does not exist.
         process_state, start_time = _read_process(pid)
     except (PermissionError, FileNotFoundError):  # A process of another user, or no Linux.
         return True
-    except (OSError, TypeError, OverflowError):  # No such process, or a damaged `pid`.
+    except (OSError, OverflowError):  # No such process, or a `pid` that is too large.
         return False
 
     is_zombie = process_state == "Z"  # It has ended, but its parent has not read its exit code.
