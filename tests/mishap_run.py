@@ -85,8 +85,11 @@ def die_without_report() -> None:
 
 def write_hostile_text() -> None:
     """Report a hang and an error with escape codes, then exit."""
+    from titanlite.config.files import write_atomically
+
     (folder / "train.log").write_text("run.log")
-    (folder / "0.hang.json").write_text(json.dumps([False, 0, "Rank 0 is LATE: x\x1b[2J"]))
+    report = json.dumps([False, 0, "Rank 0 is LATE: x\x1b[2J"])
+    write_atomically(folder / "0.hang.json", report.encode())  # the launcher may read it now
     if is_rank_1 and not Path("again").exists():
         Path("again").touch()
         (folder / "1.json").write_text(

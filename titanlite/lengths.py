@@ -97,8 +97,8 @@ def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
     progress = read_progress(run)
     converted_run = run
     for key, num_tokens in lengths:
-        # A length can depend on the lengths before it. For example, the decay ends with the run, so
-        # `converted_run` must already contain the number of training steps.
+        # A length can depend on the lengths before it. For example, the decay ends with the
+        # schedule, whose length may be training.steps, so `converted_run` must already contain it.
         counter = TokenCounter(converted_run, progress)
         steps = _count_steps(counter, key, num_tokens)
         if not 1 <= steps <= MAX_STEPS:

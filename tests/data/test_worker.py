@@ -95,7 +95,8 @@ def test_a_worker_that_dies_is_reported_with_the_cause(tmp_path, is_truncated):
 def test_a_source_that_cannot_be_pickled_is_an_error(tmp_path):
     dataset = jsonl_dataset(tmp_path, some_texts(100))
     loader = make_loader(dataset.model_copy(update={"num_workers": 1}))
-    loader.sources[0].lock = threading.Lock()  # the source of a plugin can have any attribute
+    # The source of a plugin can have any attribute.
+    setattr(loader.sources[0], "lock", threading.Lock())  # noqa: B010
 
     with pytest.raises(UserError, match="cannot pickle"):
         loader.next_global_batch()

@@ -180,8 +180,8 @@ def make_1b_run(mode: str, ranks: int) -> Run:
 @pytest.mark.parametrize(
     ("ranks", "mode", "allocated", "reserved"),
     [
-        (1, "selective", 19891, 22072),
-        pytest.param(1, "full", 19891, 21904, marks=pytest.mark.long),
+        (1, "selective", 19442, 20852),
+        pytest.param(1, "full", 19442, 20684, marks=pytest.mark.long),
         pytest.param(2, "selective", 11372, 13012, marks=pytest.mark.long),
         pytest.param(4, "none", 11740, 12528, marks=pytest.mark.long),
     ],

@@ -154,7 +154,8 @@ def checkpoint_weights(path: Path, averaged: bool = False) -> Weights:
 
     Raises:
         UserError: If the checkpoint has no averages, or its architecture needs a plugin.
-        CheckpointError: If it does not describe its architecture.
+        CheckpointError: If it does not describe its architecture, or this version cannot read the
+            description.
     """
     manifest = read_manifest(path)
     arch = _build_architecture(path, manifest["info"]["architecture"])
@@ -170,8 +171,7 @@ def _build_architecture(path: Path, fields: dict[str, Any] | None) -> Architectu
         fields: Fields of the architecture in the manifest, or None if it has none.
 
     Raises:
-        CheckpointError: If `fields` is None, or another version of titanlite has written fields
-            that this version does not have.
+        CheckpointError: If `fields` is None, or this version of titanlite has other fields.
         UserError: If the architecture belongs to a plugin that is not loaded.
     """
     if fields is None:

@@ -587,6 +587,7 @@ def _check_train_state(path: Path, info: dict[str, Any]) -> None:
             f'another checkpoint.folder and checkpoint.initial_load_path = "{path}".'
         )
 
+    # The number of sequences has no limit: with loss masks, it can exceed the number of tokens.
     schedule = get_data_state(info).get("schedule")
     if schedule is not None and schedule["step"] > state["step"]:
         raise Damage(f"{MANIFEST}: no run can reach this data position")

@@ -114,8 +114,9 @@ class Architecture:
             Output matrix            1 / m             1 / m
             All other parameters     1                 1
 
-        Both factors of the query projection are also multiplied by 1 / sqrt(k). Without muP, m and
-        k are 1. docs/guides/mup.md gives the reasons.
+        With tied embeddings, the final norm has the factors of the output matrix, which has 1.
+        Both factors of the query projection, or of the query norm if there is one, are also
+        multiplied by 1 / sqrt(k). Without muP, m and k are 1. docs/guides/mup.md gives the reasons.
 
         Args:
             name: Name of the parameter, for example "layers.3.attention.wo.weight".

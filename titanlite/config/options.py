@@ -123,7 +123,8 @@ def parse_options_and_job(
 
     Raises:
         UserError: If an option is missing, invalid or misspelled.
-        SystemExit: If `argv` contains --help, after the help was printed.
+        SystemExit: With code 0 after --help has printed the help, or with code 2 after tyro has
+            printed a message about a malformed option.
     """
     prog = f"titanlite {command}"
     wants_help = "-h" in argv or "--help" in argv

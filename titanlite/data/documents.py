@@ -200,7 +200,7 @@ def inspect_source(source: Source, document_tokenizer: DocumentTokenizer, seq_le
 
     # If all of the first records are bad, options such as text_column are probably wrong. The error
     # then does not propose to skip bad records, because this would skip the whole source.
-    proposes_skip = _begins_with_good_record(source)
+    proposes_skip = _has_good_record_at_start(source)
     # Use a copy, because training reports the skipped records again.
     sample_tokenizer = replace(document_tokenizer, proposes_skip=proposes_skip)
 
@@ -211,7 +211,7 @@ def inspect_source(source: Source, document_tokenizer: DocumentTokenizer, seq_le
         _check_random_records(source, sample_tokenizer)
 
 
-def _begins_with_good_record(source: Source) -> bool:
+def _has_good_record_at_start(source: Source) -> bool:
     """Return whether at least one of the first 64 records of a source can be read."""
     first_records = islice(source, _SAMPLE_DOCUMENTS)
     return any(not isinstance(record, BadRecord) for record in first_records)

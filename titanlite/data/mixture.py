@@ -84,10 +84,12 @@ class Mixture:
             return 0
         m = 2 * num_sources - 2
 
-        def deadline(source: int) -> Fraction:
-            # The deadline is (count + 1 - 1/m) * total_weight / weight. To choose the earliest one,
-            # leave out total_weight and multiply by m, which are the same for all sources.
-            return Fraction(m * (self.stage_counts[source] + 1) - 1, self.weights[source])
+        multiple = math.lcm(*filter(None, self.weights))  # a candidate never has a weight of 0
+
+        def deadline(source: int) -> int:
+            # The deadline is (count + 1 - 1/m) * total_weight / weight. Replace total_weight by a
+            # multiple of all weights, and multiply by m, so that only integers are compared.
+            return (m * (self.stage_counts[source] + 1) - 1) * (multiple // self.weights[source])
 
         return min(self._find_lagging_sources(m), key=deadline)
 

@@ -282,7 +282,7 @@ class SequenceReader:
         Each sequence has the reasons of the records that were skipped since the sequence before.
         """
         data = self._data
-        pack = best_fit if data.packing == "best_fit" else concat  # a packer, see `data.packing`
+        pack = best_fit if data.packing == "best_fit" else concat  # see packing.py
         read_documents = partial(self._read_documents, source, stream)
         length = data.seq_len + 1  # because labels are shifted by one
         start = data.positions[source][stream]

@@ -594,7 +594,7 @@ class _Olmo3(_Olmo2):
             return tables
         if isinstance(tables, dict) and tables.keys() == {"full_attention", "sliding_attention"}:
             full = tables["full_attention"]
-            # `_parse_rope_table` rejects a value that is not a table.
+            # `_parse_rope_table` rejects other values, except empty ones.
             theta = full.get("rope_theta") if isinstance(full, dict) else None
             unscaled = {"rope_type": "default", "rope_theta": theta}
             if tables["sliding_attention"] == unscaled:

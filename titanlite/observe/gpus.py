@@ -236,7 +236,7 @@ def _query_nvidia_smi() -> LocalGpu | None:
     if match is None:
         return None
     name, mebibytes = match.groups()
-    return LocalGpu(name, int(mebibytes) * MIB)
+    return LocalGpu(name, int(mebibytes) * MIB or None)
 
 
 def physical_memory() -> int:

@@ -225,7 +225,8 @@ def muon(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
         if parameter.ndim == 2 and name.startswith("layers.")
     }
     matrix_groups = _select_parameters(groups, block_matrices)
-    other_groups = _select_parameters(groups, recipe.names.keys() - block_matrices)
+    all_parameters = {parameter for group in groups for parameter in group["params"]}
+    other_groups = _select_parameters(groups, all_parameters - block_matrices)
     others = adamw(other_groups, recipe)
     if isinstance(others, torch.optim.AdamW):  # by default, it creates its state in the first step
         # Loading a checkpoint creates missing state only if an optimizer has no state at all. Muon

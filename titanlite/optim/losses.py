@@ -578,9 +578,8 @@ def _convert_in_place(x: Tensor, dtype: torch.dtype, block_size: int) -> Tensor:
     result = x.view(dtype).view(-1)[: x.numel()]
 
     for block, result_block in zip(values.split(block_size), result.split(block_size), strict=True):
-        result_block.copy_(
-            block.to(dtype)
-        )  # via a copy, because the first block overlaps its result
+        # Convert to a copy first, because a block can overlap its result.
+        result_block.copy_(block.to(dtype))
     return result.view(x.shape)
 
 

@@ -38,8 +38,8 @@ may wait for the reduction of the output gradient.
 
 The time of a microbatch is proportional to the numerator, and the wait to the denominator. From
 this ratio on, the wait takes at most 0.3% of a microbatch, if H100 GPUs reach 45% MFU and 370 GB/s
-of NVLink bandwidth. For example, the 8B model waits 5 ms if a microbatch has 15,000 tokens, which
-take 1.7 s.
+of NVLink bandwidth. For example, the 8B model waits 5 ms if a microbatch has more than 15,100
+tokens, which take 1.7 s.
 """
 
 

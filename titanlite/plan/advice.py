@@ -100,8 +100,9 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) 
 
     Memory is linear in the batch size. The line through the two largest traced sizes predicts the
     largest size that fits. The search traces the predicted size and predicts again, until the
-    prediction is a size that it has traced. For example, if sizes 1 and 4 take 20 and 50 of 80 GiB,
-    the prediction is 7. If the trace of size 7 takes 80 GiB, the prediction remains 7.
+    prediction is a size that it has traced or cannot trace. For example, if sizes 1 and 4 take 20
+    and 50 of 80 GiB, the prediction is 7. If the trace of size 7 takes 80 GiB, the prediction
+    remains 7.
 
     Returns:
         The largest traced size, in sequences, that fits into memory, or None if none fits.

@@ -276,7 +276,7 @@ def _count_fake_step(run: Run, has_float8: bool, run_all_microbatches: bool) -> 
         run_all_microbatches: Run all microbatches instead of repeating the counts of one.
     """
     mesh = build_mesh(run.degrees, DEVICE.type)
-    # Build the model from meta tensors, which have no storages, and then replace them by fake ones.
+    # Build the model from meta tensors, which take no memory. Then replace them by fake tensors.
     meta = torch.device("meta")
     sharded = build_model(run, mesh, meta, log=lambda _: None, has_float8=has_float8)
     # Operators also get tensors that are not fake: meta weights, and constants of AdamW8bit.

@@ -30,8 +30,7 @@ def workers() -> Iterator[Executor]:
     Raises:
         UserError: If one of the processes was killed, probably for lack of memory.
     """
-    # Exclude all imported modules from garbage collection, which each trace would repeat. On exit,
-    # `gc.unfreeze` would also include the objects that the command line has excluded.
+    # Exclude all imported modules from garbage collection, which each trace would repeat.
     gc.freeze()
     pool = ProcessPoolExecutor(NUM_WORKERS, get_context("fork"), _set_up_worker, (os.getpid(),))
     try:

@@ -354,6 +354,7 @@ def compare_with_one_rank(run: Run, folder: Path) -> list[Check]:
         folder: Folder with the record files of all ranks, and for the output folders of new runs.
     """
     tested_steps = load_steps(folder, "first", run.world_size)
+    resumed_steps = load_steps(folder, "resumed", run.world_size)
     one_rank_run = make_one_rank_run(run, folder / "single")
     with process_group(one_rank_run.job) as device:
         # Compare each step with two results of the same step on one rank: computed in float64 by
@@ -363,7 +364,6 @@ def compare_with_one_rank(run: Run, folder: Path) -> list[Check]:
             checks = list(_compare_steps(run, tested_steps, one_rank_steps, reference))
 
         # Check the saved checkpoint.
-        resumed_steps = load_steps(folder, "resumed", run.world_size)
         save_after = find_save_step(run)
         saved = tested_steps[save_after]
         next_step = one_rank_steps[save_after + 1]

@@ -48,8 +48,8 @@ MAX_POINTS = 2_000  # Per curve: more than the columns of a screen.
 MIN_POINTS = 50
 MAX_EVENTS = 1_000
 MAX_SAMPLES = 40
-MAX_STRING_LENGTH = 1_000  # In characters, on a page with at most 20 runs. For more runs, it is
-MAX_TEXT_LENGTH = 20_000  # this limit divided by the number of runs.
+MAX_STRING_LENGTH = 1_000  # Characters per string.
+MAX_TEXT_LENGTH = 20_000  # Characters per string, times the number of runs.
 MAX_KEYS = 1_000  # Per object.
 MAX_PROBLEMS = 100
 

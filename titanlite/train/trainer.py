@@ -317,11 +317,14 @@ class Trainer:
     def _find_end_before_first_step(self, exchange: RequestExchange) -> _LoopEnd | None:
         """Return why training ends before its first step, or None if it does not.
 
-        It ends if all steps are done, or if a rank has no data or has received a stop signal. All
-        ranks call this together.
+        It ends if all steps are done, if a hook has requested it, or if a rank has received a stop
+        signal. All ranks call this together.
 
         Args:
             exchange: New exchange, through which the ranks report data errors and signals.
+
+        Raises:
+            UserError: If the data ends before the first step.
         """
         data_fails = self._wait_for_data(self.steps_done + 1) is not None
         exchange.submit(Request(stop=self.stop_signal, data_fails=data_fails))

@@ -343,27 +343,17 @@ class Sequential(Source):
         Raises:
             UserError: If the part is damaged or has changed.
         """
-        for index, (location, raw) in enumerate(self._read_raw(part)):
-            if index < start:
-                yield None
-            else:
-                yield parse_record(raw, self.column, location, self.mask_column)
-
-    def _read_raw(self, part: int) -> Iterator[tuple[str, object]]:
-        """Yield the records that `raw` reads from a part, and convert its errors to `UserError`.
-
-        Raises:
-            UserError: If the part is damaged or has changed. The message contains the location of
-                the last record that was read.
-        """
         file, part_in_file = self.parts[part]
         # If the file of the part is unknown, any file of the source may contain it.
         check_for_changes = self.check_files if file is None else file.check
         last_location = f"the beginning of {self.name if file is None else file.path}"
         try:
-            for location, raw in self.raw(file, part_in_file):
+            for index, (location, raw) in enumerate(self.raw(file, part_in_file)):
                 last_location = location
-                yield location, raw
+                if index < start:
+                    yield None
+                else:
+                    yield parse_record(raw, self.column, location, self.mask_column)
         except Exception as error:  # each library has its own exception types
             check_for_changes()  # raises another error if a changed file is the cause
             raise UserError(
