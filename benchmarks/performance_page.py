@@ -27,15 +27,23 @@ torchtitan. To repeat a measurement, run the command below its heading on an idl
 
 ## Newer measurements
 
-The CPU results below were measured on 2026-11-21 and 2026-11-22, on a machine with AMD EPYC. Since
-2026-11-24, training on a single CPU rank needs more time and memory, because titanlite no longer
-avoids the copies of weights and gradients that FSDP2 makes on a single rank; see
-[Experiments](experiments.md#memory-and-speed-on-a-cpu).
+The CPU results below were measured on 2026-11-21 and 2026-11-22, on a machine with AMD EPYC. On
+2026-11-24, we removed code that avoided the copies of weights and gradients that FSDP2 makes on a
+single rank, because it replaced methods of torch. Since 2026-11-29, titanlite avoids a part of
+these copies in another way; see [Experiments](experiments.md#memory-and-speed-on-a-cpu).
 
-On 2026-11-29, we repeated three comparisons with torchtitan 0.2.2 at commit 6f3c662, on a machine
-with Intel Xeon and AMX: `benchmarks/cpu.sh --beside torchtitan --pairs 3`. The table shows the
-median ratios of titanlite to torchtitan. The speed of this machine varied by up to 30% between
-runs.
+On 2026-11-29, we repeated three comparisons with torchtitan 0.2.2:
+`benchmarks/cpu.sh --beside torchtitan --pairs 3`. The table shows the median ratios of titanlite to
+torchtitan, on AMD EPYC with 2 cores at commit e12fbd8.
+
+| one CPU rank | tokens/s | memory | first step |
+|---|---:|---:|---:|
+| fp32 | 1.03 | 0.82 | 0.71 |
+| bf16 | 1.09 | 0.74 | 0.66 |
+| 232 million parameters, bf16 compiled | 1.14 | **1.29** | 0.78 |
+
+On the same day, but before this change (commit 6f3c662), the results on a machine with Intel Xeon
+and AMX were:
 
 | one CPU rank | tokens/s | memory | first step |
 |---|---:|---:|---:|
@@ -43,9 +51,11 @@ runs.
 | bf16 | 1.02 | 0.75 | 0.71 |
 | 232 million parameters, bf16 compiled | **0.89** | **1.35** | 0.82 |
 
-On the same machine, we ran commit a5bde48 beside commit a29075c, the last one that avoids the
-copies, on one core each and four times. The table shows the ratios of the newer to the older
-commit.
+The speed of the Intel machine varied by up to 30% between runs.
+
+We also compared commit a5bde48, without any avoidance of copies, with commit a29075c, the last one
+that avoids all of them. Both ran on the Intel machine, on one core each and four times. The table
+shows the ratios of the newer to the older commit.
 
 | one CPU rank | tokens/s | memory |
 |---|---:|---:|
