@@ -74,6 +74,7 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor)
 GET_DEVICE = torch.ops.prim.device.default
 GET_SCALAR = torch.ops.aten._local_scalar_dense.default
 ADD = torch.ops.aten.add.Tensor
+ADDMM_OUT = torch.ops.aten.addmm.dtype_out
 COPY = torch.ops.aten.copy_.default
 
 
@@ -372,7 +373,10 @@ class Counter(TorchDispatchMode):
             self._register_storage(self._pending_sum.result)
             self._pending_sum = None
 
-        result = func(*args, **kwargs)
+        if func is ADDMM_OUT:  # torch 2.12 cannot run it on fake tensors
+            result = kwargs["out"]
+        else:
+            result = func(*args, **kwargs)
         signature = _signature(func)
         copies_nothing = func is COPY and args[0] is args[1]
         # To infer shapes, DTensor runs operators on fake tensors, which a real step does not run.
