@@ -210,6 +210,7 @@ def test_moments_are_not_allocated_for_a_plugin_with_other_moments(tmp_path, mon
     options = f"--model.flavor debugmodel {plugin} --job.dump_folder {tmp_path}".split()
     with Trainer(load_run(options, world_size=1), standard=False) as trainer:
         trainer.step()
+        assert all("max_exp_avg_sq" in state for state in trainer.optimizer.state.values())
 
 
 def test_symmetric_memory_is_rejected_on_a_cpu_and_set_for_every_group_on_gpus(

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 _THIS_PROCESS = RankGroup()
 _DECAY_CHANGE = (
     "lr_scheduler: titanlite 0.2 and earlier started the decay one step earlier; the learning rate "
-    "now equals torchtitan's"
+    "is now the same as in torchtitan"
 )
 
 
