@@ -27,10 +27,11 @@ torchtitan. To repeat a measurement, run the command below its heading on an idl
 
 ## Newer measurements
 
-The CPU results below were measured on 2026-11-21 and 2026-11-22, on a machine with AMD EPYC. On
-2026-11-24, we removed code that avoided the copies of weights and gradients that FSDP2 makes on a
-single rank, because it replaced methods of torch. Since 2026-11-29, titanlite avoids a part of
-these copies in another way; see [Experiments](experiments.md#memory-and-speed-on-a-cpu).
+The CPU results below were measured on 2026-11-21 and 2026-11-22, on a machine with AMD EPYC. At
+that time, titanlite avoided the copies of weights and gradients that FSDP2 makes on a single rank.
+We removed this code on 2026-11-24, because it patched torch. Since 2026-11-29, titanlite again
+avoids some of these copies, without a patch; see
+[Experiments](experiments.md#memory-and-speed-on-a-cpu).
 
 On 2026-11-29, we repeated three comparisons with torchtitan 0.2.2:
 `benchmarks/cpu.sh --beside torchtitan --pairs 3`. The table shows the median ratios of titanlite to
@@ -53,9 +54,9 @@ and AMX were:
 
 The speed of the Intel machine varied by up to 30% between runs.
 
-We also compared commit a5bde48, without any avoidance of copies, with commit a29075c, the last one
-that avoids all of them. Both ran on the Intel machine, on one core each and four times. The table
-shows the ratios of the newer to the older commit.
+We also measured what the copies cost. Commit a29075c is the last one that avoids all of them, and
+commit a5bde48 avoids none. Both ran on the Intel machine, on one core each and four times. The
+table shows the ratios of a5bde48 to a29075c.
 
 | one CPU rank | tokens/s | memory |
 |---|---:|---:|
@@ -63,9 +64,10 @@ shows the ratios of the newer to the older commit.
 | vocabulary 128,256, fp32 compiled | 0.96 | 1.20 |
 | vocabulary 128,256, bf16 compiled | 0.95 | 1.14 |
 
-To check the cause, we turned the avoidance of copies off in a29075c, and repeated the comparison
-twice with commit 7efa86a. The newer commit then has 0.99 to 1.09 times the speed, and 0.98 to 1.04
-times the memory, in these three cases and in fp32. So the copies explain the difference.
+To check that the copies cause this difference, we changed a29075c so that it copies as well. We
+then compared commit 7efa86a with it, twice. In these three cases and in fp32, the speed of 7efa86a
+is 0.99 to 1.09 times the speed of the changed a29075c, and its memory is 0.98 to 1.04 times as
+large. So the copies explain the difference.
 """
 
 # Field of a GPU workload -> its label.
