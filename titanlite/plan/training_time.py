@@ -10,8 +10,8 @@ from titanlite.observe.forecast import Forecast, TrainingTime
 
 # 90% interval of the actual training time divided by the planned time. `benchmarks/published.py`
 # computes it from the last column of the table in docs/internals/planner.md#time-accuracy.
-RATIO_LOW = 0.8912181078707238
-RATIO_HIGH = 1.3158989700743855
+RATIO_LOW = 0.8912017292082024
+RATIO_HIGH = 1.3153074414876675
 
 
 def estimate_training(plan: Forecast, tokens: int) -> TrainingTime:
