@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint.find import find_checkpoints, load_newest, read_newest_job
+from titanlite.checkpoint.find import find_checkpoints, load_newest_of, read_newest_job
 from titanlite.checkpoint.load import check_on_all_ranks, check_tokenizer, load_weights
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.mistakes import ConfigError
@@ -276,20 +276,16 @@ def _sum_losses(
         forward_backward = build_forward_backward(sharded, mesh, run, device)
         ranks = RankGroup(run.job.checkpoint.timeout_seconds)
 
-        # `load_newest` calls this for the newest step or, if it is damaged, for an older step.
+        # `load_newest_of` calls this for the newest step or, if it is damaged, for an older step.
         def load_step(step_folder: Path) -> Path:
+            check_on_all_ranks(step_folder, ranks)
             load_weights(step_folder, sharded.whole, ranks, use_ema)
             tokenizer_name = run.job.tokenizer.path
             check_tokenizer(step_folder, texts.tokenizer, tokenizer_name, run.arch.vocab_size)
             return step_folder
 
-        folder = load_newest(
-            checkpoint,
-            load_step,
-            check=lambda path: check_on_all_ranks(path, ranks),
-            list_paths=lambda path: ranks.run_on_rank0(lambda: find_checkpoints(path)),
-            log=log,
-        )
+        step_folders = ranks.run_on_rank0(lambda: find_checkpoints(checkpoint))
+        folder = load_newest_of(step_folders, load_step, log)
         size = num_params(run.arch)
         devices = f"{run.world_size} x {device.type}"
         log(f"{folder}: {size:,} parameters, {run.job.training.dtype} on {devices}")

@@ -117,19 +117,15 @@ def load_newest(
     load: Callable[[Path], T],
     *,
     check: Callable[[Path], object] = check_checkpoint,
-    list_paths: Callable[[Path], list[Path]] = find_checkpoints,
     log: Callable[[str], None] = lambda line: None,
 ) -> T:
-    """Load the newest checkpoint at a path. If it is damaged, try the next older one.
+    """Verify and load the newest checkpoint at a path. If it is damaged, try the next older one.
 
     Args:
         path: A path or URL that `find_checkpoints` accepts.
         load: Loads the checkpoint in a step folder, or raises `Damage`. Its result is returned.
         check: Called with the step folder before `load`. It raises `Damage` if the checkpoint is
             damaged.
-        list_paths: Returns the step folders at the path, sorted by step. If several ranks load
-            together, list them on one rank only, so that all ranks get the same list although a run
-            may add checkpoints.
         log: Called with one line of text for each damaged checkpoint.
 
     Raises:
@@ -137,34 +133,56 @@ def load_newest(
         CheckpointError: If there is no valid checkpoint, or a checkpoint cannot be read for another
             reason than damage.
     """
+
+    def check_and_load(step_folder: Path) -> T:
+        check(step_folder)
+        return load(step_folder)
+
+    return load_newest_of(find_checkpoints(path), check_and_load, log)
+
+
+def load_newest_of(
+    step_folders: Sequence[Path],
+    load: Callable[[Path], T],
+    log: Callable[[str], None] = lambda line: None,
+) -> T:
+    """Load the last of several checkpoints. If it is damaged, try the one before it.
+
+    If several ranks load together, pass the same list on all of them. A run may add checkpoints, so
+    list them on one rank only.
+
+    Args:
+        step_folders: Folders of the checkpoints, sorted by step.
+        load: Loads the checkpoint in a step folder, or raises `Damage`. Its result is returned.
+        log: Called with one line of text for each damaged checkpoint.
+
+    Raises:
+        CheckpointError: If all checkpoints are damaged, or one cannot be read for another reason.
+    """
     problems: list[str] = []
-    for step_folder in reversed(list_paths(path)):
+    for step_folder in reversed(step_folders):
         if problems:
             log(f"{problems[-1]}; trying an older one")
         try:
-            check(step_folder)
             return load(step_folder)
         except Damage as damage:
             problems.append(f"{step_folder} is damaged: {damage}")
     raise CheckpointError("\n".join(problems))
 
 
-def read_newest_manifest(
-    path: Path, list_paths: Callable[[Path], list[Path]] = find_checkpoints
-) -> Manifest:
+def read_newest_manifest(path: Path) -> Manifest:
     """Return the manifest of the newest checkpoint at a path. If it is damaged, try older ones.
 
     This is fast, because it does not check the other files of the checkpoint.
 
     Args:
         path: A path or URL that `find_checkpoints` accepts.
-        list_paths: Returns the step folders at the path, sorted by step.
 
     Raises:
         UserError: If the folder does not exist.
         CheckpointError: If there is no valid manifest, or one cannot be read now.
     """
-    return load_newest(path, read_manifest, check=lambda step_folder: None, list_paths=list_paths)
+    return load_newest_of(find_checkpoints(path), read_manifest)
 
 
 def verify(folder: Path) -> dict[str, Any]:
@@ -260,7 +278,7 @@ def read_newest_job(path: Path, tokenizer_path: Path | None = None) -> JobConfig
         CheckpointError: If all manifests are damaged, or the job cannot be read.
     """
     read = partial(read_job, tokenizer_path=tokenizer_path)
-    return load_newest(path, read, check=lambda step_folder: None)
+    return load_newest_of(find_checkpoints(path), read)
 
 
 def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig:
@@ -421,15 +439,11 @@ def _read_manifest_to_resume(run: Run) -> Manifest:
     selects a checkpoint only until the run has resumed from this step once.
     """
     load_step = run.job.checkpoint.load_step
-
-    def list_candidates(folder: Path) -> list[Path]:
-        paths = list_checkpoints(folder)
-        selected = [path for path in paths if get_step(path) == load_step]
-        if not selected or has_resumed_from(paths, load_step):
-            return paths
-        return selected
-
-    return read_newest_manifest(run.checkpoint_folder, list_candidates)
+    checkpoints = list_checkpoints(run.checkpoint_folder)
+    selected = [path for path in checkpoints if get_step(path) == load_step]
+    if not selected or has_resumed_from(checkpoints, load_step):
+        return load_newest_of(checkpoints, read_manifest)
+    return load_newest_of(selected, read_manifest)
 
 
 def _read_newest_manifest_of(run: Run) -> Manifest:

@@ -22,7 +22,7 @@ from titanlite.checkpoint.find import (
     get_data_state,
     get_saved_section,
     has_resumed_from,
-    load_newest,
+    load_newest_of,
 )
 from titanlite.checkpoint.huggingface import load_hf_weights
 from titanlite.checkpoint.live_state import WEIGHTS, LiveState, is_finite, model_tensors, to_local
@@ -228,24 +228,16 @@ class Resumer:
         Returns:
             The local step folder.
         """
-        ranks = self._ranks
-        local_path = ranks.run_together(lambda: download_if_url(path_or_url))
+        local_path = self._ranks.run_together(lambda: download_if_url(path_or_url))
+        # A running job may add or remove checkpoints meanwhile, so only rank 0 lists them.
+        step_folders = self._ranks.run_on_rank0(lambda: find_checkpoints(local_path))
+        return load_newest_of(step_folders, self._check_and_load_weights, self._log)
 
-        def list_on_rank0(path: Path) -> list[Path]:
-            # A running job may add or remove checkpoints meanwhile, so only rank 0 lists them.
-            return ranks.run_on_rank0(lambda: find_checkpoints(path))
-
-        def load_on_all_ranks(step_folder: Path) -> Path:
-            load_weights(step_folder, self._live.model, ranks)
-            return step_folder
-
-        return load_newest(
-            local_path,
-            load_on_all_ranks,
-            check=lambda step_folder: check_on_all_ranks(step_folder, ranks),
-            list_paths=list_on_rank0,
-            log=self._log,
-        )
+    def _check_and_load_weights(self, step_folder: Path) -> Path:
+        """Verify a checkpoint, load its weights on all ranks together, and return its folder."""
+        check_on_all_ranks(step_folder, self._ranks)
+        load_weights(step_folder, self._live.model, self._ranks)
+        return step_folder
 
     def check_job(self, path: PurePath, manifest: Manifest) -> None:
         """Compare the job of the run with the job that saved a checkpoint, and log differences.
