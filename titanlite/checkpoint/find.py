@@ -296,13 +296,15 @@ def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig
     """
     manifest = read_manifest(step_folder)
     info = manifest["info"]
-    if info["job"] is None:
-        job = _read_job_of_old_import(step_folder)
-    elif tokenizer_path is None and _was_imported_without_tokenizer(info):
+    if tokenizer_path is None and _was_imported_without_tokenizer(info):
         raise NoTokenizerError(
             f"{step_folder} has no tokenizer, because its weights were imported without one. "
             "Add --tokenizer.path FILE, or import them again with --tokenizer FILE."
         )
+
+    is_old_import = info["job"] is None
+    if is_old_import:
+        job = _read_job_of_old_import(step_folder)
     else:
         job = _read_saved_job(step_folder, info["job"])
 
@@ -317,9 +319,13 @@ def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig
 def _was_imported_without_tokenizer(info: dict[str, Any]) -> bool:
     """Return whether a checkpoint contains weights that were imported without a tokenizer.
 
+    Return False for imports of early versions, which recorded neither job nor tokenizer.
+
     Args:
         info: Entry "info" of the manifest.
     """
+    if info["job"] is None:
+        return False
     return info.get("weights_only", False) and get_data_state(info).get("tokenizer") is None
 
 
