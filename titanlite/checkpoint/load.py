@@ -319,7 +319,7 @@ class Resumer:
         """
         manifest = check_on_all_ranks(path, self._ranks)
         info = manifest["info"]
-        _check_train_state(path, info)
+        _check_can_resume(path, info)
         parts_to_reset = self._find_parts_to_reset(info)
         self._log_parts_to_reset(path, parts_to_reset)
         self.check_job(path, manifest)
@@ -345,30 +345,40 @@ class Resumer:
             parts_to_reset: Parts of the state, such as "optimizer", that are not loaded.
         """
         parts = self._find_parts_to_load(reader, info) - parts_to_reset
-        # Reset first. In a rollback, state that is not loaded must not keep its later values.
         if "hooks" in parts:
             self._resize_hook_tensors(reader, info["train_state"])
+        # In a rollback, state that is not loaded must not keep its later values.
         self._reset_hook_tensors()
         if "optimizer" in parts:
             self._create_optimizer_state()
         else:
             _reset_optimizer(self._live)
 
+        tensors = self._select_tensors(parts, reader)
+        model = self._live.model
+        unknown_state = (
+            _find_unknown_optimizer_state(model, tensors, reader) if "optimizer" in parts else []
+        )
+        _load_and_check(tensors, model.arch, reader, self._ranks, unknown_state)
+        _set_random_state(tensors)
+
+    def _select_tensors(self, parts: set[str], reader: SafeReader) -> dict[str, Tensor]:
+        """Return the tensors in memory to load into, by name: the weights and the given parts.
+
+        A checkpoint may lack tensors of hooks that are new in the job, and random states of GPUs if
+        it was saved on CPUs. These are left out.
+
+        Args:
+            parts: Some of "hooks", "optimizer" and "rng".
+            reader: Reader of the checkpoint.
+        """
         tensors = self._live.tensors(
             optimizer="optimizer" in parts, hooks="hooks" in parts, rng="rng" in parts
         )
         for name in tensors.keys() - reader.index.keys():
-            # The job may have new hooks, or run on GPUs for the first time. Other tensors that the
-            # checkpoint lacks stay in `tensors`, and raise an error below.
             if name.startswith(("hooks.", "rng.cuda.")):
                 del tensors[name]
-
-        model = self._live.model
-        unknown_state: list[str] = []
-        if "optimizer" in parts:
-            unknown_state = _find_unknown_optimizer_state(model, tensors, reader)
-        _load_and_check(tensors, model.arch, reader, self._ranks, unknown_state)
-        _set_random_state(tensors)
+        return tensors
 
     def _find_parts_to_load(self, reader: SafeReader, info: dict[str, Any]) -> set[str]:
         """Return the parts of a checkpoint besides its weights that this run can load.
@@ -397,10 +407,11 @@ class Resumer:
             reader: Reader of the checkpoint.
             train_state: Saved state that is not a tensor, such as the `state_dict` of each hook.
         """
-        sizes = {}
-        for name, entry in reader.index.items():
-            if name.startswith("hooks."):
-                sizes[name.removeprefix("hooks.")] = entry.size
+        sizes = {
+            name.removeprefix("hooks."): entry.size
+            for name, entry in reader.index.items()
+            if name.startswith("hooks.")
+        }
         self._live.prepare_hooks(sizes, train_state.get("hooks", {}))
 
     def _reset_hook_tensors(self) -> None:
@@ -528,8 +539,8 @@ def check_tokenizer(path: Path, tokenizer: Tokenizer, name: str, num_embeddings:
         num_embeddings: Number of rows of the model's embedding.
 
     Raises:
-        CheckpointError: If the tokenizer is not the one of the checkpoint, or has more tokens than
-            the model has embeddings.
+        CheckpointError: If the tokenizer is not the one of the checkpoint. This is certain if it
+            has more tokens than the model has embeddings.
     """
     saved_fingerprint = get_data_state(read_manifest(path)["info"]).get("tokenizer")
     is_same = saved_fingerprint is None or tokenizer.is_known_as(saved_fingerprint)
@@ -565,23 +576,26 @@ def _load_and_check(
     ranks.run_together(lambda: _check_finite(reader.path, tensors))
 
 
-def _check_train_state(path: Path, info: dict[str, Any]) -> None:
-    """Check that a checkpoint has the state that a run needs to resume.
+def _check_can_resume(path: Path, info: dict[str, Any]) -> None:
+    """Check that a checkpoint has the state that a run needs to resume, besides the weights.
+
+    Args:
+        path: The step folder.
+        info: Entry "info" of its manifest.
 
     Raises:
         CheckpointError: If the checkpoint contains only weights.
-        Damage: If the checkpoint of step 4, for example, has the data position of step 5.
+        Damage: If its data position is later than its step.
     """
-    state = info["train_state"]
-    if info.get("weights_only") or "step" not in state:
+    train_state = info["train_state"]
+    if info.get("weights_only") or "step" not in train_state:
         raise CheckpointError(
             f"{path} contains weights only, so a run cannot resume from it. Start a new run with "
             f'another checkpoint.folder and checkpoint.initial_load_path = "{path}".'
         )
 
-    # The number of sequences has no limit: with loss masks, it can exceed the number of tokens.
-    schedule = get_data_state(info).get("schedule")
-    if schedule is not None and schedule["step"] > state["step"]:
+    data_schedule = get_data_state(info).get("schedule")
+    if data_schedule is not None and data_schedule["step"] > train_state["step"]:
         raise Damage(f"{MANIFEST}: no run can reach this data position")
 
 
