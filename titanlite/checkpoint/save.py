@@ -115,7 +115,7 @@ class Saver:
     def save(
         self, step: int, collect_state: Callable[[], dict[str, Any]], *, is_last: bool = False
     ) -> None:
-        """Save the state of the run as a checkpoint, unless this step is saved already.
+        """Save the state of the run as a checkpoint.
 
         If saving is asynchronous, this returns as soon as training may continue, and a thread
         writes the files. A failed save is logged and counted, and the run continues.
@@ -169,22 +169,24 @@ class Saver:
     def _save_only_weights(self, step: int, train_state: dict[str, Any]) -> Path:
         """Start saving the weights and their averages in the folder `final`.
 
-        A run cannot resume from them, so they are not in the folder of checkpoints.
+        If the run has resumed from this step and has saved them before, keep the existing folder.
 
         Return the step folder. With async saves, it is not complete yet.
         """
         folder = self._folder.parent / "final"
         path = folder / step_folder_name(step)
-        # If no step was trained since the run has resumed, an existing folder has these weights.
         was_trained = step != self.loaded_step
-        should_write = self._ranks.run_on_rank0(
-            lambda: self._saved_folders.prepare_output_path(path, replace=was_trained)
-        )
-        if should_write:
-            tensors = self._live.tensors(optimizer=False)
-            weights = {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
-            writer = self._create_writer(folder, step, train_state, weights_only=True)
-            self._start_save(writer, weights)
+        if was_trained:
+            self._ranks.run_on_rank0(lambda: self._saved_folders.archive_output(path))
+        else:
+            is_saved = self._ranks.run_on_rank0(lambda: self._saved_folders.keep_output(path))
+            if is_saved:
+                return path
+
+        tensors = self._live.tensors(optimizer=False)
+        weights = {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
+        writer = self._create_writer(folder, step, train_state, weights_only=True)
+        self._start_save(writer, weights)
         return path
 
     def _create_writer(
@@ -211,52 +213,55 @@ class Saver:
         return CheckpointWriter(folder, step, token, info)
 
     def _start_save(self, writer: CheckpointWriter, tensors: Tensors) -> None:
-        """Start writing a checkpoint in the background thread, and return.
+        """Start writing a checkpoint in the background.
 
-        If checkpoint.async_mode is "disabled", or the background save cannot start, for example
-        because of too little memory, write the checkpoint before returning.
+        If checkpoint.async_mode is "disabled", or the background save cannot start, write the
+        checkpoint before returning.
         """
-        result: Future[bool] | None = None
-        if self._stager is not None:  # it is None if checkpoint.async_mode is "disabled"
-            try:
-                result = self._write_in_background(writer, tensors, self._stager)
-            except Exception as error:  # for example, too little memory for the copies or a thread
-                text = f"Saving step {writer.step} while training waits ({describe_error(error)})"
-                self._log(Event(text, "foreground", writer.step))
-
-        if result is None:
-            # Write now. The tensors cannot change while training waits, so they are not copied. If
-            # other ranks write in the background, they call the same collectives.
-            result = Future()
-            result.set_result(self._write_and_publish(writer, lambda: tensors))
-
-        # `wait_until_saved` compares the results of all ranks, now or before the next save.
-        self._pending = writer.step, result
-        if self._stager is None:
+        if self._stager is None:  # checkpoint.async_mode is "disabled"
+            self._pending = writer.step, self._write_in_foreground(writer, tensors)
             self.wait_until_saved()
+            return
+
+        result = self._write_in_background(writer, tensors, self._stager)
+        if result is None:
+            # The other ranks may write in the background. They call the same collectives.
+            result = self._write_in_foreground(writer, tensors)
+        self._pending = writer.step, result
+
+    def _write_in_foreground(self, writer: CheckpointWriter, tensors: Tensors) -> Future[bool]:
+        """Write a checkpoint while training waits.
+
+        The tensors cannot change meanwhile, so they are not copied.
+
+        Returns:
+            A completed future of whether the checkpoint is complete.
+        """
+        result = Future[bool]()
+        result.set_result(self._write_and_publish(writer, lambda: tensors))
+        return result
 
     def _write_in_background(
         self, writer: CheckpointWriter, tensors: Tensors, stager: DefaultStager
-    ) -> Future[bool]:
+    ) -> Future[bool] | None:
         """Copy the tensors, and let the background thread write them.
 
         Returns:
-            A future of whether the checkpoint is complete.
-
-        Raises:
-            Exception: If the tensors cannot be copied, or the thread cannot start, for example
-                because of too little memory. The checkpoint is then not written.
+            A future of whether the checkpoint is complete. None if the tensors cannot be copied or
+            the thread cannot start, for example because of too little memory. This is logged.
         """
-        wait_for_copies = self._copy(tensors, stager)
-        waited = time.perf_counter() - writer.started
         try:
+            wait_for_copies = self._copy(tensors, stager)
+            waited = time.perf_counter() - writer.started
             return self._thread.submit(self._write_and_publish, writer, wait_for_copies, waited)
-        except Exception:
-            # `submit` queues the save before it starts the thread, which has failed. Discard the
-            # queue. Otherwise a later `submit` could start the thread, which would run both saves.
+        except Exception as error:
+            # `submit` queues the save before it starts the thread, which may have failed. Discard
+            # the queue. Otherwise a later `submit` could start the thread, which would run both.
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = ThreadPoolExecutor(1, "checkpoint")
-            raise
+            text = f"Saving step {writer.step} while training waits ({describe_error(error)})"
+            self._log(Event(text, "foreground", writer.step))
+            return None
 
     def _copy(self, tensors: Tensors, stager: DefaultStager) -> Callable[[], Tensors]:
         """Copy tensors to CPU memory, so that training can change the originals during the save.

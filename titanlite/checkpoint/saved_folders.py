@@ -166,36 +166,36 @@ class SavedFolders:
 
     # Outputs of the last save
 
-    def prepare_output_path(self, path: Path, replace: bool) -> bool:
-        """Decide whether to write a final output of the run, and archive an existing one.
+    def keep_output(self, path: Path) -> bool:
+        """Return whether a final output of the run exists, and log that it is kept.
 
         Args:
             path: A step folder in `final`, or the folder `final_hf`.
-            replace: Archive an existing output by renaming it. If False, it is kept.
-
-        Returns:
-            Whether to write the output. If False, an existing one was kept.
         """
-        if not path.exists():
-            return True
-        if not replace:
+        is_kept = path.exists()
+        if is_kept:
             self._log(f"Keeping {path}, which exists already")
-            return False
+        return is_kept
 
+    def archive_output(self, path: Path) -> None:
+        """Rename a final output of an earlier start, if there is one, to make room for a new one.
+
+        A folder of another program is not renamed. Writing the output then raises an error.
+
+        Args:
+            path: A step folder in `final`, or the folder `final_hf`.
+        """
         is_export = (path / EXPORT_MARKER).is_file()
         if is_export or is_from_titanlite(path):
             renamed = set_aside(path, "archived")
             self._log(f"Renamed {path} of an earlier start to {renamed.name}")
-        # A folder of another program is not renamed. Writing the output then raises an error.
-        return True
 
     def export(self, step_folder: Path, replace: bool) -> bool:
         """Export a checkpoint to the folder `final_hf` of the run in Hugging Face format.
 
         Args:
             step_folder: The checkpoint.
-            replace: Archive an existing export by renaming it. If False, it is kept, and nothing is
-                written.
+            replace: Archive an existing export, and write a new one. If False, keep it.
 
         Returns:
             Whether the run now has an export. If writing it fails, this is logged.
@@ -203,8 +203,11 @@ class SavedFolders:
         checkpoint_folder = step_folder.parent
         out = checkpoint_folder.with_name("final_hf")
         try:
-            if self.prepare_output_path(out, replace):
-                self._write_export(step_folder, out)
+            if replace:
+                self.archive_output(out)
+            elif self.keep_output(out):
+                return True
+            self._write_export(step_folder, out)
         except (OSError, UserError) as error:
             self._log(f"Writing {out} FAILED ({error})")
             return False
