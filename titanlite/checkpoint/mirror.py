@@ -467,48 +467,49 @@ class Mirror:
             self._send(path)
 
     def _send(self, path: Path) -> None:
-        """Copy a local checkpoint to the mirror. If the storage fails, try again several times.
-
-        If all attempts fail, log and count this once for each checkpoint.
-        """
+        """Copy a local checkpoint to the mirror. Log and count a failure once per checkpoint."""
         name = self._get_name(path)
-        error = self._try_to_send(path, name)
-        for pause in _RETRY_PAUSES:
-            is_storage_failure = isinstance(error, CheckpointError)
-            if not is_storage_failure:
-                break
-            was_closed = self._is_ending.wait(pause)
-            if was_closed:
-                break
-            error = self._try_to_send(path, name)
-
+        error = self._send_with_retries(path)
         if error is not None and name not in self._failed:
             text = f"Copying {name} to the mirror FAILED ({error})"
             self._log(Event(text, "failed mirror", get_step(path)))
             self._failed.add(name)
             self.num_failed += 1
 
-    def _try_to_send(self, path: Path, name: str) -> UserError | None:
+    def _send_with_retries(self, path: Path) -> UserError | None:
+        """Copy a checkpoint to the mirror, and return the error if the last attempt fails.
+
+        After a failure of the storage, wait and try again, unless the run ends during the wait.
+        """
+        for pause in _RETRY_PAUSES:
+            error = self._try_to_send(path)
+            is_storage_failure = isinstance(error, CheckpointError)
+            if not is_storage_failure or self._is_ending.wait(pause):
+                return error
+        return self._try_to_send(path)
+
+    def _try_to_send(self, path: Path) -> UserError | None:
         """Copy a checkpoint to the mirror, and return the error if this fails.
 
         If the run has removed the checkpoint or `close` has aborted the copy, return None, because
         the checkpoint need not be copied.
         """
         try:
-            self._copy_and_remove_outdated(path, name)
+            self._copy_and_remove_outdated(path)
         except UserError as error:
             was_removed = not (path / MANIFEST).is_file()
             if not was_removed and not self._is_ending.is_set():
                 return error
         return None
 
-    def _copy_and_remove_outdated(self, path: Path, name: str) -> None:
+    def _copy_and_remove_outdated(self, path: Path) -> None:
         """Copy a checkpoint to the mirror. Then remove outdated checkpoints at the mirror.
 
         Raises:
             CheckpointError: If the storage fails. Another attempt may succeed.
             UserError: If another run uses the mirror, or files of other programs are in the way.
         """
+        name = self._get_name(path)
         url = f"{self._url}/{name}"
         started = time.perf_counter()
         with storage_errors(url, CheckpointError):
@@ -576,10 +577,10 @@ class Mirror:
             entries: Manifest entry of each file, by its name.
         """
         with ThreadPoolExecutor(PARALLEL) as pool:
-            copies = []
-            for file, entry in entries.items():
-                target = f"{folder}/{file}"
-                copies.append(pool.submit(self._copy_file, path / file, target, entry))
+            copies = [
+                pool.submit(self._copy_file, path / file, f"{folder}/{file}", entry)
+                for file, entry in entries.items()
+            ]
         for copy in copies:
             copy.result()  # raises the error of a copy that failed
 
@@ -592,17 +593,17 @@ class Mirror:
             run_id: ID of this run.
         """
         targets = [f"{name}/{file}" for file in (MANIFEST, *files)]
-        if self._files.keys().isdisjoint(targets):
-            return True  # nothing is overwritten
+        overwrites_nothing = self._files.keys().isdisjoint(targets)
+        if overwrites_nothing:
+            return True
 
-        # If there is a manifest of this run, the run wrote the files. It may have been renamed, for
-        # example to "manifest.json.damaged".
-        for path in self._files:
-            if path.startswith(f"{name}/{MANIFEST}"):
-                content = self._storage.cat_file(f"{self._root}/{path}")
-                if _is_manifest_of(run_id, content):
-                    return True
-        return False
+        # A run writes a manifest before all other files, and later renames it, for example to
+        # "manifest.json.damaged". So this run wrote the files if any of their manifests names it.
+        manifests = [path for path in self._files if path.startswith(f"{name}/{MANIFEST}")]
+        return any(
+            _is_manifest_of(run_id, self._storage.cat_file(f"{self._root}/{path}"))
+            for path in manifests
+        )
 
     def _copy_file(self, path: Path, target: str, entry: Entry) -> None:
         """Copy a file to the path `target` of the storage, and verify the copy.
@@ -670,10 +671,11 @@ class Mirror:
         run_id = self._find_run_id()
         self._refresh()
         self._remove_leftovers(run_id)
-        names_by_step = {}
-        for step, name in self._names_by_step().items():
-            if belongs_to_run(self._manifests[name], run_id):
-                names_by_step[step] = name
+        names_by_step = {
+            step: name
+            for step, name in self._names_by_step().items()
+            if belongs_to_run(self._manifests[name], run_id)
+        }
 
         best = self._find_best() if self._config.keep_best else None
         for step in select_outdated(list(names_by_step), self._config):
