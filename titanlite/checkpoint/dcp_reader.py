@@ -140,11 +140,10 @@ def _load_chunk(
     content = _read_chunk(file, position)
     chunk = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     for part in parts:
-        slices = []
-        for offset, size in zip(part.storage_offsets, part.lengths, strict=True):
-            slices.append(slice(offset, offset + size))
+        dimensions = zip(part.storage_offsets, part.lengths, strict=True)
+        slices = tuple(slice(offset, offset + size) for offset, size in dimensions)
         target = planner.resolve_tensor(part).detach()
-        target.copy_(chunk[tuple(slices)])
+        target.copy_(chunk[slices])
         planner.commit_tensor(part, target)
 
 
@@ -257,11 +256,9 @@ def join_lines(lines: list[str], limit: int = 8) -> str:
 # The index that DCP pickles
 
 
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _ALLOWED_NAMES = {
-    "torch": {
-        "Size",
-        *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
-    },
+    "torch": {"Size", *_DTYPES},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
@@ -379,29 +376,34 @@ def _parse_tensor(name: str, record: _Record) -> TensorStorageMetadata:
 
     Args:
         name: Name of the tensor, for error messages.
-        record: Placeholder of a TensorStorageMetadata. Its `state` maps "size" and "properties" to
-            placeholders, and "chunks" (saved shards) to a list of placeholders.
+        record: Placeholder of a TensorStorageMetadata. Its `state` contains "size", "properties"
+            (such as the dtype) and "chunks" (saved shards).
 
     Raises:
         CheckpointError: If the chunks do not add up to the size of the tensor.
     """
     fields = record.state
     size = _to_size(fields["size"])
-    # DCP pickles the properties as a tuple that starts with the dtype. The placeholder of the dtype
-    # is a class with its name, such as "float32".
-    dtype_class = fields["properties"].state[0]
-    properties = TensorProperties(dtype=getattr(torch, dtype_class.__name__))
-
-    chunks = []
-    num_elements = 0
-    for chunk in fields["chunks"]:
-        chunk_offsets = _to_size(chunk.state["offsets"])
-        chunk_size = _to_size(chunk.state["sizes"])
-        chunks.append(ChunkStorageMetadata(chunk_offsets, chunk_size))
-        num_elements += math.prod(chunk_size)
+    dtype = _parse_dtype(fields["properties"])
+    chunks = [
+        ChunkStorageMetadata(_to_size(chunk.state["offsets"]), _to_size(chunk.state["sizes"]))
+        for chunk in fields["chunks"]
+    ]
+    num_elements = sum(math.prod(chunk.sizes) for chunk in chunks)
     if num_elements != math.prod(size):
         raise CheckpointError(f"the chunks of {name} do not add up to its size")
-    return TensorStorageMetadata(properties, size, chunks)
+    return TensorStorageMetadata(TensorProperties(dtype), size, chunks)
+
+
+def _parse_dtype(properties: _Record) -> torch.dtype:
+    """Return the dtype in the unpickled properties of a tensor.
+
+    Args:
+        properties: Placeholder of a TensorProperties. DCP pickles it as a tuple that starts with
+            the dtype, which was replaced by a class with its name, such as "float32".
+    """
+    dtype_class = properties.state[0]
+    return _DTYPES[dtype_class.__name__]
 
 
 def _to_size(record: _Record) -> torch.Size:

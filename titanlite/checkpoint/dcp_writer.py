@@ -124,7 +124,7 @@ class CheckpointWriter(FileSystemWriter):
                 tensor = cast(Tensor, planner.resolve_data(item))
                 position = _write_tensor(file, name, tensor)
                 results.append(WriteResult(item.index, position.length, position))
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # `HashingFile.fileno` flushes Python's buffer first
         return results
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:

@@ -113,16 +113,14 @@ def _split_quantized(name: str, tensor: Tensor) -> dict[str, Tensor]:
     """Split an 8-bit optimizer state of torchao into ordinary tensors, which DCP can save.
 
     torchao stores such a state as a code of 8 bits for each value, and a scale for each block of
-    values.
+    values. Our 8-bit optimizer quantizes the shards of DTensors only.
 
     Returns:
         "<name>.codes" and "<name>.scale" for an 8-bit state; `name` for any other state.
     """
     shard: Any = to_local(tensor)
-    is_quantized = hasattr(shard, "codes")
-    # Our 8-bit optimizer quantizes the shards of DTensors only.
-    if not is_quantized or not isinstance(tensor, DTensor):
-        return {name: to_plain(tensor)}
+    if not isinstance(tensor, DTensor) or not hasattr(shard, "codes"):
+        return {name: to_plain(tensor)}  # not quantized
 
     # Each row has its own scales. For example, a matrix with 8 rows and 512 columns has codes of
     # shape (8, 512), and with blocks of 256 values scales of shape (8, 2).
