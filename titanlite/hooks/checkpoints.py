@@ -143,14 +143,13 @@ class Checkpointer:
             self._mirror = Mirror(context, self._resumer.check_job)
             self._resources.callback(self._mirror.close)
             self._mirror.restore()
-        self._saver = self._create_saver(context)
-        self._resources.callback(self._saver.close)
-        # This hook must run first, because other hooks may change tensors in `before_update` that a
-        # save is still copying.
-        trainer.hooks.insert(0, WaitForCopies(self._saver))
+        self._create_saver(context)
 
-    def _create_saver(self, context: CheckpointContext) -> Saver:
-        """Create the `Saver` of the run, which calls the hooks of the trainer after each save."""
+    def _create_saver(self, context: CheckpointContext) -> None:
+        """Create the `Saver` of the run, which calls the hooks of the trainer after each save.
+
+        Also add a hook that delays weight updates while a save copies the weights.
+        """
         trainer = self._trainer
         max_seq_len = trainer.run.arch.max_seq_len
         write_files = partial(write_tokenizer, trainer.tokenizer, max_seq_len=max_seq_len)
@@ -159,7 +158,11 @@ class Checkpointer:
             for hook in trainer.hooks:
                 hook.saved(step)
 
-        return Saver(context, write_files, on_saved=notify_hooks, mirror=self._mirror)
+        self._saver = Saver(context, write_files, on_saved=notify_hooks, mirror=self._mirror)
+        self._resources.callback(self._saver.close)
+        # This hook must run first, because other hooks may change tensors in `before_update` that a
+        # save is still copying.
+        trainer.hooks.insert(0, WaitForCopies(self._saver))
 
     def save_if_best(self, step: int, loss: float) -> None:
         """Request a save of `step` if its validation loss is lower than that of all checkpoints.

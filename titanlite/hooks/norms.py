@@ -42,12 +42,12 @@ class Norms(Hook):
         # Number the parameters of the whole model, because pipeline stages hold different ones.
         names = list(parameter_shapes(trainer.run.arch))
         self._groups = _group_by_name(names)
-        self._index_of: dict[nn.Parameter, int] = {}
-        for name, parameter in trainer.model.named_parameters():
-            self._index_of[parameter] = names.index(name)
+        self._index_of = {
+            parameter: names.index(name) for name, parameter in trainer.model.named_parameters()
+        }
 
         # Sums of squares of the gradient, the update and the weights (rows) of each parameter
-        # (columns) on this rank. `numbers` adds them up over the ranks to compute norms.
+        # (columns) on this rank. `numbers` adds them up over the ranks.
         device = local_shard(next(trainer.model.parameters())).device
         self._squares = torch.zeros(3, len(names), dtype=torch.float64, device=device)
 
@@ -80,10 +80,9 @@ class Norms(Hook):
                     self._store(WEIGHTS, parameter, local_shard(parameter))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """Return the norms of each group of parameters as metrics.
+        """Return the norms of each group of parameters as metrics, and reset their sums of squares.
 
-        All ranks must call this together. It adds up the sums of squares that the ranks have stored
-        in this step, and resets them for the next logged step.
+        All ranks must call this together.
 
         Returns:
             Depending on metrics.details:
@@ -104,13 +103,24 @@ class Norms(Hook):
             metrics["distributions"] = {"grad_norms": self._block_norms(gradient_squares)}
         # `before_update` has kept the skip flag of this step, which is final by now.
         if "updates" in self._details and not self._skip_flag:
-            update_norms = self._group_norms(update_squares)
-            weight_norms = self._group_norms(weight_squares)
-            ratios = {}
-            for group, update_norm in update_norms.items():
-                ratios[group] = update_norm / max(weight_norms[group], MIN_NORM)
-            metrics["update_ratios"] = ratios
+            metrics["update_ratios"] = self._update_ratios(update_squares, weight_squares)
         return metrics
+
+    def _update_ratios(
+        self, update_squares: list[float], weight_squares: list[float]
+    ) -> dict[str, float]:
+        """Return the norm of the update divided by the norm of the weights, for each group.
+
+        Args:
+            update_squares: Sum of squares of the update of each parameter of the model.
+            weight_squares: Sum of squares of each parameter of the model.
+        """
+        update_norms = self._group_norms(update_squares)
+        weight_norms = self._group_norms(weight_squares)
+        return {
+            group: update_norm / max(weight_norms[group], MIN_NORM)
+            for group, update_norm in update_norms.items()
+        }
 
     def _adam_update(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
         """Recompute the update of the last Adam step for this rank's shard of a parameter.

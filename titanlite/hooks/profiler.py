@@ -106,7 +106,7 @@ class Profiler(Hook):
         """Create a torch profiler that records the last steps of each `profile_freq` steps.
 
         For example, with profile_freq = 100 and 3 warmup and 2 active steps, it waits for 95 steps,
-        warms up for 3, records the last 2, and calls `_write`.
+        warms up for 3, records the last 2, and calls `_finish_profile`.
 
         Args:
             step: Number of steps completed so far.
@@ -130,14 +130,14 @@ class Profiler(Hook):
         return profile(
             activities=activities,
             schedule=schedule,
-            on_trace_ready=self._write,
+            on_trace_ready=self._finish_profile,
             record_shapes=True,
             profile_memory=settings.enable_memory_snapshot,
         )
 
     @_log_failures()
     def after_step(self, step: int, result: StepResult) -> None:
-        """Advance torch.profiler by one step. At the end of each cycle, it calls `_write`."""
+        """Advance torch.profiler, which calls `_finish_profile` at the end of each cycle."""
         if self._profiler is not None:
             self._profiler.step()
 
@@ -153,11 +153,11 @@ class Profiler(Hook):
     def close(self) -> None:
         """Stop the profiler, and discard an incomplete profile."""
         if self._profiler is not None:
-            self._profiler.on_trace_ready = None  # otherwise `stop` calls `_write`
+            self._profiler.on_trace_ready = None  # called by `stop` otherwise
             self._profiler.stop()
 
-    def _write(self, profiler: profile) -> None:
-        """Write the trace of the steps that have just been profiled, and log a table of operators.
+    def _finish_profile(self, profiler: profile) -> None:
+        """Write the trace of the profiled steps, log a table of operators, and add to `profiles`.
 
         If the job enables it, also write a snapshot of GPU memory.
 

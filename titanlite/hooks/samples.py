@@ -123,7 +123,7 @@ class Samples(Hook):
         def store(microbatch: int, indices: Tensor, labels: Tensor, logits: Tensor) -> None:
             all_logits[microbatch, indices] = logits
 
-        use_logits(self._trainer, microbatches, store)
+        process_logits(self._trainer, microbatches, store)
         dist.all_reduce(all_logits, op=dist.ReduceOp.MAX, group=self._trainer.mesh.world_group)
         # The last microbatch may be padded with empty sequences.
         return all_logits.flatten(0, 1)[: len(sequences)].cpu()
@@ -141,19 +141,15 @@ class Samples(Hook):
         return microbatches
 
 
-def use_logits(
+def process_logits(
     trainer: Trainer,
     microbatches: Sequence[Microbatch],
     process: Callable[[int, Tensor, Tensor, Tensor], None],
 ) -> None:
     """Run the model forward, and call `process` with the logits of all tokens that have a label.
 
-    All logits together would need much memory, so `process` is called for at most `LOGITS_CHUNK`
-    (256) tokens at once. It is called on the ranks that hold these tokens, including all
-    tensor-parallel ranks.
-
-    FSDP gathers the output matrix only while the model computes a loss. So this evaluates the model
-    with a loss function that computes the logits instead of a loss.
+    To limit memory, `process` gets at most `LOGITS_CHUNK` (256) tokens at once. It is called on the
+    ranks that hold these tokens, including all tensor-parallel ranks.
 
     Args:
         trainer: Trainer whose model computes the logits.
@@ -161,19 +157,20 @@ def use_logits(
         process: Called with the index of a microbatch, and for n of its tokens: the indices of
             their sequences in the microbatch (n,), labels (n,), and logits (n, V) in fp32.
     """
-    # The loss function is called once for each microbatch, in order, and then for any padding that
-    # a pipeline schedule appends. It does not get the index of the microbatch, so count the calls.
     indices = itertools.count()
 
-    def process_logits(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+    def logits_loss(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+        """Process the logits of the next microbatch, and return a loss of 0, which is ignored."""
         index = next(indices)
-        is_padding = index >= len(microbatches)
+        is_padding = index >= len(microbatches)  # which a pipeline schedule appends
         if not is_padding:
             for sequences, chunk_labels, logits in _split_logits(trainer, hidden, weight, labels):
                 process(index, sequences, chunk_labels, logits)
-        return torch.zeros_like(scale)  # the loss, which is ignored
+        return torch.zeros_like(scale)
 
-    trainer.forward_backward.evaluate(microbatches, loss_fn=process_logits)
+    # FSDP gathers the output matrix only while the model computes a loss, so this function computes
+    # the logits. The model calls it for each microbatch, in order.
+    trainer.forward_backward.evaluate(microbatches, loss_fn=logits_loss)
 
 
 def _split_logits(

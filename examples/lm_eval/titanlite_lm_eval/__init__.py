@@ -26,7 +26,7 @@ from titanlite.config.schema import ListOf, PathText, Section
 from titanlite.data.batch import Window
 from titanlite.data.validation import TextWindows, window_batches
 from titanlite.hooks.hook import Hook
-from titanlite.hooks.samples import use_logits
+from titanlite.hooks.samples import process_logits
 
 
 class Evaluation(Section):
@@ -218,7 +218,7 @@ class _HarnessModel(LM):
             window_indices.clear()
             for indices in indices_of_microbatches:
                 window_indices.append(torch.tensor(indices, dtype=torch.int64, device=device))
-            use_logits(trainer, microbatches, add_scores)
+            process_logits(trainer, microbatches, add_scores)
             trainer.report_progress()
 
         totals = torch.stack((log_probs, num_wrong))
