@@ -3,6 +3,9 @@
 import pytest
 
 from titanlite.config.errors import UserError
+from titanlite.config.run import Run
+from titanlite.config.schema import JobConfig
+from titanlite.observe import gpus
 from titanlite.observe.gpus import find_gpu, gpu_of_device, known_gpus, peak_flops
 
 GPU_FILE = """
@@ -81,3 +84,19 @@ def test_a_mistake_in_a_gpu_file_is_an_error_that_names_it(
         find_gpu(str(file))
     with pytest.raises(UserError, match=r"none\.toml"):
         find_gpu(str(tmp_path / "none.toml"))
+
+
+def test_an_offloaded_run_needs_cpu_memory_even_if_the_memory_of_the_gpu_is_unknown(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PATH", str(tmp_path))  # without nvidia-smi
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpus, "DRIVERS", (str(tmp_path),))
+    gpus.find_local_gpu.cache_clear()
+    job = JobConfig.model_validate(
+        {"model": {"flavor": "405b"}, "training": {"enable_cpu_offload": True}}
+    )
+
+    with pytest.raises(UserError, match="state take"):
+        gpus.check_memory(Run(job))
+    gpus.find_local_gpu.cache_clear()

@@ -356,16 +356,13 @@ def _memory_of_rank(num_local_ranks: int | None, is_offloaded: bool) -> int | No
         is_offloaded: Whether the training state is in CPU memory.
 
     Returns:
-        Number of bytes, or None if the GPU is unknown.
+        Number of bytes, or None if the memory of the GPU is unknown.
     """
-    gpu = find_local_gpu()
+    gpu = None if is_offloaded else find_local_gpu()
     if gpu is not None:
-        if gpu.memory is None:
-            return None
-        if not is_offloaded:
-            return gpu.memory
+        return gpu.memory
 
-    # Without a GPU or with CPU offload, the ranks share the CPU memory of the node.
+    # The ranks share the CPU memory of the node.
     if num_local_ranks is None:
         num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return physical_memory() // num_local_ranks
