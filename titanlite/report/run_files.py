@@ -495,8 +495,7 @@ def _summarize_text(text: str) -> str:
 def _is_alive(pid: Any, since: float) -> bool:
     """Return whether a process still runs on this node.
 
-    A process that was started later and got the same process ID does not count. Without access to
-    the process, or on systems other than Linux, assume that it runs.
+    A process that was started later and got the same process ID does not count.
 
     Args:
         pid: Process ID from a file of the run, which may be damaged.
@@ -505,16 +504,24 @@ def _is_alive(pid: Any, since: float) -> bool:
     if not isinstance(pid, int) or pid <= 0:  # The file is damaged.
         return False
     try:
-        os.kill(pid, 0)  # Sends no signal, but fails if the process does not exist.
         process_state, start_time = _read_process(pid)
-    except (PermissionError, FileNotFoundError):  # A process of another user, or no Linux.
-        return True
-    except (OSError, OverflowError):  # No such process, or a `pid` that is too large.
-        return False
+    except OSError:  # No such process, or this is not Linux.
+        return _exists(pid)
 
     is_zombie = process_state == "Z"  # It has ended, but its parent has not read its exit code.
     # The tolerance is one second, because the start time is not exact.
     return not is_zombie and start_time < since + 1
+
+
+def _exists(pid: int) -> bool:
+    """Return whether a process of any user exists on this node."""
+    try:
+        os.kill(pid, 0)  # Sends no signal, but fails if the process does not exist.
+    except PermissionError:  # It belongs to another user.
+        return True
+    except (OSError, OverflowError):  # No such process, or a `pid` that is too large.
+        return False
+    return True
 
 
 def _read_process(pid: int) -> tuple[str, float]:
