@@ -85,7 +85,7 @@ def _hash_script(script: str) -> str:
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
-def page_data(folders: Sequence[Path]) -> dict[str, Any]:
+def page_data(folders: Sequence[Path]) -> JsonObject:
     """Read several runs, and return the data that the page draws, ready for JSON.
 
     Args:
@@ -110,7 +110,7 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
     return _make_safe(data, max_length)
 
 
-def _read_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
+def _read_runs(folders: Sequence[Path]) -> list[JsonObject]:
     """Read several runs, give each a unique name, and downsample its curves to fit into the page.
 
     All runs share the limits of the page, so each curve has fewer points if there are many runs.
@@ -135,7 +135,7 @@ def _read_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
     ]
 
 
-def _choose_num_points(runs: Sequence[dict[str, Any]]) -> int:
+def _choose_num_points(runs: Sequence[JsonObject]) -> int:
     """Return the number of points per curve with which the curves of all runs fit into the page.
 
     Args:
@@ -174,15 +174,15 @@ def _make_safe(value: Any, max_length: int) -> Any:
     return printable(str(value)[:max_length])
 
 
-def _read_run(folder: Path, num_runs: int) -> dict[str, Any]:
-    """Read the status, metrics, events, samples and config of a run for the page.
+def _read_run(folder: Path, num_runs: int) -> JsonObject:
+    """Read the status, metrics, events, samples and config of a run, with the keys of page.js.
 
     Args:
         folder: Output folder of the run.
         num_runs: Number of runs on the page. The more runs, the fewer events and samples each run
             shows.
     """
-    status = read_status(folder)
+    status = read_status(folder)  # an error names the folder as the user wrote it
     folder = Path(os.path.expanduser(folder)).resolve()
     problems: list[str] = []
     metrics = make_columns(read_metrics(folder, problems))
@@ -274,7 +274,7 @@ def _flatten_numbers(entry: JsonObject) -> dict[str, float]:
     return numbers
 
 
-def downsample(columns: Columns, max_points: int) -> dict[str, Any]:
+def downsample(columns: Columns, max_points: int) -> JsonObject:
     """Reduce each curve to at most `max_points` points, each of which covers several log steps.
 
     For example, if 10 log steps are reduced to 4 points, the points cover the log steps 0 to 1, 2
@@ -325,22 +325,21 @@ def _downsample_axis(values: NDArray[np.float64], edges: NDArray[np.int64]) -> l
 def _downsample_curve(
     values: NDArray[np.float64], edges: NDArray[np.int64]
 ) -> dict[str, list[float]]:
-    """Return the mean, minimum and maximum of the finite values that each point covers.
+    """Return the mean, minimum and maximum of the known values that each point covers.
 
     Args:
-        values: Values of a metric at the log steps. NaN is a missing value.
+        values: Values of a metric at the log steps. NaN means unknown.
         edges: Point i covers the values from index edges[i] up to, but not including, edges[i + 1].
 
     Returns:
         Lists "mean", "min" and "max" with one number per point, which is NaN if the point covers no
-        finite value. If each point covers one value, only "mean".
+        known value. If each point covers one value, only "mean".
     """
     starts = edges[:-1]  # `reduceat` combines the values from each start to the next one
-    is_finite = np.isfinite(values)
-    sums = np.add.reduceat(np.where(is_finite, values, 0), starts)
-    num_finite = np.add.reduceat(is_finite.astype(float), starts)
+    sums = np.add.reduceat(np.nan_to_num(values), starts)
+    num_known = np.add.reduceat(~np.isnan(values), starts, dtype=float)
     with np.errstate(invalid="ignore"):  # 0 / 0 is NaN, as wanted.
-        means = sums / num_finite
+        means = sums / num_known
 
     curve = {"mean": _round(means)}
     covers_several_values = len(values) > len(starts)
@@ -368,7 +367,7 @@ def _round(values: NDArray[np.float64], digits: int = 6) -> list[float]:
     return [float(f"{value:.{digits}g}") for value in values.tolist()]
 
 
-def _read_events(entries: Iterable[JsonObject], metrics: Columns) -> list[dict[str, Any]]:
+def _read_events(entries: Iterable[JsonObject], metrics: Columns) -> list[JsonObject]:
     """Convert the lines of the events file, such as starts and saves, to events for the page.
 
     A killed process records no end, so add an event "killed" before the next start. If a run
@@ -378,7 +377,7 @@ def _read_events(entries: Iterable[JsonObject], metrics: Columns) -> list[dict[s
         entries: Lines of the events file.
         metrics: Columns of metrics.jsonl, which show the step at the time of an event.
     """
-    events: list[dict[str, Any]] = []
+    events: list[JsonObject] = []
     is_running = False
     for event in _parse_events(entries, metrics):
         if event["kind"] == "start":
@@ -400,14 +399,14 @@ def _read_events(entries: Iterable[JsonObject], metrics: Columns) -> list[dict[s
     return events
 
 
-def _mark_undone(events: Iterable[dict[str, Any]], start_step: float) -> None:
+def _mark_undone(events: Iterable[JsonObject], start_step: float) -> None:
     """Mark the events after `start_step` as undone: the run has resumed there and repeats them."""
     for event in events:
         if event["step"] > start_step:
             event["undone"] = True
 
 
-def _parse_events(entries: Iterable[JsonObject], metrics: Columns) -> Iterator[dict[str, Any]]:
+def _parse_events(entries: Iterable[JsonObject], metrics: Columns) -> Iterator[JsonObject]:
     """Yield each event in the form for the page.
 
     An event without a step, such as a crash, gets the last step that was known at its time. For

@@ -36,8 +36,10 @@ State = Literal["running", "finished", "stopped", "rejected", "failed", "crashed
 "failed": such an error ended training. "crashed": the process died. "stale": there are no recent
 updates.
 """
+StateAndReason = tuple[State, str]
+"""State of a run, and the reason for it, which is empty if the run simply trains."""
 JsonObject = dict[str, Any]
-"""An object of a JSON Lines file, or a table of a TOML file."""
+"""An object for a JSON file or from a JSON Lines file, or a table of a TOML file."""
 
 TAIL_BYTES = 1 << 19  # About 450 lines of metrics.jsonl.
 MAX_LINE_BYTES = 1 << 22
@@ -177,7 +179,7 @@ def read_json_lines(
 
     Args:
         path: Path of the file.
-        problems: List to which a description of any damage is appended.
+        problems: List to which a description of any damage is appended after the last line.
         tail: If given, read only about the last `tail` bytes.
     """
     if not os.path.lexists(path):
@@ -309,20 +311,13 @@ def read_status(folder: Path) -> RunStatus:
 
     problems: list[str] = []
     config = read_config(folder, problems)
-    metrics = list(read_metrics(folder, problems, TAIL_BYTES))
-    numbers = get_numbers(metrics[-1]) if metrics else {}
+    metrics = [get_numbers(entry) for entry in read_metrics(folder, problems, TAIL_BYTES)]
+    numbers = metrics[-1] if metrics else {}
     events = _read_last_events(folder, problems)
-    starts_and_ends = [event for event in events if event.get("event") in (*STARTS, *ENDS)]
 
-    # The run writes a line at each log step and at each event.
-    log_time = numbers.get("time", 0.0)
-    event_time = float(events[-1]["time"]) if events else 0.0
-    last_update = max(log_time, event_time)
-    state, exit_reason = _find_state(numbers, last_update, events, starts_and_ends)
-    if starts_and_ends and starts_and_ends[-1]["time"] > log_time:
-        # The run has started or ended since the last log step, so the logged ETA is outdated.
-        numbers.pop("eta", None)
-
+    last_update = _find_last_update(numbers, events)
+    state, exit_reason = _find_state(numbers, events, last_update)
+    _remove_outdated_eta(numbers, events)
     return RunStatus(
         title=_make_title(folder, config),
         total_steps=_get_total_steps(config),
@@ -330,10 +325,10 @@ def read_status(folder: Path) -> RunStatus:
         exit_reason=exit_reason,
         step=_find_step(numbers, events),
         numbers=numbers,
-        losses=[entry["loss"] for entry in map(get_numbers, metrics) if "loss" in entry],
+        losses=[entry["loss"] for entry in metrics if "loss" in entry],
         events=_list_shown_events(events),
         problems=problems,
-        last_update=last_update or None,  # None if the run has not written a line
+        last_update=last_update,
     )
 
 
@@ -375,6 +370,24 @@ def _read_last_events(folder: Path, problems: list[str]) -> list[JsonObject]:
     ]
 
 
+def _find_last_update(numbers: dict[str, float], events: Sequence[JsonObject]) -> float | None:
+    """Return the Unix time of the last log step or event of a run, or None if there is neither."""
+    times = [line.get("time", 0.0) for line in (numbers, *events[-1:])]
+    return float(max(times)) or None
+
+
+def _list_starts_and_ends(events: Sequence[JsonObject]) -> list[JsonObject]:
+    """Return the events that each start and each end of a run logs, oldest first."""
+    return [event for event in events if event.get("event") in (*STARTS, *ENDS)]
+
+
+def _remove_outdated_eta(numbers: dict[str, float], events: Sequence[JsonObject]) -> None:
+    """Remove the ETA from the metrics if the run has started or ended since it logged them."""
+    starts_and_ends = _list_starts_and_ends(events)
+    if starts_and_ends and starts_and_ends[-1]["time"] > numbers.get("time", 0.0):
+        numbers.pop("eta", None)
+
+
 def _find_step(numbers: dict[str, float], events: Sequence[JsonObject]) -> int:
     """Return the number of completed steps: the highest step since the last start.
 
@@ -394,36 +407,30 @@ def _find_step(numbers: dict[str, float], events: Sequence[JsonObject]) -> int:
 
 
 def _find_state(
-    numbers: dict[str, float],
-    last_update: float,
-    events: Sequence[JsonObject],
-    starts_and_ends: Sequence[JsonObject],
-) -> tuple[State, str]:
+    numbers: dict[str, float], events: Sequence[JsonObject], last_update: float | None
+) -> StateAndReason:
     """Return the state of a run, such as "running" or "failed", and the reason for this state.
 
     Args:
         numbers: Metrics of the last log step.
-        last_update: Unix time of the last line that the run wrote, or 0 if there is none.
         events: Last events of the run, oldest first.
-        starts_and_ends: The starts and ends among the events.
+        last_update: Unix time of the last line that the run wrote, or None if there is none.
     """
+    starts_and_ends = _list_starts_and_ends(events)
     last_kind = events[-1].get("event") if events else None
     if last_kind in ENDS:
         return _describe_end(starts_and_ends)
 
-    age = time.time() - last_update  # seconds
+    age = time.time() - (last_update or 0.0)  # seconds
     if last_kind == "restart" and age < STALE_SECONDS:
         # New processes are starting, so do not look for the old ones.
         return "running", "its launcher is restarting it"
 
-    # On the node of the run, check whether its process exists.
     start = starts_and_ends[-1] if starts_and_ends else {}
     if start.get("host") == socket.gethostname():
-        if _is_alive(start.get("process"), start["time"]):
-            return "running", ""
-        return "crashed", "its process was killed, or the node went down"
+        return _check_process(start)
 
-    # On other nodes, a run is stale after five minutes, or ten slow steps, without an update.
+    # On another node, a run is stale after five minutes, or ten slow steps, without an update.
     ten_steps = 10 * numbers.get("step_time", 0.0)
     if age < max(STALE_SECONDS, ten_steps):
         return "running", ""
@@ -431,47 +438,54 @@ def _find_state(
     return "stale", f"no end was recorded, and the last update was {rounded_age} ago"
 
 
-def _describe_end(starts_and_ends: Sequence[JsonObject]) -> tuple[State, str]:
+def _check_process(start: JsonObject) -> StateAndReason:
+    """Return the state of a run on this node, depending on whether its process still exists.
+
+    Args:
+        start: Event of its last start.
+    """
+    if _is_alive(start.get("process"), start["time"]):
+        return "running", ""
+    return "crashed", "its process was killed, or the node went down"
+
+
+def _describe_end(starts_and_ends: Sequence[JsonObject]) -> StateAndReason:
     """Return the state of a run that has recorded its end, and the reason why it ended.
 
     Args:
         starts_and_ends: Starts and ends of the run, in order of time. The last one is an end.
     """
-    *earlier, end = starts_and_ends
-    reason = _summarize_text(end["text"])
-    if end["event"] == "finish":
+    *earlier_kinds, kind = [event["event"] for event in starts_and_ends]
+    reason = _summarize_text(starts_and_ends[-1]["text"])
+    if kind == "finish":
         # The text is "Finished after step 90", or "Finished after step 90: <reason>" if a hook
         # finished the run early.
         return "finished", reason.partition(": ")[2]
-    if end["event"] in ("stop", "guard"):  # a signal, or for example too many skipped steps
+    if kind in ("stop", "guard"):  # a signal, or for example too many skipped steps
         return "stopped", reason
-    if end["event"] not in USER_ERRORS:
-        return "crashed", reason
-
-    # A start first logs "data", and then "start" once it trains.
-    earlier_kinds = [event["event"] for event in earlier]
-    if earlier_kinds[-1:] == ["start"]:
-        return "failed", reason  # the error ended the training
-    return _describe_rejected_start(reason, earlier_kinds)
+    if kind in USER_ERRORS:
+        return _describe_user_error(reason, earlier_kinds)
+    return "crashed", reason
 
 
-def _describe_rejected_start(reason: str, earlier_kinds: Sequence[str]) -> tuple[State, str]:
-    """Return the state of a run whose last start was rejected with an error before it trained.
-
-    The state is "finished" if the run had finished before that start, and "rejected" otherwise.
+def _describe_user_error(reason: str, earlier_kinds: list[str]) -> StateAndReason:
+    """Return the state of a run that has ended with an error that the user can fix.
 
     Args:
         reason: The error.
-        earlier_kinds: Kinds of the starts and ends of the run before the error, oldest first. For
-            example, "data", "start", "finish", "data" if the run had finished.
+        earlier_kinds: Kinds of all starts and ends before the error, oldest first, such as "data",
+            "start", "finish", "data".
 
     Returns:
         The state, and the reason for it.
     """
-    # Several starts may have been rejected. Skip their events, which have only these kinds.
-    rejected_kinds = ("data", *USER_ERRORS)
-    other_kinds = [kind for kind in earlier_kinds if kind not in rejected_kinds]
-    if other_kinds[-1:] == ["finish"]:
+    if earlier_kinds and earlier_kinds[-1] == "start":
+        return "failed", reason  # the error ended the training
+
+    # The start was rejected before it trained. An earlier start may have finished the run.
+    # Skip the events of rejected starts, which have only these kinds.
+    kinds = [kind for kind in earlier_kinds if kind not in ("data", *USER_ERRORS)]
+    if kinds and kinds[-1] == "finish":
         return "finished", f"a later start was rejected: {reason}"
     return "rejected", reason
 
@@ -534,7 +548,7 @@ def _read_process(pid: int) -> tuple[str, float]:
     return fields[0], boot_time + seconds_after_boot
 
 
-def list_runs(folder: Path) -> list[dict[str, Any]]:
+def list_runs(folder: Path) -> list[JsonObject]:
     """Return the status of all runs in a folder, most recently updated first.
 
     The folder and up to three levels of subfolders are searched.
