@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, closing, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,7 @@ from titanlite.prove.record import (
     Recorder,
     Snapshot,
     StepRecord,
+    StepRecords,
     find_save_step,
     has_random_numbers,
     train_and_resume,
@@ -133,6 +134,10 @@ class TestedStep:
         return select(self.state, MODEL)
 
 
+TestedSteps = dict[int, TestedStep]
+"""Records of all steps of a run, by step number."""
+
+
 def select(tensors: NamedTensors, prefix: str) -> NamedTensors:
     """Return the tensors whose names start with `prefix`, without the prefix.
 
@@ -145,7 +150,7 @@ def select(tensors: NamedTensors, prefix: str) -> NamedTensors:
     }
 
 
-def load_steps(folder: Path, name: str, num_ranks: int) -> dict[int, TestedStep]:
+def load_steps(folder: Path, name: str, num_ranks: int) -> TestedSteps:
     """Load the record files of all ranks, and combine the records of each step.
 
     Args:
@@ -189,7 +194,7 @@ class StepRepeater(Recorder):
         tested_steps: Records of the tested run, by step number.
     """
 
-    def __init__(self, tested_steps: dict[int, TestedStep]) -> None:
+    def __init__(self, tested_steps: TestedSteps) -> None:
         super().__init__()
         self._tested_steps = tested_steps
 
@@ -245,12 +250,12 @@ def prove(run: Run, out: Path) -> Proof | None:
     Returns:
         The comparisons on rank 0, and None on all other ranks.
     """
+    log_file = (out / LOG_FILE).open("a", encoding="utf-8")
     # When `stack` is closed, it deletes the temporary files.
-    with _write_output_to(out / LOG_FILE), ExitStack() as stack:
+    with log_file, redirect_stdout(log_file), redirect_stderr(log_file), ExitStack() as stack:
         recorded = _train_on_all_ranks(run, out, stack)
         if recorded is None:  # only rank 0 makes the comparisons
             return None
-        _leave_launched_ranks()
         checks = compare_with_one_rank(recorded.run, recorded.folder)
     return _build_proof(recorded.run, checks, recorded.device_name)
 
@@ -280,19 +285,12 @@ def _train_on_all_ranks(run: Run, out: Path, stack: ExitStack) -> RecordedRun | 
 
 
 def _leave_launched_ranks() -> None:
-    """Change the environment variables so that the next process group has one rank, this process.
+    """Let the next process group consist of this process only.
 
-    The launcher, such as torchrun, has set them for the process group of all ranks.
+    The launcher has set the environment variables for the process group of all ranks.
     """
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.environ.pop(STORE, None)  # path of the file through which the launched ranks meet
-
-
-@contextmanager
-def _write_output_to(path: Path) -> Iterator[None]:
-    """Append standard output and standard error to a file within this context."""
-    with path.open("a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
-        yield
 
 
 def _create_shared_folder(parent: Path, stack: ExitStack) -> Path:
@@ -354,30 +352,23 @@ def compare_with_one_rank(run: Run, folder: Path) -> list[Check]:
         folder: Folder with the record files of all ranks, and for the output folders of new runs.
     """
     tested_steps = load_steps(folder, "first", run.world_size)
-    resumed_steps = load_steps(folder, "resumed", run.world_size)
     one_rank_run = make_one_rank_run(run, folder / "single")
+    _leave_launched_ranks()  # the new process group has only this rank
     with process_group(one_rank_run.job) as device:
-        # Compare each step with two results of the same step on one rank: computed in float64 by
-        # `reference`, and in the precision of the run, which shows how large rounding errors are.
+        # The reference computes each step in float64. The steps on one rank have the precision of
+        # the run, which shows how large rounding errors are.
         with closing(ReferenceTrainer(one_rank_run, device)) as reference:
             one_rank_steps = repeat_on_one_rank(one_rank_run, device, tested_steps)
             checks = list(_compare_steps(run, tested_steps, one_rank_steps, reference))
 
-        # Check the saved checkpoint.
-        save_after = find_save_step(run)
-        saved = tested_steps[save_after]
-        next_step = one_rank_steps[save_after + 1]
-        checks += compare_resumed(run, save_after, tested_steps, resumed_steps)
-        checks += compare_resumed_on_one_rank(run, device, saved, next_step)
-        checks += compare_export(saved.weights, run.dump_folder, folder / "exported", save_after)
-
+        checks += compare_resumed(run, folder, tested_steps)
+        checks += compare_resumed_on_one_rank(run, device, tested_steps, one_rank_steps)
+        checks += compare_export(run, folder / "exported", tested_steps)
         checks += compare_activation_checkpointing(run, device, folder)
     return checks
 
 
-def repeat_on_one_rank(
-    run: Run, device: torch.device, tested_steps: dict[int, TestedStep]
-) -> dict[int, StepRecord]:
+def repeat_on_one_rank(run: Run, device: torch.device, tested_steps: TestedSteps) -> StepRecords:
     """Repeat each step of the tested run on one rank, in the same precision.
 
     Args:
@@ -397,8 +388,8 @@ def repeat_on_one_rank(
 
 def _compare_steps(
     run: Run,
-    tested_steps: dict[int, TestedStep],
-    one_rank_steps: dict[int, StepRecord],
+    tested_steps: TestedSteps,
+    one_rank_steps: StepRecords,
     reference: ReferenceTrainer,
 ) -> Iterator[Check]:
     """Compare the initial weights and each step of a run with the expected values.
@@ -694,25 +685,24 @@ def compare_scales(step: int, after: TestedStep) -> Iterator[Check]:
             yield Check("FP8 scale", step, name, error, FLOOR_ROUNDINGS * EPS32, hint)
 
 
-def compare_resumed(
-    run: Run, save_after: int, first: dict[int, TestedStep], resumed: dict[int, TestedStep]
-) -> Iterator[Check]:
+def compare_resumed(run: Run, folder: Path, tested_steps: TestedSteps) -> Iterator[Check]:
     """Check that a resumed run repeats the steps of the uninterrupted run, bitwise.
 
     Args:
         run: The tested run on several ranks.
-        save_after: Step after which the checkpoint was saved.
-        first: Records of the uninterrupted run, by step.
-        resumed: Records of the run that resumed from the checkpoint in the same layout, by step.
+        folder: Folder with the record files of the run that resumed in the same layout.
+        tested_steps: Records of the uninterrupted run.
     """
-    loaded = resumed[save_after]
-    saved = first[save_after]
-    yield from compare_bitwise("resume: loaded state", save_after, loaded.state, saved.state)
-    yield from compare_replicas(run, save_after, "resume: replicas", loaded, kind="state")
+    resumed_steps = load_steps(folder, "resumed", run.world_size)
+    save_step = find_save_step(run)
+    loaded = resumed_steps[save_step]
+    saved = tested_steps[save_step]
+    yield from compare_bitwise("resume: loaded state", save_step, loaded.state, saved.state)
+    yield from compare_replicas(run, save_step, "resume: replicas", loaded, kind="state")
 
-    for step in range(save_after + 1, run.job.training.steps + 1):
-        actual = resumed[step]
-        expected = first[step]
+    for step in range(save_step + 1, run.job.training.steps + 1):
+        actual = resumed_steps[step]
+        expected = tested_steps[step]
         for rank, record in enumerate(actual.ranks):
             sequences = expected.ranks[rank].sequences
             for check in compare_bitwise("resume: sequences", step, record.sequences, sequences):
@@ -722,60 +712,67 @@ def compare_resumed(
 
 
 def compare_resumed_on_one_rank(
-    run: Run, device: torch.device, saved: TestedStep, next_step: StepRecord
+    run: Run,
+    device: torch.device,
+    tested_steps: TestedSteps,
+    one_rank_steps: StepRecords,
 ) -> Iterator[Check]:
-    """Resume from the checkpoint on one rank, train one step, and compare the results.
-
-    The loaded state, and the sequences and gradients of the step, must be bitwise equal to the
-    recorded ones.
+    """Resume from the checkpoint on one rank, train one step, and compare the results bitwise.
 
     Args:
         run: The tested run on several ranks, which has saved the checkpoint.
         device: Device of this rank.
-        saved: State of the tested run when it saved the checkpoint.
-        next_step: Record of the expected next step, from the same weights on one rank.
+        tested_steps: Records of the tested run, with the saved state.
+        one_rank_steps: Records of the same steps on one rank.
     """
     # A run with the same output folder resumes from the checkpoint there.
     resumed_run = make_one_rank_run(run, run.dump_folder)
     recorder = Recorder()
     with Trainer(resumed_run, device, [recorder]) as trainer:
         turn_dropout_off(trainer)
-        step = trainer.steps_done
-        loaded = recorder.steps[step].state.unsharded  # recorded by the hook after the load
-        yield from compare_bitwise("resume on one rank: loaded state", step, loaded, saved.state)
+        resumed_step = trainer.steps_done
         recorder.train_and_record()
 
-    step += 1
-    record = recorder.steps[step]
+    save_step = find_save_step(run)
+    loaded = recorder.steps[resumed_step].state.unsharded
+    saved = tested_steps[save_step].state
+    yield from compare_bitwise("resume on one rank: loaded state", resumed_step, loaded, saved)
+
+    step = resumed_step + 1
+    actual = recorder.steps[step]
+    expected = one_rank_steps[save_step + 1]
     yield from compare_bitwise(
-        "resume on one rank: sequences", step, record.sequences, next_step.sequences
+        "resume on one rank: sequences", step, actual.sequences, expected.sequences
     )
-    gradients = record.gradients.unsharded
-    expected = next_step.gradients.unsharded
-    yield from compare_bitwise("resume on one rank: gradient", step, gradients, expected)
+    yield from compare_bitwise(
+        "resume on one rank: gradient",
+        step,
+        actual.gradients.unsharded,
+        expected.gradients.unsharded,
+    )
 
 
-def compare_export(
-    weights: NamedTensors, dump_folder: Path, export_folder: Path, step: int
-) -> Iterator[Check]:
-    """Export the newest checkpoint to Hugging Face transformers, and check the exported weights.
+def compare_export(run: Run, export_folder: Path, tested_steps: TestedSteps) -> Iterator[Check]:
+    """Export the checkpoint to Hugging Face transformers, and compare the exported weights bitwise.
 
-    They must be bitwise equal to `weights`. Skip models that transformers does not support.
+    Skip models that transformers does not support.
 
     Args:
-        weights: Weights of the tested run after the step, by parameter name.
-        dump_folder: Output folder of the tested run, with its checkpoints.
+        run: The tested run on several ranks, which has saved the checkpoint.
         export_folder: New folder for the export.
-        step: Number of the saved step.
+        tested_steps: Records of the tested run, with the saved weights.
     """
-    saved = load_newest(dump_folder, load=checkpoint_weights)
+    saved = load_newest(run.dump_folder, load=checkpoint_weights)
     if not has_hf_family(saved.arch):
         return
     export_hf(saved, export_folder, "float32")
     exported = hf_weights(export_folder)
     values = {name: exported.read(name) for name in exported.dtypes}
+
+    save_step = find_save_step(run)
+    weights = tested_steps[save_step].weights
     expected = {name: weight.float() for name, weight in weights.items()}
-    yield from compare_bitwise(EXPORTED_WEIGHTS, step, values, expected)
+    yield from compare_bitwise(EXPORTED_WEIGHTS, save_step, values, expected)
 
 
 def compare_activation_checkpointing(

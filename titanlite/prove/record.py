@@ -80,6 +80,10 @@ class StepRecord:
     grad_norm: float = float("nan")
 
 
+StepRecords = dict[int, StepRecord]
+"""Records of one rank, by step number."""
+
+
 class Recorder(Hook):
     """Records sequences, gradients, weights and optimizer state of each training step.
 
@@ -91,7 +95,7 @@ class Recorder(Hook):
     observes_only = True
 
     def __init__(self) -> None:
-        self.steps: dict[int, StepRecord] = {}
+        self.steps: StepRecords = {}
         self.record = StepRecord()
 
     def built(self, trainer: Trainer) -> None:
