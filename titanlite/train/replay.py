@@ -8,7 +8,7 @@ run, which may continue meanwhile.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from titanlite.config.errors import UserError
 from titanlite.config.job_diff import COMPATIBLE, compare_jobs
@@ -20,18 +20,16 @@ from titanlite.hooks.checkpoints import build_resumer
 from titanlite.hooks.guards import build_guards
 from titanlite.observe.logged_step import LoggedStep
 from titanlite.optim.schedule import learning_rate_at
-from titanlite.report.run_files import read_json_lines
+from titanlite.report.run_files import JsonObject, read_json_lines
 from titanlite.runtime.logging import EVENTS_FILE, Event, note
 from titanlite.train.trainer import Trainer
 
-# Prefixes of lines "section.key: before -> now". A colon ends a key, and a dot ends a section.
-LEARNING_RATE_KEYS = ("optimizer.lr:", "lr_scheduler.", "training.steps:")
-KEYS_WITHOUT_EFFECT = (
-    "job.hooks:",
-    "guards.max_skipped:",
-    "guards.max_roll_backs:",
-    "guards.compare_every:",
-)
+# Section of a job -> its keys. True means all keys of the section.
+LEARNING_RATE_KEYS = {"optimizer": {"lr"}, "lr_scheduler": True, "training": {"steps"}}
+KEYS_WITHOUT_EFFECT = {
+    "job": {"hooks"},
+    "guards": {"max_skipped", "max_roll_backs", "compare_every"},
+}
 NO_LAST_STEP = 10**9
 
 
@@ -83,11 +81,11 @@ def read_history(folder: Path) -> History:
         environment = event["record"]
         job, _ = JobConfig.read(environment["job"])
         hooks = environment.get("hooks", list(job.job.hooks))
-        starts.append(Start(event["step"] + 1, last_step, job, hooks))
+        starts.append(Start(_first_step(event), last_step, job, hooks))
     return History(starts, roll_backs)
 
 
-def _read_events(folder: Path) -> tuple[list[dict[str, Any]], list[int]]:
+def _read_events(folder: Path) -> tuple[list[JsonObject], list[int]]:
     """Read the start events of a run and the steps of its rollbacks from events.jsonl.
 
     Leave out events of steps that the run trained again. For example, if it trains 100 steps and
@@ -97,7 +95,7 @@ def _read_events(folder: Path) -> tuple[list[dict[str, Any]], list[int]]:
     Returns:
         The events of the starts, and the steps after which the run rolled back.
     """
-    start_events: list[dict[str, Any]] = []
+    start_events: list[JsonObject] = []
     roll_backs: list[int] = []
     for event in read_json_lines(folder / EVENTS_FILE, []):
         step = event.get("step")
@@ -107,13 +105,16 @@ def _read_events(folder: Path) -> tuple[list[dict[str, Any]], list[int]]:
         if event.get("event") == "roll back":
             roll_backs.append(step)
         elif event.get("event") == "start" and "record" in event:
-            # The run resumed from `step`, so it trained all later steps again. Leave out earlier
-            # rollbacks after these steps. Also leave out earlier starts that trained only these
-            # steps: the first step after a start is `start["step"] + 1`.
+            # The run resumed from `step`, so it trained all later steps again.
             roll_backs = [roll_back for roll_back in roll_backs if roll_back <= step]
-            start_events = [start for start in start_events if start["step"] < step]
+            start_events = [start for start in start_events if _first_step(start) <= step]
             start_events.append(event)
     return start_events, roll_backs
+
+
+def _first_step(start_event: JsonObject) -> int:
+    """Return the first step that a run trains after a start."""
+    return start_event["step"] + 1
 
 
 def check_history(history: History, job: JobConfig, loaded_step: int, step: int) -> None:
@@ -189,14 +190,12 @@ def compare_computations(before: JobConfig, now: JobConfig, first: int, last: in
     """
     ignored_keys = KEYS_WITHOUT_EFFECT
     if _have_same_learning_rates(before, now, first, last):
-        ignored_keys += LEARNING_RATE_KEYS
+        ignored_keys = KEYS_WITHOUT_EFFECT | LEARNING_RATE_KEYS
 
-    differences = []
-    for effect, line in compare_jobs(before.model_dump(mode="json"), now.model_dump(mode="json")):
-        is_ignored = line.startswith(ignored_keys)  # a line is "section.key: before -> now"
-        if effect != COMPATIBLE and not is_ignored:
-            differences.append(line)
-    return differences
+    # `compare_jobs` does not compare keys that only one of the jobs has.
+    old_values = before.model_dump(mode="json", exclude=ignored_keys)
+    new_values = now.model_dump(mode="json")
+    return [line for effect, line in compare_jobs(old_values, new_values) if effect != COMPATIBLE]
 
 
 def _have_same_learning_rates(before: JobConfig, now: JobConfig, first: int, last: int) -> bool:
@@ -244,10 +243,9 @@ class ReplayTrainer(Trainer):
             UserError: If the steps since the checkpoint cannot be reproduced: the run rolled back
                 in between, had other options, or used hooks that may have changed the weights.
         """
-        # The job of this trainer has other options than the run, so compare the saved job.
-        resumer = build_resumer(self, self._saved_job)
+        resumer = build_resumer(self, self._saved_job)  # compares checkpoints with this job
         rank_group = resumer.context.ranks
-        self._resources.callback(rank_group.close)
+        self._resources.callback(rank_group.close)  # called when the trainer is closed
 
         state = resumer.load_before(self._last_step)
         if state is None:
@@ -255,7 +253,7 @@ class ReplayTrainer(Trainer):
         else:
             self.load_state_dict(state)
 
-        # The replayed steps are known only now, because `load_before` skips invalid checkpoints.
+        # The first replayed step is known only now, because invalid checkpoints are skipped.
         history = rank_group.run_on_rank0(lambda: read_history(self.run.dump_folder))
         check_history(history, self._saved_job, self.steps_done, self._last_step)
 

@@ -286,33 +286,34 @@ class Trainer:
     def _run_steps(self) -> _LoopEnd:
         """Train until the last step, a request to end the run, or a data error.
 
-        After each step, the ranks combine their requests, and all take the same actions, such as a
-        save. They do not yet take the actions after the last step.
+        After each step except the last one, take the actions, such as a save, that any rank has
+        requested.
 
         Returns:
             Why the loop has ended, with the actions that were requested after the last step.
         """
         exchange = RequestExchange(self.mesh.world_group, self.device)
         end = self._find_end_before_first_step(exchange)
-
-        # On a CPU, `delay` is 0: the ranks exchange the requests for a step in this step. On a GPU,
-        # it is 1: they submit the requests for a step one step early, so that the CPU can launch a
-        # step before it waits for the previous one. Submit the requests for the first step here.
-        if exchange.delay == 1:
+        if exchange.delay == 1:  # on a GPU, each request is submitted one step early
             exchange.submit(self._collect_request(self.steps_done + 1))
 
         while end is None:
-            step = self.steps_done + 1
-            local_request = self._collect_request(step + exchange.delay)
-            self.step(has_request=local_request != Request())
-            # `self.step` has counted the ranks with a request in `self._num_requests`.
-            exchange.submit(local_request, self._num_requests)
-
-            request = exchange.receive()  # combined requests of all ranks for `step`
+            self._step_and_submit(exchange)
+            request = exchange.receive()  # combined requests of all ranks for this step
             end = self._find_end(request)
             if end is None:
                 self._take_actions(request)
         return end
+
+    def _step_and_submit(self, exchange: RequestExchange) -> None:
+        """Train one step, and submit this rank's request for this step or, on a GPU, the next one.
+
+        On a GPU, requests are submitted one step early, so that the CPU launches a step before it
+        waits for the previous one.
+        """
+        request = self._collect_request(self.steps_done + 1 + exchange.delay)
+        self.step(has_request=request != Request())
+        exchange.submit(request, self._num_requests)  # `step` has counted the ranks with a request
 
     def _find_end_before_first_step(self, exchange: RequestExchange) -> _LoopEnd | None:
         """Return why training ends before its first step, or None if it does not.
@@ -365,7 +366,7 @@ class Trainer:
             step,
             has_request=has_request,
         )
-        self._num_requests = result.num_requests  # for `_run_steps`
+        self._num_requests = result.num_requests  # for `_step_and_submit`
         self.meter.record(result.grad_norm, result.num_valid_tokens, result.seconds)
         for hook in self.hooks:
             hook.after_step(step, result)
@@ -464,21 +465,18 @@ class Trainer:
     def save(self, is_last: bool = False) -> None:
         """Save a checkpoint of the current step. Do nothing if the run has no checkpoints.
 
-        Unlike the saves of the training loop, this does not let the guards reject the step first.
-
         Args:
             is_last: Whether the run ends here. If so, also write the outputs that the options
                 checkpoint.last_save_* select, such as a Hugging Face export.
 
         Raises:
-            GuardError: If too many consecutive steps were skipped because of non-finite gradients.
-                Nothing is saved.
+            GuardError: If a guard prevents the save, because too many steps were skipped in a row.
         """
         if self.checkpointer is None:
             return
         with self.evaluation_mode():
             for hook in self.hooks:
-                hook.saving(self.steps_done)
+                hook.saving(self.steps_done)  # a guard can raise an error here
             with self.meter.timing("checkpoint"):
                 self.checkpointer.save(self.steps_done, is_last)
 
@@ -581,24 +579,20 @@ class Trainer:
     def _collect_request(self, step: int) -> Request:
         """Collect the actions, such as a save, that this rank requests to take after `step`.
 
-        Call this before `step` is trained, and once for each step, because it consumes a received
-        SIGUSR2 (save).
+        Call this once for each step, before the step is trained. It consumes a received SIGUSR2
+        (save).
         """
         if step > self.job.training.steps:
-            # On a GPU, requests are collected one step early, so also during the last step.
-            return Request()
+            return Request()  # the run ends before this step
 
-        # If a rank cannot read the data of the following step, all ranks must stop after `step`.
+        # If a rank cannot read the data of the next step, all ranks must stop after `step`.
         data_error = self._wait_for_data(step + 1)
 
-        # Request what the job schedules.
         should_save = self.checkpointer is not None and step % self.job.checkpoint.interval == 0
         should_validate = self.validator is not None and step % self.job.validation.freq == 0
         request = Request(
             save=should_save, validate=should_validate, data_fails=data_error is not None
         )
-
-        # Add what signals and hooks request.
         if self.stop_signals is not None:
             request |= self.stop_signals.take_request()
         for hook in self.hooks:
@@ -662,8 +656,7 @@ class Trainer:
     def _reduce_losses(self, loss: Tensor, local_tokens: int) -> Tensor:
         """Compute the mean loss of the global batch, and the highest mean loss of a data rank.
 
-        All ranks call this together. The result is a tensor of shape (2,) on the device. The step
-        itself has reduced only the mean (`StepSums.loss`).
+        All ranks call this together. The result is a tensor of shape (2,) on the device.
 
         Args:
             loss: This rank's part of the loss: the sum over its tokens, divided by the number of
@@ -671,12 +664,13 @@ class Trainer:
             local_tokens: Number of valid labels in this rank's sequences.
         """
         loss_parts, num_tokens = self._sum_losses_by_data_rank(loss, local_tokens)
+        global_loss = loss_parts.sum()
 
-        # Each part of the loss is a sum of token losses, divided by the tokens of the global batch.
-        # Divide the sum by the tokens of the data rank instead.
-        token_loss_sums = loss_parts * num_tokens.sum()
-        mean_losses = token_loss_sums / num_tokens.clamp(min=1.0)  # a rank may have no valid token
-        return torch.stack([loss_parts.sum(), mean_losses.max()])
+        # A part of the loss was divided by the tokens of the global batch. Undo this division, and
+        # divide by the tokens of the data rank, which may have none.
+        loss_sums = loss_parts * num_tokens.sum()
+        mean_losses = loss_sums / num_tokens.clamp(min=1.0)
+        return torch.stack([global_loss, mean_losses.max()])
 
     def _sum_losses_by_data_rank(self, loss: Tensor, local_tokens: int) -> Tensor:
         """Return the part of the loss and the number of valid tokens of each data-parallel rank.
@@ -733,42 +727,35 @@ class Trainer:
                 saved.
             StoppedUnsaved: If a signal stopped the run and checkpoint.enable is false.
         """
+        errors = self._end_hooks(end)
+        with self._locks:  # the next run must not write to the log before the end is logged
+            self._resources.close()
+            if errors:
+                raise errors[0]
+
+            step = self.steps_done
+            reason = end.request.finish  # empty unless a hook has finished the run early
+            ending = f": {reason}" if reason else "."
+            self.log(Event(f"Finished after step {step}{ending}", "finish", step))
+
+    def _end_hooks(self, end: _LoopEnd) -> list[Exception]:
+        """Call `Hook.ended` of all hooks, and wait for the last save.
+
+        Returns:
+            All errors with which the run ends. The first one is the error to raise.
+        """
         stopped = ""
         if end.request.stop != 0:
             signal_name = signal.Signals(end.request.stop).name
             stopped = f"Stopped by {signal_name} after step {self.steps_done}"
 
-        # Let everything finish before the first error is raised.
-        errors = [end.data_error, *self._end_hooks(stopped)]
-        if stopped and not end.has_finished:  # a signal at the last step is no error
-            errors.append(self._create_stop_error(stopped, end.request.stop))
-
-        with self._locks:  # the next run must not write to the log before the end is logged
-            self._resources.close()
-            for error in errors:
-                if error is not None:
-                    raise error
-
-            reason = end.request.finish  # empty unless a hook has finished the run early
-            ending = f": {reason}" if reason else "."
-            step = self.steps_done
-            self.log(Event(f"Finished after step {step}{ending}", "finish", step))
-
-    def _end_hooks(self, stopped: str) -> list[Exception | None]:
-        """Call `Hook.ended` of all hooks, wait for the last save, and return the errors of both.
-
-        Args:
-            stopped: Description of the signal that stopped the run, or "".
-
-        Returns:
-            An error or None for each hook, and for the last save.
-        """
-        errors: list[Exception | None] = [
-            hook.ended(self.steps_done, stopped) for hook in reversed(self.hooks)
-        ]
+        errors = [end.data_error]
+        errors += [hook.ended(self.steps_done, stopped) for hook in reversed(self.hooks)]
         if self.checkpointer is not None:
             errors.append(self.checkpointer.finish(self.steps_done, stopped))
-        return errors
+        if stopped and not end.has_finished:  # a signal at the last step is no error
+            errors.append(self._create_stop_error(stopped, end.request.stop))
+        return [error for error in errors if error is not None]
 
     def _create_stop_error(self, stopped: str, signal_number: int) -> UserError:
         """Create the error that ends a run after a stop signal.
@@ -818,6 +805,14 @@ def _read_numbers(hook: Hook, step: int) -> Mapping[str, Any]:
     return numbers
 
 
+def _explain_exit_call(error: SystemExit) -> RuntimeError:
+    """Return the error with which a run ends if a plugin calls `sys.exit` during training."""
+    return RuntimeError(
+        f"sys.exit({error.code!r}) was called during training. "
+        'To end a run early, return Request(finish="reason") from Hook.wants.'
+    )
+
+
 def train(run: Run, argv: Sequence[str] = ()) -> None:
     """Run a training job on this rank, from building the model to the last checkpoint.
 
@@ -838,25 +833,19 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
             trainer = Trainer(run, device)
             trainer.train()
         except SystemExit as error:  # for example, from a plugin
-            exit_call = RuntimeError(
-                f"sys.exit({error.code!r}) was called during training. "
-                'To end a run early, return Request(finish="reason") from Hook.wants.'
-            )
+            exit_call = _explain_exit_call(error)
             exit_call.add_note(resume_hint(run, argv))
             raise exit_call from error
-        except GuardError as error:
-            if trainer is not None:
-                # A guard stops all ranks together, so they can complete the save in progress. After
-                # other errors, closing could hang, because other ranks may wait in a collective.
-                trainer.close()
-                error.add_note(resume_hint(run, argv))
-            raise
         except Exception as error:
             if is_out_of_memory(error):
                 when = "in the build" if trainer is None else f"at step {trainer.steps_done}"
                 raise explain_out_of_memory(error, run, argv, device, when) from None
 
-            # If building the trainer failed with a UserError, a resume would fail again.
-            if trainer is not None or not isinstance(error, UserError):
+            if trainer is not None and isinstance(error, GuardError):
+                # A guard stops all ranks together, so they can complete the save in progress. After
+                # other errors, closing could hang, because other ranks may wait in a collective.
+                trainer.close()
+            would_fail_again = trainer is None and isinstance(error, UserError)
+            if not would_fail_again:
                 error.add_note(resume_hint(run, argv))
             raise
