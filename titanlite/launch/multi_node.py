@@ -44,6 +44,8 @@ PROCESS_FILE = "process"  # process id of the node process
 END_FILE = "code"  # exit code of a run that has ended for a known reason
 CRASH_FILE = "crash"  # exit code of a crash that is not restarted
 
+Address = tuple[str, int]
+"""Host name or IP address, and port."""
 # An example address of RFC 5737, to look up the default route of this node. Nothing is sent there.
 DEFAULT_ROUTE = ("192.0.2.1", 9)
 SIOCGIFADDR = 0x8915  # request of netdevice(7): the address of an interface
@@ -57,7 +59,7 @@ def run_agent(
     argv: Sequence[str],
     run: Run,
     nodes: tuple[int, int],
-    store: tuple[str, int],
+    store: Address,
     node_rank: int | None,
     restarts: int,
 ) -> int:
@@ -123,7 +125,7 @@ def run_agent(
 
 def _configure_agent(
     nodes: tuple[int, int],
-    store: tuple[str, int],
+    store: Address,
     node_rank: int | None,
     is_local: bool,
     restarts: int,
@@ -174,7 +176,7 @@ def _configure_agent(
     )
 
 
-def _start_threads(folder: Path, store: tuple[str, int], is_host: bool) -> None:
+def _start_threads(folder: Path, store: Address, is_host: bool) -> None:
     """Start the background threads of the process that runs the torch agent.
 
     Args:
@@ -282,7 +284,7 @@ def _leave_after_crash(folder: Path) -> None:
     leave(code)
 
 
-def _log_missing_nodes(folder: Path, store: tuple[str, int], is_host: bool) -> None:
+def _log_missing_nodes(folder: Path, store: Address, is_host: bool) -> None:
     """Wait `SILENT_SECONDS`. If the nodes have not connected by then, log the probable reason.
 
     Args:
@@ -303,7 +305,7 @@ def _log_missing_nodes(folder: Path, store: tuple[str, int], is_host: bool) -> N
     note(f"Still waiting after {SILENT_SECONDS:.0f} s: {reason}")
 
 
-def _check_connection(store: tuple[str, int]) -> str:
+def _check_connection(store: Address) -> str:
     """Try to connect to the store, and return the probable reason why nodes are missing.
 
     The reason is the end of a log line, for example "host:29500 is reachable, but other nodes have
@@ -320,7 +322,7 @@ def _check_connection(store: tuple[str, int]) -> str:
     return f"{where} is reachable, but other nodes have not joined."
 
 
-def _resolve_store(store: tuple[str, int]) -> list[str]:
+def _resolve_store(store: Address) -> list[str]:
     """Return the IP addresses of the node that hosts the c10d store.
 
     Args:
@@ -358,7 +360,7 @@ def _is_local(addresses: Sequence[str]) -> bool:
     return False
 
 
-def _find_local_address(store: tuple[str, int]) -> str | None:
+def _find_local_address(store: Address) -> str | None:
     """Return the IP address at which other nodes reach this node, or None if it is unknown.
 
     Usually, this is the address from which this node sends to the first node. By default, torch
@@ -382,7 +384,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _source_address(target: tuple[str, int]) -> str | None:
+def _source_address(target: Address) -> str | None:
     """Return the IP address from which this node sends to `target`; None if there is no route."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -26,14 +26,15 @@ file.
 
 
 def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
-    """Train a run as soon as no other run uses its output folder.
+    """Wait until no other run uses the output folder of a run, then train the run.
 
-    If the job is invalid, or a signal stops the run before a save, a new output folder is removed
-    again if it contains only files that this process has created.
+    If the job is invalid, or a signal stops the run before a save, remove its output folder again,
+    provided that the folder is new and contains only files that this process has created.
 
     Args:
         run: The run to train.
-        train: Function that trains the run and returns its exit code.
+        train: Function that trains the run and returns its exit code. If it trains in this process
+            instead of starting ranks, it can also raise UserError.
 
     Returns:
         The exit code that `train` returns.
@@ -42,7 +43,7 @@ def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
         UserError: If `train` raises it, or another run does not release the folder in time.
     """
     new_folders = _missing_folders(run.dump_folder)
-    lock_files = _wait_for_locks(run)
+    lock_files = _wait_for_other_runs(run)
     if not new_folders:
         return train()
 
@@ -53,8 +54,7 @@ def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
         if error.exit_code == INVALID_JOB:
             _remove_unused(run, new_folders, created_files)
         raise
-    has_saved_nothing = exit_code in (INVALID_JOB, *UNSAVED_STOPS)
-    if has_saved_nothing:
+    if exit_code in (INVALID_JOB, *UNSAVED_STOPS):  # nothing was saved
         _remove_unused(run, new_folders, created_files)
     return exit_code
 
@@ -64,7 +64,7 @@ def _missing_folders(folder: Path) -> list[Path]:
     return [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
 
 
-def _wait_for_locks(run: Run) -> dict[Path, FileId]:
+def _wait_for_other_runs(run: Run) -> dict[Path, FileId]:
     """Wait until no other run uses the output folder or the checkpoint folder.
 
     A run locks both folders while it trains. To wait for its end, take each lock and release it
@@ -136,28 +136,30 @@ def _remove_unused(
 def _remove_created(run: Run, created_files: Set[Path], new_folders: Sequence[Path]) -> None:
     """Remove the new output folder of a run, unless it contains a file of another process.
 
-    The checkpoint folder is removed with it, if it is empty.
-
     Args:
         run: The run that has ended.
         created_files: Files that this process has created, in the output folder or elsewhere.
         new_folders: Folders that this process has created, innermost first.
     """
-    folders = list(new_folders)
-    paths = set(run.dump_folder.iterdir())
-    if run.checkpoint_folder in paths and _is_empty_folder(run.checkpoint_folder):
-        paths.remove(run.checkpoint_folder)
-        folders.insert(0, run.checkpoint_folder)  # before the output folder, which contains it
-    if not paths <= created_files:
+    contents = set(run.dump_folder.iterdir())
+    empty_folders = {
+        path for path in contents if path == run.checkpoint_folder and _is_empty_folder(path)
+    }
+    files = contents - empty_folders
+    if not files <= created_files:
         return
 
-    # Stop logging, because the error that ends this process would create train.log again.
-    logging.getLogger(LOGGER_NAME).handlers.clear()
-    for path in paths:
-        path.unlink(missing_ok=True)
+    _stop_logging()
+    for file in files:
+        file.unlink(missing_ok=True)
     with suppress(OSError):  # another process may have put a file into one of the folders
-        for folder in folders:
+        for folder in (*empty_folders, *new_folders):
             folder.rmdir()
+
+
+def _stop_logging() -> None:
+    """Stop writing to train.log. Otherwise, the error that ends this process would create it."""
+    logging.getLogger(LOGGER_NAME).handlers.clear()
 
 
 def _is_empty_folder(path: Path) -> bool:

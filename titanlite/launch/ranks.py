@@ -350,25 +350,38 @@ class Ranks:
             cause: End of the rank that made all other ranks end.
             killed: Ranks that the launcher has killed.
         """
-        # If a signal stopped the run before it was saved, the signal determines the exit code.
-        ended_without_save = cause.rank in killed or cause.code in UNSAVED_STOPS
-        is_unsaved_stop = self._stop_signal != 0 and ended_without_save and not _is_known(cause)
+        is_unsaved_stop = self._is_unsaved_stop(cause, killed)
         exit_code = 128 + self._stop_signal if is_unsaved_stop else _exit_code(cause.code)
 
         text = cause.message or self.resume_hint()  # a message also explains how to resume
         if not _is_known(cause):
             failure = self._describe_failure(cause, killed, is_unsaved_stop)
             text = f"{failure}\n{text}"
-        text = text.rstrip("\n")
 
+        kind = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
+        self._print_end(cause, text.rstrip("\n"), kind)
+        return exit_code
+
+    def _is_unsaved_stop(self, cause: RankEnd, killed: Sequence[int]) -> bool:
+        """Return whether the run ended because a signal stopped it before it was saved."""
+        if self._stop_signal == 0 or _is_known(cause):
+            return False
+        return cause.rank in killed or cause.code in UNSAVED_STOPS
+
+    def _print_end(self, cause: RankEnd, text: str, kind: str) -> None:
+        """Print why the run ended, and log it unless rank 0 has already logged it.
+
+        Args:
+            cause: End of the rank that made all other ranks end.
+            text: Text to print.
+            kind: Kind of the event to log, such as "failure".
+        """
         if cause.message and cause.rank == 0:
-            _print(text)  # rank 0 has already logged its message
-            return exit_code
+            _print(text)
+            return
         if not cause.message and is_live_terminal():
             note("")  # ends the line in which the live view left the cursor
-        kind = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
         self._print_and_log(text, kind)
-        return exit_code
 
     def _describe_failure(
         self, cause: RankEnd, killed: Sequence[int], is_unsaved_stop: bool
@@ -380,7 +393,7 @@ class Ranks:
         Args:
             cause: End of the rank that made all other ranks end.
             killed: Ranks that the launcher has killed.
-            is_unsaved_stop: Whether a signal stopped the run before it was saved. The line then
+            is_unsaved_stop: Whether a signal stopped the run before it was saved, so that the line
                 names the signal instead of the rank.
         """
         if is_unsaved_stop:
