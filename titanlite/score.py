@@ -201,14 +201,14 @@ def _make_job(
         parallelism: Layout of the ranks.
         training: Section [training] of the evaluation.
     """
-    # Keep only the sections that describe the model, its tokenizer and their plugins.
+    # A plugin architecture or tokenizer has the options in the section of its name.
     plugin_sections = {saved_job.model.architecture, saved_job.tokenizer.name or ""}
-    tables = saved_job.model_dump(include={"job", "model", "tokenizer", "comm", *plugin_sections})
-    tables["model"] = saved_job.model.model_copy(update={"attention_backend": "auto"})
-    tables["parallelism"] = parallelism
-    tables["activation_checkpoint"] = {"mode": "none"}
-    tables["training"] = training
-    return JobConfig.model_validate(tables)
+    sections = saved_job.model_dump(include={"job", "tokenizer", "comm", *plugin_sections})
+    sections["model"] = saved_job.model.model_copy(update={"attention_backend": "auto"})
+    sections["parallelism"] = parallelism
+    sections["activation_checkpoint"] = {"mode": "none"}
+    sections["training"] = training
+    return JobConfig.model_validate(sections)
 
 
 def _make_training_section(

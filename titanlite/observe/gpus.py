@@ -174,19 +174,21 @@ def _read_gpu(path: str) -> Gpu:
     try:
         text = read_file(Path(path).expanduser(), MAX_FILE_BYTES).decode("utf-8-sig")
         values = tomli.loads(text)
-        for former_key, key in RENAMED_KEYS.items():
-            if former_key in values and key not in values:
-                values[key] = values.pop(former_key)
-                logging.getLogger("titanlite").warning(
-                    f"--gpu {path}: {former_key} is now called {key}."
-                )
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--gpu {path}: not valid TOML: {error}") from None
+
+    for former_key, key in RENAMED_KEYS.items():
+        if former_key in values and key not in values:
+            values[key] = values.pop(former_key)
+            logging.getLogger("titanlite").warning(
+                f"--gpu {path}: {former_key} is now called {key}."
+            )
+    try:
         return Gpu.model_validate(values)
     except ValidationError as error:
         raise UserError(
             f"--gpu {path}: {explain_error(Gpu, error)}. See docs/internals/planner.md."
         ) from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"--gpu {path}: not valid TOML: {error}") from None
 
 
 class LocalGpu(NamedTuple):

@@ -183,13 +183,14 @@ def _to_strict_json(values: Mapping[str, Any]) -> dict[str, Any]:
     nonfinite: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, dict):
-            value = _to_strict_json(value)
-            if not value:
-                continue
+            nested = _to_strict_json(value)
+            if nested:
+                result[name] = nested
         elif isinstance(value, float) and not math.isfinite(value):
+            result[name] = None
             nonfinite[name] = str(value)
-            value = None
-        result[name] = value
+        else:
+            result[name] = value
 
     if nonfinite:
         result["nonfinite"] = nonfinite

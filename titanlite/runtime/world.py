@@ -96,7 +96,9 @@ _worlds = count()
 
 @cache
 def _rendezvous(world_size: int, timeout: timedelta, file: str | None) -> Store:
-    """Return the store through which the ranks connect. All process groups share this store.
+    """Return the store through which the ranks connect.
+
+    All process groups of this process share it, so the result is cached.
 
     Args:
         world_size: Number of ranks.
@@ -125,13 +127,23 @@ def _rendezvous(world_size: int, timeout: timedelta, file: str | None) -> Store:
         was_started_by_launcher = ERROR_FOLDER in os.environ
         if was_started_by_launcher:
             raise  # the launcher sets valid variables, and restarts a run after a lost connection
-        reason = str(error).partition("\n")[0].rstrip(".")  # C++ stacks can follow
-        raise UserError(
-            "MASTER_ADDR and MASTER_PORT must name an address of the first rank that all ranks can "
-            f"reach: {reason}. Start with torchrun, which sets them, or unset WORLD_SIZE and set "
-            f"NGPU={world_size}."
-        ) from None
+        raise _explain_rendezvous_error(error, world_size) from None
     return store
+
+
+def _explain_rendezvous_error(error: Exception, world_size: int) -> UserError:
+    """Convert the error of a failed rendezvous to an error that explains how to fix it.
+
+    Args:
+        error: Error of torch. A C++ stack can follow the first line of its message.
+        world_size: Number of ranks.
+    """
+    reason = str(error).partition("\n")[0].rstrip(".")
+    return UserError(
+        "MASTER_ADDR and MASTER_PORT must name an address of the first rank that all ranks can "
+        f"reach: {reason}. Start with torchrun, which sets them, or unset WORLD_SIZE and set "
+        f"NGPU={world_size}."
+    )
 
 
 @contextmanager

@@ -265,10 +265,6 @@ class Migration:
     def _convert_source(self, section: str, old_section: str, default: str) -> None:
         """Set a data section of the new job file to the dataset of the torchtitan job file.
 
-        - A dataset with a path, on the disk or on the Hugging Face Hub, keeps its path.
-        - "c4" and "c4_validation", two splits of the same dataset, become `source = "c4"`.
-        - "c4_test" is replaced by another dataset.
-
         Args:
             section: Section of the new job file, "dataset" or "validation".
             old_section: Section of the torchtitan job file that names the dataset.
@@ -281,18 +277,12 @@ class Migration:
         path_key = f"{old_section}.dataset_path"
         name = self._old.get(name_key, default)
         is_c4 = name in ("c4", "c4_validation")
-        if name == "c4_validation":
-            self._set_default(f"{section}.split", "validation")
-
         if path_key in self._old:
             self._carry_over(f"{section}.source", "huggingface", name_key)
             self._carry_over(f"{section}.path", self._old[path_key], path_key)
-            if is_c4:  # torchtitan streams the English part, from any path
-                self._set_default(f"{section}.config", "en")
-                self._set_default(f"{section}.streaming", True)
-            return
-
-        if is_c4:
+            if is_c4:
+                self._stream_english(section)
+        elif is_c4:
             self._carry_over(f"{section}.source", "c4", name_key)
         elif name == "c4_test":
             self._replace_c4_test(section, name_key)
@@ -301,6 +291,18 @@ class Migration:
                 f"{name_key} = {format_value(name)}: torchtitan has c4, c4_test and c4_validation. "
                 "Add dataset_path, a folder or a name on the Hub."
             )
+
+        if name == "c4_validation":
+            self._set_default(f"{section}.split", "validation")
+
+    def _stream_english(self, section: str) -> None:
+        """Stream only the English part of C4 from the Hub, as torchtitan does from any path.
+
+        Args:
+            section: Section of the new job file, "dataset" or "validation".
+        """
+        self._set_default(f"{section}.config", "en")
+        self._set_default(f"{section}.streaming", True)
 
     def _replace_c4_test(self, section: str, name_key: str) -> None:
         """Replace the torchtitan dataset c4_test, a small part of C4, by python_stdlib.
