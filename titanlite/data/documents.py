@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -34,9 +34,6 @@ class DocumentTokenizer:
         is_validation: Select the held-out documents instead of the training documents.
         skip_bad: Skip records that cannot be read instead of raising an error.
         section: Section of the job file that describes the data, for messages.
-        proposes_skip: Whether an error message may propose to skip unreadable records. Set to False
-            if the source seems to contain no readable record.
-        skipped: One reason for each record that `encode` has skipped since the last `take_skipped`.
     """
 
     tokenizer: Tokenizer
@@ -44,8 +41,6 @@ class DocumentTokenizer:
     is_validation: bool = False
     skip_bad: bool = False
     section: str = "dataset"
-    proposes_skip: bool = True
-    skipped: list[str] = field(default_factory=list, init=False)
 
     @classmethod
     def for_run(
@@ -70,13 +65,11 @@ class DocumentTokenizer:
         self.empty_length = len(self._bos) + len(self._eos)
         """Number of tokens of a document without text."""
 
-    def encode(self, record: Record, *, is_repeated: bool = False) -> np.ndarray:
+    def encode(self, record: Record) -> np.ndarray:
         """Tokenize a record: BOS, the tokens of its text, and EOS.
 
         Args:
             record: A text, a document that was tokenized in advance, or the error for a bad record.
-            is_repeated: Whether the record was read in an earlier epoch. If it is bad, it is then
-                not added to `skipped` a second time.
 
         Returns:
             Tokens, shape (n,), int32. A token t that does not count in the loss is stored as ~t.
@@ -88,8 +81,6 @@ class DocumentTokenizer:
         if isinstance(record, BadRecord):
             if not self.skip_bad:
                 raise self.explain_bad_record(record)
-            if not is_repeated:
-                self.skipped.append(str(record))
             return self._no_tokens
         if not self._is_selected(record):
             return self._no_tokens
@@ -98,12 +89,6 @@ class DocumentTokenizer:
         if isinstance(record, MaskedText):
             return self._encode_masked(record)
         return np.concatenate([self._bos, self._encode_text(record), self._eos])
-
-    def take_skipped(self) -> list[str]:
-        """Return the reasons why records were skipped since the last call."""
-        skipped = self.skipped
-        self.skipped = []
-        return skipped
 
     def _encode_text(self, text: str) -> np.ndarray:
         """Return the token ids of a text as int32, without BOS and EOS."""
@@ -146,10 +131,15 @@ class DocumentTokenizer:
         is_held_out = text_hash < self.holdout * 2**64
         return is_held_out == self.is_validation
 
-    def explain_bad_record(self, record: BadRecord) -> BadRecord:
-        """Return a copy of the error that names the options of the job file to change."""
+    def explain_bad_record(self, record: BadRecord, *, proposes_skip: bool = True) -> BadRecord:
+        """Return a copy of the error that names the options of the job file to change.
+
+        Args:
+            record: The error for the record.
+            proposes_skip: Also propose to skip records that cannot be read.
+        """
         problem = str(record).replace("Set text_column", f"Set {self.section}.text_column")
-        if self.proposes_skip:
+        if proposes_skip:
             problem += f'. To skip such records, set {self.section}.on_bad_record = "skip"'
         return BadRecord(f"{problem}.")
 
@@ -197,24 +187,32 @@ def inspect_source(source: Source, document_tokenizer: DocumentTokenizer, seq_le
     """
     if isinstance(source, TokenSource):
         source.check(document_tokenizer.tokenizer, document_tokenizer.holdout)
+    if not document_tokenizer.skip_bad:
+        _check_first_records(source, document_tokenizer)
 
-    # If all of the first records are bad, options such as text_column are probably wrong. The error
-    # then does not propose to skip bad records, because this would skip the whole source.
-    proposes_skip = _has_good_record_at_start(source)
-    # Use a copy, because training reports the skipped records again.
-    sample_tokenizer = replace(document_tokenizer, proposes_skip=proposes_skip)
-
-    num_tokens = _count_tokens(source, sample_tokenizer, seq_len)
+    num_tokens = _count_tokens(source, document_tokenizer, seq_len)
+    if num_tokens == 0:
+        _check_for_text(source, document_tokenizer)
     if num_tokens <= seq_len:
-        raise UserError(_explain_too_little_text(source, sample_tokenizer, num_tokens, seq_len))
+        raise UserError(_explain_too_little_text(source, document_tokenizer, num_tokens, seq_len))
     if isinstance(source, RandomAccess):
-        _check_random_records(source, sample_tokenizer)
+        _check_random_records(source, document_tokenizer)
 
 
-def _has_good_record_at_start(source: Source) -> bool:
-    """Return whether at least one of the first 64 records of a source can be read."""
-    first_records = islice(source, _SAMPLE_DOCUMENTS)
-    return any(not isinstance(record, BadRecord) for record in first_records)
+def _check_first_records(source: Source, document_tokenizer: DocumentTokenizer) -> None:
+    """Check that at least one of the first 64 records of a source can be read.
+
+    Raises:
+        BadRecord: If all of them are bad. An option such as text_column is then probably wrong, so
+            the message does not propose to skip bad records.
+    """
+    bad_records = []
+    for record in islice(source, _SAMPLE_DOCUMENTS):
+        if not isinstance(record, BadRecord):
+            return
+        bad_records.append(record)
+    if bad_records:
+        raise document_tokenizer.explain_bad_record(bad_records[0], proposes_skip=False)
 
 
 def _check_random_records(source: RandomAccess, document_tokenizer: DocumentTokenizer) -> None:
@@ -245,6 +243,26 @@ def _count_tokens(source: Source, document_tokenizer: DocumentTokenizer, limit: 
     return num_tokens
 
 
+def _check_for_text(source: Source, document_tokenizer: DocumentTokenizer) -> None:
+    """Check that a source contains text, although it has no tokens in the split being read.
+
+    Raises:
+        UserError: If all records were skipped, or no document of either split contains text.
+    """
+    skipped = [record for record in source if isinstance(record, BadRecord)]
+    if skipped:
+        raise UserError(
+            f"{source.name}: all {len(skipped):,} records are skipped. The first one: {skipped[0]}."
+        )
+
+    both_splits = replace(document_tokenizer, holdout=0.0)
+    if _count_tokens(source, both_splits, limit=0) == 0:
+        raise UserError(
+            f"{source.name}: the documents contain no text. Choose other files. "
+            "If they have several fields, set text_column."
+        )
+
+
 def _explain_too_little_text(
     source: Source, document_tokenizer: DocumentTokenizer, num_tokens: int, seq_len: int
 ) -> str:
@@ -252,33 +270,20 @@ def _explain_too_little_text(
 
     Args:
         source: Source whose name the message contains.
-        document_tokenizer: Tokenizer that has read the source. `skipped` lists the reasons why it
-            has skipped bad records. If `holdout` is not 0, it reads only a part of the documents:
-            those for training, or those held out for validation.
-        num_tokens: Number of tokens that the source has.
-        seq_len: Length of a sequence. The source needs at least `seq_len` + 1 tokens, because
+        document_tokenizer: Selects the split (training or held out) whose tokens were counted.
+        num_tokens: Number of tokens in this split.
+        seq_len: Length of a sequence. The split needs at least `seq_len` + 1 tokens, because
             labels are shifted by one.
     """
-    skipped = document_tokenizer.skipped
-    if num_tokens == 0 and skipped:
-        problem = f"all {len(skipped):,} records are skipped"
-        return f"{source.name}: {problem}. The first one: {skipped[0]}."
-    # If this split has no text, count the documents of both splits.
-    all_documents = replace(document_tokenizer, holdout=0.0)
-    if num_tokens == 0 and _count_tokens(source, all_documents, limit=0) == 0:
-        problem = "the documents contain no text"
-        remedy = "Choose other files. If they have several fields, set text_column."
-        return f"{source.name}: {problem}. {remedy}"
-
     holdout = document_tokenizer.holdout
     if holdout > 0:
-        text = f"the documents in this split (validation.holdout = {holdout})"
+        documents = f"the documents in this split (validation.holdout = {holdout})"
         remedy = _propose_holdout(source, document_tokenizer, seq_len)
     else:
-        text = "the documents"
+        documents = "the documents"
         remedy = "Lower training.seq_len or add text."
     return (
-        f"{source.name}: {text} contain {num_tokens:,} tokens, fewer than one sequence "
+        f"{source.name}: {documents} contain {num_tokens:,} tokens, fewer than one sequence "
         f"(training.seq_len = {seq_len:,}). {remedy}"
     )
 
@@ -290,13 +295,10 @@ def _propose_holdout(source: Source, document_tokenizer: DocumentTokenizer, seq_
     no such holdout, propose to add text.
     """
     for holdout in _HOLDOUTS:
-        validation = replace(document_tokenizer, holdout=holdout, is_validation=True)
         training = replace(document_tokenizer, holdout=holdout, is_validation=False)
-        num_tokens = min(
-            _count_tokens(source, validation, seq_len),
-            _count_tokens(source, training, seq_len),
-        )
-        if num_tokens > seq_len:
+        validation = replace(training, is_validation=True)
+        splits = (training, validation)
+        if all(_count_tokens(source, split, seq_len) > seq_len for split in splits):
             return f"Set validation.holdout to {holdout}, or set a validation.source."
     return "Add text, or lower training.seq_len."
 

@@ -102,6 +102,11 @@ class PackedSequence(NamedTuple):
     """Index in the global batch."""
 
     @property
+    def index_in_stream(self) -> int:
+        """Index of this sequence among the sequences of its stream."""
+        return self.next_position.num_sequences - 1
+
+    @property
     def segment_sizes(self) -> np.ndarray:
         """Number of tokens of each segment, shape (S,)."""
         return self.segments[:, 3]
@@ -198,16 +203,17 @@ def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) 
         The segments of a sequence, and the position at which the next sequence begins.
     """
     num_sequences = start.num_sequences
-    first_index = start.offset
+    num_done = start.offset  # sequences of the first window that were read before
     for window in _read_windows(read_documents, start.document, BEST_FIT_WINDOW * length):
         sequences = _pack_window(window, length)
-        for i in range(first_index, len(sequences)):
+        for i in range(num_done, len(sequences)):
             num_sequences += 1
-            next_start = StreamPosition(num_sequences, window.start, offset=i + 1)
-            if i + 1 == len(sequences):  # the next sequence begins the next window
-                next_start = StreamPosition(num_sequences, window.end, offset=0)
+            if i + 1 < len(sequences):
+                next_start = StreamPosition(num_sequences, window.start, offset=i + 1)
+            else:
+                next_start = StreamPosition(num_sequences, window.end)
             yield sequences[i], next_start
-        first_index = 0  # only the first window may begin in the middle, after a resume
+        num_done = 0
 
 
 class _Window(NamedTuple):

@@ -15,7 +15,6 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -31,7 +30,7 @@ from titanlite.config.run import Run
 from titanlite.config.schema import TextSource
 from titanlite.data.documents import DocumentTokenizer, open_sources, source_specs
 from titanlite.data.sources.base import Source
-from titanlite.data.sources.records import Record, group_records, hash_text
+from titanlite.data.sources.records import BadRecord, Record, group_records, hash_text
 from titanlite.data.sources.shards import (
     DAMAGED_MANIFEST,
     FORMAT,
@@ -193,13 +192,12 @@ def _read_shards(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> li
     manifest = parse_json(path, content, RootModel[dict[str, Any]]).root
 
     # Check that the shards were made from the same source with the same tokenizer and settings.
+    expected = dict(header)
+    if tokenizer.is_known_as(manifest.get("tokenizer", "")):
+        expected["tokenizer"] = manifest["tokenizer"]  # it may be from an older version
     different_fields = []
-    for key, value in header.items():
-        if key == "tokenizer":
-            is_same = tokenizer.is_known_as(manifest.get(key, ""))
-        else:
-            is_same = manifest.get(key) == value
-        if not is_same:
+    for key, value in expected.items():
+        if manifest.get(key) != value:
             different_fields.append(f"another {key.replace('_', ' ')}")
     if different_fields:
         raise UserError(
@@ -233,17 +231,12 @@ def _tokenize_in_order(
 def _tokenize(
     documents: DocumentTokenizer, dtype: np.dtype, records: list[Record]
 ) -> _TokenizedUnit:
-    """Tokenize the records of a unit, and hash their texts.
-
-    Threads can call this at the same time.
-    """
-    documents = replace(documents)  # a copy with its own list of skipped records
+    """Tokenize the records of a unit, and hash their texts."""
     tokens = [documents.encode(record) for record in records]
     hashes = [hash_text(record) if isinstance(record, str) else 0 for record in records]
     lengths = [len(document) for document in tokens]
-    return _TokenizedUnit(
-        np.concatenate(tokens).astype(dtype).tobytes(), lengths, hashes, documents.skipped
-    )
+    skipped = [str(record) for record in records if isinstance(record, BadRecord)]
+    return _TokenizedUnit(np.concatenate(tokens).astype(dtype).tobytes(), lengths, hashes, skipped)
 
 
 def _join(units: list[_TokenizedUnit]) -> _TokenizedUnit:

@@ -42,7 +42,7 @@ from titanlite.data.packing import (
 )
 from titanlite.data.shuffle import epoch_order, permuted
 from titanlite.data.sources.base import RandomAccess, Sequential, Source
-from titanlite.data.sources.records import Record, group_records
+from titanlite.data.sources.records import BadRecord, Record, group_records
 from titanlite.data.tokenizer import Tokenizer
 
 MAX_STREAMS = 64
@@ -54,9 +54,9 @@ only its own streams.
 
 # Indices in `SequenceReader._progress`, which holds the source, part and document being read.
 _SOURCE, _PART, _DOCUMENT = range(3)
-# End of a source without max_epochs: more documents than any run reads, but small enough for
-# 64-bit arithmetic.
-NEVER = 1 << 48
+# Documents over all epochs of a source without max_epochs: more than any run reads, but few enough
+# for 64-bit arithmetic.
+_UNLIMITED = 1 << 48
 WINDOW_DOCUMENTS = 1024  # a shuffle window of a sequential source ends at this many documents
 WINDOW_CHARACTERS = 1 << 20  # or at this many characters
 
@@ -202,6 +202,8 @@ class SequenceReader:
         # A copy, because a reader runs ahead of the training step.
         self._mixture = copy.deepcopy(data.mixture)
         self._streams: dict[tuple[int, int], Iterator[PackedSequence]] = {}
+        # Reasons why records were skipped since the last sequence that was read.
+        self._skipped: list[str] = []
 
     def next_batch(self) -> list[PackedSequence]:
         """Read the sequences of the next global batch that belong to this reader.
@@ -268,8 +270,7 @@ class SequenceReader:
         # The iterator continues after the sequence that the last call has returned. Drop the
         # sequences that the caller has left out.
         for sequence in self._streams[source, stream]:
-            index_in_stream = sequence.next_position.num_sequences - 1
-            if index_in_stream >= wanted_index:
+            if sequence.index_in_stream >= wanted_index:
                 return sequence._replace(index=index_in_batch)
 
         name = self._data.sources[source].name
@@ -279,7 +280,7 @@ class SequenceReader:
     def _read_stream(self, source: int, stream: int) -> Iterator[PackedSequence]:
         """Yield the packed sequences of a stream, from its position in `PackedDataset` on.
 
-        Each sequence has the reasons of the records that were skipped since the sequence before.
+        Each sequence has the reasons why records were skipped since the last sequence was read.
         """
         data = self._data
         pack = best_fit if data.packing == "best_fit" else concat  # see packing.py
@@ -287,27 +288,25 @@ class SequenceReader:
         length = data.seq_len + 1  # because labels are shifted by one
         start = data.positions[source][stream]
 
-        # All readers share `data.documents`. Drop the reasons that an earlier reader has left.
-        data.documents.take_skipped()
         for segments, next_position in pack(read_documents, length, start):
+            skipped = self._skipped
+            self._skipped = []
             yield PackedSequence(
                 tokens=self._join_and_pad(segments),
                 segments=np.array([segment.origin for segment in segments], dtype=np.int64),
                 source=source,
                 stream=stream,
                 next_position=next_position,
-                skipped=data.documents.take_skipped(),
+                skipped=skipped,
             )
 
     def _join_and_pad(self, segments: list[Segment]) -> np.ndarray:
         """Concatenate segments, and pad the result with EOS to seq_len + 1 tokens (int32)."""
-        length = self._data.seq_len + 1
-        parts = [segment.tokens for segment in segments]
-        num_missing = length - sum(len(part) for part in parts)
-        if num_missing:
-            eos_id = self._data.documents.tokenizer.eos_id
-            parts.append(np.full(num_missing, eos_id, dtype=np.int32))
-        return np.concatenate(parts).astype(np.int32, copy=False)
+        eos_id = self._data.documents.tokenizer.eos_id
+        padded = np.full(self._data.seq_len + 1, eos_id, dtype=np.int32)
+        tokens = np.concatenate([segment.tokens for segment in segments])
+        padded[: len(tokens)] = tokens
+        return padded
 
     def _read_documents(
         self, source_index: int, stream: int, start: DocumentPosition
@@ -319,9 +318,8 @@ class SequenceReader:
                 yield self._read_document(source, unit)
             else:
                 assert isinstance(source, Sequential)
-                part_start = DocumentPosition(unit.index_in_stream)
-                if unit.index_in_stream == start.index_in_stream:
-                    part_start = start  # only the first part may begin in the middle
+                # Only the first part may begin in the middle, at `start`.
+                part_start = max(start, DocumentPosition(unit.index_in_stream))
                 yield from self._read_part(source, unit, part_start)
 
     def _list_units(self, source_index: int, stream: int, first_index: int) -> Iterator[_Unit]:
@@ -339,28 +337,18 @@ class SequenceReader:
         num_units = self._data.sources[source_index].num_units
         num_streams = len(self._data.positions[source_index])
         max_epochs = self._data.specs[source_index].max_epochs
-        end = max_epochs * num_units if max_epochs else NEVER
-        positions = range(stream, end, num_streams)  # of the whole stream
-
-        # Compute the order of many units at once, because each numpy call has a fixed cost. Usually
-        # this is the stream's share of an epoch, but at least 8 and at most 256 units.
-        block_size = max(8, min(256, num_units // num_streams))
-        for block_start in range(first_index, len(positions), block_size):
-            block = positions[block_start : block_start + block_size]
-            units = epoch_order(num_units, self._data.seed, np.array(block)).tolist()
-            for i, (position, unit) in enumerate(zip(block, units, strict=True)):
-                yield _Unit(
-                    index=unit,
-                    position=position,
-                    index_in_stream=block_start + i,
-                    is_repeated=position >= num_units,  # after the first epoch
-                )
+        end = max_epochs * num_units if max_epochs else _UNLIMITED
+        positions = range(stream, end, num_streams)[first_index:]
+        indices = _iterate_order(num_units, self._data.seed, positions)
+        for i, (position, index) in enumerate(zip(positions, indices, strict=True)):
+            is_repeated = position >= num_units  # after the first epoch
+            yield _Unit(index, position, first_index + i, is_repeated)
 
     def _read_document(self, source: RandomAccess, unit: _Unit) -> Document:
         """Read and tokenize the document `unit` of a source with random access."""
-        self._progress[_DOCUMENT] = unit.index  # for the report of a read that hangs
+        self._set_progress(part=0, document=unit.index)
         record = source.record(unit.index)
-        tokens = self._data.documents.encode(record, is_repeated=unit.is_repeated)
+        tokens = self._encode(record, unit)
         position = DocumentPosition(unit.index_in_stream)
         next_position = DocumentPosition(unit.index_in_stream + 1)
         return Document(position, next_position, part=0, index=unit.index, tokens=tokens)
@@ -370,32 +358,59 @@ class SequenceReader:
     ) -> Iterator[Document]:
         """Yield the tokenized documents of a part of a sequential source, from `start` on.
 
-        The part is read in windows of consecutive documents. The documents of a window are yielded
-        in shuffled order, and their positions count them in this order.
+        The part is read in windows of consecutive documents, which are shuffled in memory.
         """
-        window_start = start.window_start
-        records = self._read_records(source, part.index, window_start)
+        report_progress = partial(self._set_progress, part.index)
+        records = source.read(part.index, start.window_start, report_progress)
         for window in group_records(records, WINDOW_DOCUMENTS, WINDOW_CHARACTERS):
-            size = len(window)
-            shuffle_key = f"{self._data.seed} position {part.position} window {window_start}"
-            shuffled = permuted(np.arange(size), size, shuffle_key).tolist()
-            for index_in_window, i in enumerate(shuffled):
-                position = DocumentPosition(part.index_in_stream, window_start, index_in_window)
-                if position < start:
-                    continue  # it was read before the run was resumed
+            window_end = DocumentPosition(part.index_in_stream, start.window_start + len(window))
+            yield from self._shuffle_window(window, part, start, window_end)
+            start = window_end
 
-                next_position = position._replace(index_in_window=index_in_window + 1)
-                if index_in_window + 1 == size:  # the next document begins another window
-                    next_position = DocumentPosition(part.index_in_stream, window_start + size)
-                tokens = self._data.documents.encode(window[i], is_repeated=part.is_repeated)
-                yield Document(position, next_position, part.index, window_start + i, tokens)
-            window_start += size
+    def _shuffle_window(
+        self, window: list[Record], part: _Unit, start: DocumentPosition, end: DocumentPosition
+    ) -> Iterator[Document]:
+        """Tokenize the records of a window, and yield them in shuffled order.
 
-    def _read_records(self, source: Sequential, part: int, start: int) -> Iterator[Record]:
-        """Yield the records of a part of a source, from index `start` on."""
-        for index, record in enumerate(source.read(part, start)):
-            # For the report of a read that hangs.
-            self._progress[_PART] = part
-            self._progress[_DOCUMENT] = index
-            if record is not None:  # `source.read` yields None for each record before `start`
-                yield record
+        Args:
+            window: Consecutive records of a part.
+            part: The part that contains them.
+            start: Position in the window of the first document to yield.
+            end: Position at which the next window begins.
+        """
+        size = len(window)
+        shuffle_key = f"{self._data.seed} position {part.position} window {start.window_start}"
+        order = permuted(np.arange(size), size, shuffle_key).tolist()
+        positions = [start._replace(index_in_window=i) for i in range(size)]
+        positions.append(end)
+        for i in range(start.index_in_window, size):
+            tokens = self._encode(window[order[i]], part)
+            index_in_part = start.window_start + order[i]
+            yield Document(positions[i], positions[i + 1], part.index, index_in_part, tokens)
+
+    def _encode(self, record: Record, unit: _Unit) -> np.ndarray:
+        """Tokenize a record of a unit. If it is skipped in the first epoch, keep the reason."""
+        tokens = self._data.documents.encode(record)
+        if isinstance(record, BadRecord) and not unit.is_repeated:
+            self._skipped.append(str(record))
+        return tokens
+
+    def _set_progress(self, part: int, document: int) -> None:
+        """Store which document is being read, for the report of a read that hangs."""
+        self._progress[_PART] = part
+        self._progress[_DOCUMENT] = document
+
+
+def _iterate_order(num_units: int, seed: int, positions: range) -> Iterator[int]:
+    """Yield the indices of the units at some positions of the shuffled order of a source.
+
+    The result equals `epoch_order(num_units, seed, positions)`, but is computed in blocks of
+    positions while it is read.
+    """
+    # A block has the positions in one epoch, but at least 8, because each numpy call has a fixed
+    # cost, and at most 256.
+    positions_per_epoch = num_units // positions.step
+    block_size = max(8, min(256, positions_per_epoch))
+    for start in range(0, len(positions), block_size):
+        block = np.array(positions[start : start + block_size])
+        yield from epoch_order(num_units, seed, block).tolist()

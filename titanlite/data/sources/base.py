@@ -11,10 +11,10 @@ import io
 import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
 
@@ -331,14 +331,18 @@ class Sequential(Source):
             (bytes), or a dictionary.
         """
 
-    def read(self, part: int, start: int = 0) -> Iterator[Record | None]:
+    def read(
+        self,
+        part: int,
+        start: int = 0,
+        report_progress: Callable[[int], None] = lambda index: None,
+    ) -> Iterator[Record]:
         """Yield the documents of a part, or a `BadRecord` for each one that cannot be read.
-
-        For each document before index `start`, yield None, so that the caller can report progress.
 
         Args:
             part: Index of the part.
             start: Index in the part of the first document to yield.
+            report_progress: Called with the index of each document, also of those before `start`.
 
         Raises:
             UserError: If the part is damaged or has changed.
@@ -350,9 +354,8 @@ class Sequential(Source):
         try:
             for index, (location, raw) in enumerate(self.raw(file, part_in_file)):
                 last_location = location
-                if index < start:
-                    yield None
-                else:
+                report_progress(index)
+                if index >= start:
                     yield parse_record(raw, self.column, location, self.mask_column)
         except Exception as error:  # each library has its own exception types
             check_for_changes()  # raises another error if a changed file is the cause
@@ -364,12 +367,8 @@ class Sequential(Source):
 
     def documents(self, start: int = 0) -> Iterator[Record]:
         """Yield the documents in the order of the files, from index `start` on."""
-        index = 0
-        for part in range(self.num_units):
-            for record in self.read(part):
-                if index >= start and record is not None:
-                    yield record
-                index += 1
+        all_documents = chain.from_iterable(map(self.read, range(self.num_units)))
+        return islice(all_documents, start, None)
 
 
 class DocumentIndex(Generic[T]):
