@@ -327,14 +327,11 @@ class Loader:
             new_positions=self._new_positions,
         )
         reports = self._gather(report)
-        self._unreported_skips = self._unreported_skips[MAX_REPORTED:]  # left for the next call
         self._new_positions = {}
+        del self._unreported_skips[:MAX_REPORTED]  # keep the others for the next call
 
         for rank_report in reports:
-            for (source, stream), position in rank_report.new_positions.items():
-                # Several ranks may have read the stream. The largest position is the newest.
-                positions = self._data.positions[source]
-                positions[stream] = max(position, positions[stream])
+            self._merge_positions(rank_report.new_positions)
             if self._data_rank == 0:
                 log_skipped_records(rank_report.skip_reasons)
         return reports
@@ -342,6 +339,15 @@ class Loader:
     def _gather(self, value: _RankReport) -> list[_RankReport]:
         """Return the `value` of each rank of the data-parallel group, in the order of the ranks."""
         return [value] if self._data_group is None else gathered(value, self._data_group)
+
+    def _merge_positions(self, new_positions: dict[tuple[int, int], StreamPosition]) -> None:
+        """Move each stream to the position in `new_positions`, unless it is at a later one.
+
+        Several ranks may have read the same stream. The latest position is the current one.
+        """
+        for (source, stream), position in new_positions.items():
+            positions = self._data.positions[source]
+            positions[stream] = max(position, positions[stream])
 
 
 class _RankReport(NamedTuple):

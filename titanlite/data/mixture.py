@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ class Mixture:
             One pair per sequence: the index of its source, and the number of sequences that the run
             has read from this source before. For example [(0, 70), (1, 30), (0, 71)].
         """
-        # Restart the counts of the stage when a new stage begins.
+        # Restart the counts of the stage when the weights change.
         weights = _find_stage_value(self._weights_by_step, self.step)
         if weights != self.weights:
             self.weights = weights
@@ -83,15 +84,8 @@ class Mixture:
         if num_sources == 1:
             return 0
         m = 2 * num_sources - 2
-
-        multiple = math.lcm(*filter(None, self.weights))  # a candidate never has a weight of 0
-
-        def deadline(source: int) -> int:
-            # The deadline is (count + 1 - 1/m) * total_weight / weight. Replace total_weight by a
-            # multiple of all weights, and multiply by m, so that only integers are compared.
-            return (m * (self.stage_counts[source] + 1) - 1) * (multiple // self.weights[source])
-
-        return min(self._find_lagging_sources(m), key=deadline)
+        candidates = self._find_lagging_sources(m)
+        return min(candidates, key=partial(self._scale_deadline, m))
 
     def _find_lagging_sources(self, m: int) -> list[int]:
         """Return the sources with a lag of at least 1/m. There is always such a source.
@@ -106,6 +100,15 @@ class Mixture:
             if m * (num_sequences * weight - count * total_weight) >= total_weight:
                 sources.append(source)
         return sources
+
+    def _scale_deadline(self, m: int, source: int) -> int:
+        """Return the deadline of a source, times a factor that makes all deadlines integers.
+
+        The deadline is (count + 1 - 1/m) * total_weight / weight sequences. The factor is
+        m * multiple / total_weight, where `multiple` is divisible by all weights.
+        """
+        multiple = math.lcm(*filter(None, self.weights))  # the weight of `source` is not 0
+        return (m * (self.stage_counts[source] + 1) - 1) * (multiple // self.weights[source])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of the mixture as JSON values, to save in a checkpoint.

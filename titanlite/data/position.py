@@ -118,35 +118,37 @@ def restore_position(saved: dict[str, Any], data: PackedDataset, on_change: str)
         raise UserError(f"Cannot resume from the checkpoint's data position: {differences}")
 
     data.mixture.load_state_dict(saved["schedule"])
-    positions = []
-    for i, source in enumerate(saved["sources"]):
-        has_changed = source["fingerprint"] != data.sources[i].fingerprint
-        positions.append(_restore_streams(source["streams"], data.mixture.counts[i], has_changed))
-    data.positions = positions
+    counts = data.mixture.counts
+    new_positions = []
+    for saved_source, source, count in zip(saved["sources"], data.sources, counts, strict=True):
+        positions = _restore_streams(saved_source["streams"], count)
+        if saved_source["fingerprint"] != source.fingerprint:
+            positions = [_move_to_beginning(position) for position in positions]
+        new_positions.append(positions)
+    data.positions = new_positions
 
 
-def _restore_streams(
-    saved: list[list[int]], num_sequences: int, has_changed: bool
-) -> list[StreamPosition]:
+def _restore_streams(saved: list[list[int]], num_sequences: int) -> list[StreamPosition]:
     """Convert the saved stream positions of a source to `StreamPosition` objects.
 
     Args:
         saved: For each stream, the 3 fields of `DocumentPosition`, and the offset.
         num_sequences: Number of sequences that all streams together have yielded.
-        has_changed: Whether the source has changed. Each stream then continues at the beginning of
-            the document or part (such as a file) that was being read.
     """
     # Streams take turns. For example, of 10 sequences, 4 streams have yielded 3, 3, 2 and 2.
     num_rounds, remainder = divmod(num_sequences, len(saved))
     positions = []
-    for stream, (index_in_stream, window_start, index_in_window, offset) in enumerate(saved):
+    for stream, fields in enumerate(saved):
         num_yielded = num_rounds + 1 if stream < remainder else num_rounds
-        document = DocumentPosition(index_in_stream, window_start, index_in_window)
-        if has_changed:
-            document = DocumentPosition(index_in_stream)  # the beginning of the document or part
-            offset = 0
-        positions.append(StreamPosition(num_yielded, document, offset))
+        *document_fields, offset = fields
+        positions.append(StreamPosition(num_yielded, DocumentPosition(*document_fields), offset))
     return positions
+
+
+def _move_to_beginning(position: StreamPosition) -> StreamPosition:
+    """Return the beginning of the document or part (such as a file) that contains a position."""
+    beginning = DocumentPosition(position.document.index_in_stream)
+    return StreamPosition(position.num_sequences, beginning)
 
 
 def measure_progress(data: PackedDataset) -> dict[str, dict[str, float]]:
