@@ -21,7 +21,7 @@ from titanlite.data.hub import HubFiles
 from titanlite.model.formats import architecture_from_hf
 from titanlite.observe.flops import num_params
 
-FROM = "--from"
+FROM_OPTION = "--from"
 CONFIG = "config.json"
 MAX_CONFIG_BYTES = 1 << 24
 MAX_PEAK_LR = 1e-3
@@ -43,10 +43,10 @@ def split_from_option(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     other_words: list[str] = []
     remaining_words = iter(argv)
     for word in remaining_words:
-        if word == FROM:
+        if word == FROM_OPTION:
             values.append(next(remaining_words, ""))
-        elif word.startswith(f"{FROM}="):
-            values.append(word.removeprefix(f"{FROM}="))
+        elif word.startswith(f"{FROM_OPTION}="):
+            values.append(word.removeprefix(f"{FROM_OPTION}="))
         else:
             other_words.append(word)
     if not values:
@@ -56,7 +56,7 @@ def split_from_option(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     is_missing = not value or value.startswith("--")  # the next option
     if is_missing or len(values) > 1:
         raise UserError(
-            f"{FROM}: takes one folder, or OWNER/NAME of a model on the Hugging Face Hub."
+            f"{FROM_OPTION}: takes one folder, or OWNER/NAME of a model on the Hugging Face Hub."
         )
     return value, other_words
 
@@ -95,10 +95,10 @@ def _download_model(name: str, folder: Path) -> None:
     """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         problem = "is not a folder, nor OWNER/NAME of a model on the Hugging Face Hub."
-        raise UserError(f"{FROM} {name} {problem}")
+        raise UserError(f"{FROM_OPTION} {name} {problem}")
     files = HubFiles("model", name, origin=None, include=None)
     if CONFIG not in files.sizes:
-        raise UserError(f"{FROM} {name}: this repository has no {CONFIG} of a model.")
+        raise UserError(f"{FROM_OPTION} {name}: this repository has no {CONFIG} of a model.")
 
     config_folder = folder / ".config"
     files.fetch(config_folder, [CONFIG])
@@ -191,7 +191,7 @@ def _read_job(folder: Path) -> JobConfig:
         find_checkpoints(folder)
     except UserError:
         problem = f"this folder has neither a {CONFIG} of a model nor a checkpoint."
-        raise UserError(f"{FROM} {folder}: {problem}") from None
+        raise UserError(f"{FROM_OPTION} {folder}: {problem}") from None
 
     try:
         return read_newest_job(folder)

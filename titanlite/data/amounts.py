@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from titanlite.data.hub import load_presets
 from titanlite.data.mixture import source_shares
 from titanlite.data.sources.base import File, RandomAccess, RemoteFile, Source
 from titanlite.data.sources.files import find_files, has_compressed, open_quickly
+from titanlite.data.sources.records import Record
 from titanlite.data.tokenizer import Tokenizer
 
 # Up to this many epochs, repeated text teaches almost as much as new text: "Scaling
@@ -53,48 +54,50 @@ def measure_source(source: Source, tokenizer: Tokenizer) -> SourceSize:
     if source.num_tokens:
         return SourceSize(source.describe(), source.num_tokens)
 
-    texts = _read_sample(source)
+    sample = _read_sample(source)
+    texts = sample.texts
     _warn_of_lost_characters(source, tokenizer, texts)
     text_tokens = sum(len(tokenizer.encode_array(text)) for text in texts)
     num_bytes = sum(len(text.encode()) for text in texts)
     bytes_per_token = num_bytes / max(1, text_tokens)
     sample_tokens = text_tokens + 2 * len(texts)  # with BOS and EOS
-    num_tokens = _extrapolate(source, texts, sample_tokens)
+    num_tokens = None
+    if sample.source_size > 0:
+        num_tokens = sample_tokens * sample.source_size // max(1, sample.size)
     return SourceSize(source.describe(), num_tokens, bytes_per_token)
 
 
-def _read_sample(source: Source) -> list[str]:
-    """Read a sample of up to 64 documents, and return those that are readable text.
+class _Sample(NamedTuple):
+    """A sample of the documents of a source, and its share of the source.
 
-    Sources with random access are sampled at random, other sources at their beginning.
+    Both sizes have the same unit: bytes, documents or characters.
     """
+
+    texts: list[str]
+    """Documents that are readable text."""
+    size: int
+    """Size of the sample."""
+    source_size: int
+    """Size of the source, or 0 if it is unknown."""
+
+
+def _read_sample(source: Source) -> _Sample:
+    """Read up to 64 documents of a source, at random if possible and otherwise at its beginning."""
     if isinstance(source, RandomAccess):
-        records = [source.record(index) for index in source.sample()]
-    else:
-        records = list(islice(source, _SAMPLE_DOCUMENTS))
+        indices = source.sample()
+        texts = _select_texts(map(source.record, indices))
+        document_sizes = source.sizes()  # also of unreadable documents
+        return _Sample(texts, int(document_sizes[indices].sum()), int(document_sizes.sum()))
+
+    texts = _select_texts(islice(source, _SAMPLE_DOCUMENTS))
+    if source.num_documents is not None:
+        return _Sample(texts, len(texts), source.num_documents)
+    return _Sample(texts, len("".join(texts)), _count_characters(source))
+
+
+def _select_texts(records: Iterable[Record]) -> list[str]:
+    """Return the records that are text, without unreadable and tokenized records."""
     return [record for record in records if isinstance(record, str)]
-
-
-def _extrapolate(source: Source, texts: list[str], sample_tokens: int) -> int | None:
-    """Estimate the number of tokens of a source from the number of tokens of a sample.
-
-    For example, if the sample has 100 tokens and is a fiftieth of the source, return 5,000. Return
-    None if the size of the source is unknown.
-    """
-    # Compare the sizes of the sample and the source, in bytes, documents or characters.
-    if isinstance(source, RandomAccess):
-        document_sizes = source.sizes()
-        sample_size = int(document_sizes[source.sample()].sum())  # includes unreadable documents
-        source_size = int(document_sizes.sum())
-    elif source.num_documents is not None:
-        sample_size = len(texts)
-        source_size = source.num_documents
-    else:
-        sample_size = sum(len(text) for text in texts)
-        source_size = _count_characters(source)
-    if source_size == 0:
-        return None
-    return sample_tokens * source_size // max(1, sample_size)
 
 
 def _warn_of_lost_characters(source: Source, tokenizer: Tokenizer, texts: list[str]) -> None:
@@ -285,7 +288,7 @@ def _propose_tokenizer(num_embeddings: int) -> str:
     """
     proposal = "tokenizer gpt2"
     for name, preset in load_presets().items():  # tokenizers with more ids come later
-        num_ids = preset.get("tokens", math.inf)  # presets of data have none
+        num_ids = preset.get("vocab_size", math.inf)  # presets of data have none
         if num_ids <= num_embeddings:
             proposal = name
     return proposal

@@ -85,7 +85,8 @@ def propose_download(kind: str, path: str, vocab_size: int = 0) -> str:
             this size is proposed.
 
     Returns:
-        For example "; `titanlite get data c4` downloads it". Empty if no command is known.
+        For example "; `titanlite get data c4` downloads it". For a large dataset, the proposal can
+        continue: ", and --include 'sample/10BT/000*' 2 GB of it". Empty if no command is known.
     """
     arguments = _choose_get_arguments(kind, path, vocab_size)
     if not arguments:
@@ -93,7 +94,7 @@ def propose_download(kind: str, path: str, vocab_size: int = 0) -> str:
 
     proposal = f"; `titanlite get {arguments}` downloads it"
     preset = load_presets().get(arguments, {})
-    if "part_option" in preset:  # a large dataset: also propose to download only a part of it
+    if "part_option" in preset:
         proposal += f", and {preset['part_option']} {preset['part_size']} of it"
     return proposal
 
@@ -124,7 +125,7 @@ def _choose_get_arguments(kind: str, path: str, vocab_size: int) -> str:
 
     # A known tokenizer of the right size.
     for arguments, preset in presets.items():
-        if preset.get("tokens") == vocab_size:
+        if preset.get("vocab_size") == vocab_size:
             return arguments
     return ""
 

@@ -16,7 +16,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -287,15 +287,11 @@ class HuggingFaceTokenizer(Tokenizer):
         used_parts = {key: part for key, part in content.items() if key not in _UNUSED_PARTS}
         current = json.dumps([used_parts, self.bos_id, self.eos_id], sort_keys=True).encode()
         of_file = f"huggingface {self.bos_id} {self.eos_id} ".encode() + self._raw
-        fingerprints = [f"ids:{_sha256(current)}", _sha256(of_file)]
-        # Add the fingerprint of the tokenizer.model from which the file may have been converted.
-        # Other files lack some of the fields, which raises an error.
-        with suppress(KeyError, TypeError, IndexError):
-            if not content["normalizer"] and content["model"]["ignore_merges"]:
-                fingerprints.append(self._hash_as_tiktoken(content))
-        return tuple(fingerprints)
+        converted_from = self._hash_as_tiktoken(content)
+        fingerprints = (f"ids:{_sha256(current)}", _sha256(of_file), converted_from)
+        return tuple(filter(None, fingerprints))
 
-    def _hash_as_tiktoken(self, content: dict[str, Any]) -> str:
+    def _hash_as_tiktoken(self, content: dict[str, Any]) -> str | None:
         """Return the fingerprint of the tokenizer.model from which a tokenizer.json was converted.
 
         With it, a run that began with the tokenizer.model can resume with the tokenizer.json.
@@ -303,18 +299,24 @@ class HuggingFaceTokenizer(Tokenizer):
         Args:
             content: Parsed tokenizer.json.
 
-        Raises:
-            KeyError, TypeError, IndexError: If the content lacks a part that all converted files
-                have.
+        Returns:
+            The fingerprint, or None if the file was not converted from a tokenizer.model.
         """
-        pattern = content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
-        special = {token["content"]: token["id"] for token in content["added_tokens"]}
-        byte_of_symbol = byte_level_symbols()
-        ranks = {}
-        for token, rank in content["model"]["vocab"].items():
-            token_bytes = bytes(byte_of_symbol[symbol] for symbol in token)
-            ranks[token_bytes] = rank
-        return _hash_bpe(pattern, ranks, special, self.bos_id, self.eos_id)
+        try:
+            if content["normalizer"] or not content["model"]["ignore_merges"]:
+                return None
+            # The first pre-tokenizer splits texts by a pattern, and the second maps bytes.
+            split = content["pre_tokenizer"]["pretokenizers"][0]
+            pattern = split["pattern"]["Regex"]
+            special = {token["content"]: token["id"] for token in content["added_tokens"]}
+            byte_of_symbol = byte_level_symbols()
+            ranks = {}
+            for token, rank in content["model"]["vocab"].items():
+                token_bytes = bytes(byte_of_symbol[symbol] for symbol in token)
+                ranks[token_bytes] = rank
+            return _hash_bpe(pattern, ranks, special, self.bos_id, self.eos_id)
+        except (KeyError, TypeError, IndexError):  # a converted file has all of these parts
+            return None
 
     @contextmanager
     def _convert_errors(self, action: str, remedy: str = "") -> Iterator[None]:

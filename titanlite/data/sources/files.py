@@ -60,6 +60,8 @@ _SOURCE_OF_SUFFIX = {
 # The file in a folder written by `titanlite prepare`, or by save_to_disk of `datasets`.
 _FILE_IN_FOLDER = {"shards": "manifest.json", "arrow": "dataset_*.json"}
 BUILTIN_SOURCES = frozenset(SOURCES)  # sources that do not come from a plugin
+_SOURCES_WITH_PATH = BUILTIN_SOURCES - {"python_stdlib", "c4"}  # they require dataset.path
+_HUB_SOURCES = {"huggingface", "c4"}  # the `datasets` library finds their files
 _MAX_TEXT_BYTES = 64 * 1024  # largest document of source "text"; larger files are divided
 _MAX_FILE_BYTES = 1 << 22  # no file of the standard library is larger
 _READ_AHEAD = 1 << 23  # read buffer in bytes; several remote blocks are fetched in parallel
@@ -437,7 +439,7 @@ def open_quickly(spec: TextSource, job: JobConfig) -> Source | None:
     MiB of text or .npy files. Larger JSON lines files are opened without counting their lines.
     """
     files = find_files(spec)
-    if spec.source not in BUILTIN_SOURCES - {"huggingface", "c4"} or storage.as_url(spec.path):
+    if spec.source not in BUILTIN_SOURCES - _HUB_SOURCES or storage.as_url(spec.path):
         return None
     # The documents of .npy files are found by reading all token ids.
     if spec.source in ("python_stdlib", "text", "jsonl") or files[0].suffix == ".npy":
@@ -478,16 +480,16 @@ def find_files(spec: TextSource) -> list[Path]:
     if spec.source == "python_stdlib":
         return _find_stdlib_files()
 
-    is_builtin = spec.source in BUILTIN_SOURCES
-    if spec.path is None and is_builtin and spec.source != "c4":
-        raise UserError(f"dataset.path is missing: dataset.source = {spec.source!r} needs one")
-    # The library `datasets` finds the files of c4 and huggingface. A plugin may need no path.
-    if spec.path is None or spec.source in ("c4", "huggingface"):
+    if spec.path is None:
+        if spec.source in _SOURCES_WITH_PATH:
+            raise UserError(f"dataset.path is missing: dataset.source = {spec.source!r} needs one")
+        return []
+    if spec.source in _HUB_SOURCES:
         return []
 
     pattern = _choose_pattern(spec.path, spec.source)
     files = _find_matching_files(pattern)
-    if is_builtin:  # a plugin may accept any files
+    if spec.source in BUILTIN_SOURCES:  # a plugin may accept any files
         _check_files(files, pattern, spec.source)
     return files
 
