@@ -348,20 +348,27 @@ def _rope_fields(table: _AnyRope, config: HFConfig) -> dict[str, Any]:
     if isinstance(table, _DefaultRope) or table.rope_scaling_factor == 1.0:
         return {"rope_theta": rope_theta}  # without scaling, all other settings have no effect
 
+    fields = {
+        "rope_theta": rope_theta,
+        "rope_scaling": table.rope_type,
+        "rope_scaling_factor": table.rope_scaling_factor,
+        "rope_original_max_seq_len": table.rope_original_max_seq_len or config.max_seq_len,
+    }
+    if isinstance(table, _YarnRope):
+        return fields | {
+            "rope_beta_fast": table.rope_beta_fast,
+            "rope_beta_slow": table.rope_beta_slow,
+            "rope_attention_factor": table.rope_attention_factor or 0.0,  # 0 means the default
+        }
+
     # Llama 3.1 interpolates between the two factors, so they must differ.
-    if isinstance(table, _Llama3Rope) and table.rope_high_freq_factor <= table.rope_low_freq_factor:
+    if table.rope_high_freq_factor <= table.rope_low_freq_factor:
         raise UserError(
             "config.json: rope_scaling: high_freq_factor must be greater than low_freq_factor."
         )
-
-    scaling_names = set(_keys_by_field(type(table)))  # such as "rope_scaling_factor"
-    scaling_fields = table.model_dump(include=scaling_names, exclude_none=True)
-    return {
-        "rope_theta": rope_theta,
-        "rope_scaling": table.rope_type,
-        # The default in transformers, which `scaling_fields` overrides if the table has this key.
-        "rope_original_max_seq_len": config.max_seq_len,
-        **scaling_fields,
+    return fields | {
+        "rope_low_freq_factor": table.rope_low_freq_factor,
+        "rope_high_freq_factor": table.rope_high_freq_factor,
     }
 
 
@@ -592,17 +599,18 @@ class _Olmo3(_Olmo2):
         """
         if not tables:
             return tables
-        if isinstance(tables, dict) and tables.keys() == {"full_attention", "sliding_attention"}:
-            full = tables["full_attention"]
-            # `_parse_rope_table` rejects other values, except empty ones.
-            theta = full.get("rope_theta") if isinstance(full, dict) else None
-            unscaled = {"rope_type": "default", "rope_theta": theta}
-            if tables["sliding_attention"] == unscaled:
-                return full
-        raise ValueError(
+        error = ValueError(
             "must have the tables full_attention and sliding_attention with the same "
             "rope_theta, the latter without scaling"
         )
+        if not isinstance(tables, dict) or tables.keys() != {"full_attention", "sliding_attention"}:
+            raise error
+
+        full_attention = tables["full_attention"]  # `_parse_rope_table` validates it after this
+        theta = full_attention.get("rope_theta") if isinstance(full_attention, dict) else None
+        if tables["sliding_attention"] != {"rope_type": "default", "rope_theta": theta}:
+            raise error
+        return full_attention
 
     @classmethod
     def can_represent(cls, arch: Architecture) -> bool:

@@ -68,24 +68,28 @@ def _llama3_kept_fraction(arch: Architecture, frequencies: Tensor) -> Tensor:
 def _yarn_kept_fraction(arch: Architecture, device: torch.device) -> Tensor:
     """Return the fraction of each RoPE frequency that YaRN keeps, shape (D / 2,).
 
-    The rest of the frequency is divided by `rope_scaling_factor`. From one channel pair to the
-    next, the frequency decreases. The fraction is 1 up to the pair that completes `rope_beta_fast`
-    turns in the original context, 0 from the pair that completes `rope_beta_slow` turns on, and
-    linear in between. See https://arxiv.org/abs/2309.00071.
-
-    For example, if these are the pairs 20.1 and 45.6, the fraction is 1 for the pairs 0 to 20, 0
-    for the pairs from 46 on, and 0.5 for pair 33.
+    The rest of the frequency is divided by `rope_scaling_factor`. The fraction falls linearly from
+    1 to 0 between two channel pairs. For example, if these are the pairs 20 and 46, the fraction is
+    1 for the pairs 0 to 20, 0.5 for pair 33, and 0 for the pairs from 46 on. See
+    https://arxiv.org/abs/2309.00071.
     """
-    # Round outward, and limit the pairs as in the YaRN reference code. Its upper limit is
-    # head_dim - 1, although the last pair is head_dim / 2 - 1.
+    last_kept, first_divided = _find_yarn_ramp(arch)
+    pairs = torch.arange(arch.head_dim // 2, dtype=torch.float32, device=device)
+    divided_fraction = ((pairs - last_kept) / (first_divided - last_kept)).clamp(0.0, 1.0)
+    return 1.0 - divided_fraction
+
+
+def _find_yarn_ramp(arch: Architecture) -> tuple[float, float]:
+    """Return the last channel pair whose frequency YaRN keeps, and the first that it divides.
+
+    They complete about `rope_beta_fast` and `rope_beta_slow` turns in the original context. Pairs
+    are rounded and limited as in the YaRN reference code.
+    """
     last_kept = max(math.floor(_find_rope_pair(arch, arch.rope_beta_fast)), 0)
     first_divided = min(math.ceil(_find_rope_pair(arch, arch.rope_beta_slow)), arch.head_dim - 1)
-
-    # If both are the same pair, the fraction falls from 1 to 0 right after it.
-    distance = (first_divided - last_kept) or 0.001
-    pairs = torch.arange(arch.head_dim // 2, dtype=torch.float32, device=device)
-    divided_fraction = ((pairs - last_kept) / distance).clamp(0.0, 1.0)
-    return 1.0 - divided_fraction
+    if first_divided == last_kept:
+        first_divided += 0.001  # the caller divides by the difference
+    return last_kept, first_divided
 
 
 def _find_rope_pair(arch: Architecture, turns: float) -> float:
@@ -482,16 +486,18 @@ class Llama(nn.Module):
         if is_scaled and arch.full_attention_interval:
             # Blocks with a window need no scaling: the window fits into the original context.
             window_rope = rope_table(arch, positions, is_scaled=False)
-        ropes = [full_rope if is_full else window_rope for is_full in self._is_full_attention]
-
+        no_rope = None
         if arch.no_rope_interval:
             # Angles of zero make RoPE the identity, so NoPE layers compile to the same graph.
             cos, sin = full_rope
             no_rope = torch.ones_like(cos), torch.zeros_like(sin)
-            for i, name in enumerate(self.layers):
-                layer_number = int(name) + 1  # in the whole model, counted from 1
-                if layer_number % arch.no_rope_interval == 0:
-                    ropes[i] = no_rope
+
+        ropes = []
+        for i in map(int, self.layers):  # in the whole model, counted from 0
+            if no_rope is not None and (i + 1) % arch.no_rope_interval == 0:
+                ropes.append(no_rope)
+            else:
+                ropes.append(full_rope if arch.is_full_attention(i) else window_rope)
         return ropes
 
     def compute_logits(self, x: Tensor, weight: Tensor) -> Tensor:
