@@ -128,7 +128,10 @@ REMOVED_WAITS = {
             "--optimizer.name Muon",
         ),
         "wait for requests": (without_call(Event, "synchronize", "receive"), ""),
-        "wait for offloaded loss": (without_call(Event, "synchronize", "_move_loss"), OFFLOAD),
+        "wait for offloaded loss": (
+            without_call(Event, "synchronize", "_copy_loss_to_device"),
+            OFFLOAD,
+        ),
     },
 }
 

@@ -190,11 +190,11 @@ def flex_function(name: str) -> Callable[..., Any]:
     function = getattr(flex_attention, name)
     if torch.compiler.is_compiling() or not torch.cuda.is_available():
         return function
-    return _compile(function)
+    return compile_once(function)
 
 
 @cache
-def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function, and return the same compiled function in all later calls."""
     return torch.compile(function)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titanlite.optim.losses import compile_once
+from titanlite.model.attention import compile_once
 
 # A CPU accumulates an fp32 sum serially (in 8 or 16 lanes), so its error grows with the number of
 # elements: 7e-5 for 4 million. Sums of 256 squares have an error of at most 6e-7.
@@ -55,16 +55,12 @@ def reduce_step_sums(
         compiled: Compile the sum of squares on a CPU.
     """
     shards = [local_shard(gradient) for gradient in gradients]
-    # On a GPU, the compiler would generate one kernel per gradient; the eager version is fused.
-    should_compile = compiled and not shards[0].is_cuda
-    sum_squares = compile_once(sum_of_squares) if should_compile else sum_of_squares
-    squares = sum_squares(shards)  # (number of gradients,)
+    squares = sum_of_squares(shards, compiled)  # (number of gradients,)
 
-    # One all-reduce adds up three numbers of each rank: its part of the squared norm, its part of
-    # the loss, and 1 for a request.
+    # Three numbers of this rank, which a single all-reduce adds up over all ranks.
     sums = torch.zeros(3, dtype=torch.float64, device=squares.device)
-    sums[0] = _compute_squared_norm_part(squares, gradients)
-    sums[1] = _move_loss(loss, sums)
+    sums[0] = _sum_squares_without_replicas(squares, gradients)
+    sums[1] = _copy_loss_to_device(loss, sums)
     if has_request:
         sums[2].fill_(1.0)  # assigning a Python number to a GPU tensor would cause a host sync
     if dist.is_initialized():
@@ -74,7 +70,7 @@ def reduce_step_sums(
     return StepSums(squared_norm.sqrt().float(), total_loss, num_requests, squares)
 
 
-def _compute_squared_norm_part(squares: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+def _sum_squares_without_replicas(squares: Tensor, gradients: Sequence[Tensor]) -> Tensor:
     """Return this rank's part of the squared gradient norm, a float64 scalar.
 
     The parts of all ranks add up to the squared norm. If n ranks hold the same shard, each of them
@@ -114,10 +110,16 @@ def scale_gradients_(
     scale(shards, max_norm, grad_norm)
 
 
-def sum_of_squares(shards: list[Tensor]) -> Tensor:
-    """Return the sum of squares of each gradient shard in float64, shape (number of shards,)."""
+def sum_of_squares(shards: list[Tensor], compiled: bool = False) -> Tensor:
+    """Return the sum of squares of each gradient shard in float64, shape (number of shards,).
+
+    Args:
+        shards: Gradient shards on one device, as plain tensors.
+        compiled: Compile the sum on a CPU. On a GPU, a single eager kernel computes all norms.
+    """
     if not shards[0].is_cuda:
-        return _sum_of_squares_on_cpu(shards)
+        sum_on_cpu = compile_once(_sum_of_squares_on_cpu) if compiled else _sum_of_squares_on_cpu
+        return sum_on_cpu(shards)
 
     # fp32 is precise enough, because each GPU thread adds only a few dozen elements.
     norms = torch._foreach_norm(shards, 2, dtype=torch.float32)  # pyright: ignore
@@ -192,7 +194,7 @@ def count_replicas(tensor: Tensor) -> int:
     return num_replicas
 
 
-def _move_loss(loss: Tensor, sums: Tensor) -> Tensor:
+def _copy_loss_to_device(loss: Tensor, sums: Tensor) -> Tensor:
     """Return the loss on the device of `sums`.
 
     With CPU offload, this copies the loss from the GPU to the CPU, which is a host sync.

@@ -7,7 +7,6 @@ the logits of all tokens at once.
 
 from __future__ import annotations
 
-import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from torch.nn import functional as F
 from titanlite.config.errors import UserError
 from titanlite.config.registry import LOSSES
 from titanlite.config.schema import JobConfig
+from titanlite.model.attention import compile_once
 from titanlite.model.llama import soft_cap
 from titanlite.model.microbatch import IGNORE_INDEX
 
@@ -99,29 +99,29 @@ class CrossEntropy(Loss):
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
         """Return `scale` times the summed cross entropy. See `Loss.__call__` for the arguments."""
         recipe = self.recipe
-        options = {
-            "z_loss": recipe.z_loss,
-            "compiled": recipe.compiled,
-            "softcap": recipe.softcap,
-        }
         mesh = recipe.tensor
-        if mesh is None:
-            return linear_cross_entropy_sum(hidden, weight, labels, scale, **options)
+        first_class = 0
+        group = None
+        if mesh is not None:
+            # Each rank holds a range of rows of the output matrix, one row per class. For the
+            # logits of these classes, it needs the hidden states of all tokens.
+            assert isinstance(weight, DTensor)
+            classes_per_rank = math.ceil(len(weight) / mesh.size())  # the last rank may have fewer
+            first_class = classes_per_rank * mesh.get_local_rank()
+            group = mesh.get_group()
+            hidden = _gather_sequence(hidden)  # its backward pass sums the gradients of all ranks
+            weight = weight.to_local()
 
-        # Each rank holds a range of rows of the output matrix, one row per class. For the logits of
-        # these classes, it needs the hidden states of all tokens.
-        assert isinstance(weight, DTensor)
-        vocab_size = weight.shape[0]
-        classes_per_rank = math.ceil(vocab_size / mesh.size())  # the last rank may have fewer
-        first_class = classes_per_rank * mesh.get_local_rank()
         return linear_cross_entropy_sum(
-            _gather_sequence(hidden),
-            weight.to_local(),
+            hidden,
+            weight,
             labels,
             scale,
+            z_loss=recipe.z_loss,
+            softcap=recipe.softcap,
             first_class=first_class,
-            group=mesh.get_group(),
-            **options,
+            group=group,
+            compiled=recipe.compiled,
         )
 
 
@@ -246,12 +246,6 @@ def tokens_per_chunk(num_tokens: int, fewer_launches: bool) -> int:
     return min(2048, chunk_size)
 
 
-@functools.cache
-def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function, and return the same compiled function in all later calls."""
-    return torch.compile(function)
-
-
 class Targets(NamedTuple):
     """The labels of n tokens, converted to the form that `softmax_loss` needs.
 
@@ -292,8 +286,8 @@ def prepare_targets(labels: Tensor, scale: Tensor, first_class: int, num_classes
     is_local = (column >= 0) & (column < num_classes)
     column = column.clamp(0, num_classes - 1)  # any valid column, because `gather` must not fail
     factor = torch.where(labels == IGNORE_INDEX, 0.0, scale)
-    # The loss is `factor * (logsumexp(logits) - logit of the label)`, so the gradient of this logit
-    # has the additional term `-factor`.
+    # The loss is `factor * (logsumexp(logits) - logit of the label)`. `softmax_loss` computes the
+    # gradient of the first term, and adds the gradient of the second term, `-factor`.
     label_grad = torch.where(is_local, -factor, 0.0)
     return Targets(
         column=column[:, None], is_local=is_local, factor=factor, label_grad=label_grad[:, None]
@@ -496,15 +490,18 @@ def _backpropagate(
         weight_grad: Sum of the weight gradients, shape (V, C), fp32.
         is_first: Initialize `weight_grad` instead of adding to it.
     """
-    if logits_grad.dtype != hidden.dtype:
-        classes_per_block = VOCAB_BLOCK[hidden.device.type]
-        if len(weight) > classes_per_block:  # a copy would take too much memory
-            values_per_block = len(logits_grad) * classes_per_block
-            logits_grad = _convert_in_place(logits_grad, hidden.dtype, values_per_block)
-        else:
-            logits_grad = logits_grad.to(hidden.dtype)
+    logits_grad = _convert_logits_grad(logits_grad, hidden.dtype)
     _add_weight_grad(weight_grad, logits_grad, hidden, is_first)
     torch.mm(logits_grad, weight, out=hidden)
+
+
+def _convert_logits_grad(logits_grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert the gradient of logits, shape (n, V), in place if a copy would take much memory."""
+    num_tokens, num_classes = logits_grad.shape
+    classes_per_block = VOCAB_BLOCK[logits_grad.device.type]
+    if logits_grad.dtype == dtype or num_classes <= classes_per_block:
+        return logits_grad.to(dtype)
+    return _convert_in_place(logits_grad, dtype, num_tokens * classes_per_block)
 
 
 def _add_weight_grad(
