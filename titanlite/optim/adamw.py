@@ -187,8 +187,8 @@ class AdamW(torch.optim.Optimizer):
         numel = flat[0].numel()
         chunk = max(1, numel) if self._compiled else EAGER_CHUNK
         for start in range(0, numel, chunk):
-            slices = [tensor[start : start + chunk] for tensor in flat]
-            self._update(slices, scalars, rule, self._seeds[parameter], start)
+            value, gradient, *moments = [tensor[start : start + chunk] for tensor in flat]
+            self._update(value, gradient, moments, scalars, rule, self._seeds[parameter], start)
 
 
 class Lion(AdamW):
@@ -234,10 +234,8 @@ def shard_slices(tensor: DTensor, rank: int | None = None) -> tuple[slice, ...]:
     For example, if the rows of a (10, 4) matrix are sharded over 2 ranks, rank 1 holds
     (slice(5, 10), slice(0, 4)).
 
-    If two mesh dimensions shard the same tensor dimension, the last one divides it first, because
-    tensor parallelism is applied before FSDP. For example, if both dimensions of a (2, 2) mesh
-    shard 8 rows, the rank at mesh coordinates (0, 1) holds rows 4 and 5: its last coordinate
-    selects rows 4 to 7, and its first coordinate selects the first half of these.
+    If tensor parallelism and FSDP shard the same dimension, tensor parallelism divides it first.
+    FSDP then divides the part of each tensor parallel rank.
 
     Args:
         tensor: DTensor whose device mesh and placements define the layout.
@@ -247,12 +245,12 @@ def shard_slices(tensor: DTensor, rank: int | None = None) -> tuple[slice, ...]:
     coordinates = mesh.get_coordinate() if rank is None else np.unravel_index(rank, mesh.shape)
     assert coordinates is not None  # this rank is in the mesh
     slices = [slice(0, size) for size in tensor.shape]
-    for mesh_dim in reversed(range(mesh.ndim)):  # tensor parallelism before FSDP
-        placement = tensor.placements[mesh_dim]
+    mesh_dims = list(zip(tensor.placements, mesh.shape, coordinates, strict=True))
+    # Begin with the last mesh dimension, such as tensor parallelism.
+    for placement, num_ranks, coordinate in reversed(mesh_dims):
         if not placement.is_replicate():
             dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
-            coordinate = int(coordinates[mesh_dim])
-            slices[dim] = _divide_slice(slices[dim], mesh.size(mesh_dim), coordinate)
+            slices[dim] = _divide_slice(slices[dim], num_ranks, int(coordinate))
     return tuple(slices)
 
 
@@ -267,7 +265,9 @@ def _divide_slice(whole: slice, num_ranks: int, rank: int) -> slice:
 
 
 def _update_(
-    slices: Sequence[Tensor],
+    parameter: Tensor,
+    gradient: Tensor,
+    moments: Sequence[Tensor],
     scalars: StepScalars,
     rule: UpdateRule,
     seed: ShardSeed,
@@ -276,27 +276,28 @@ def _update_(
     """Update a slice of a flat shard and its moments in place, by one optimizer step.
 
     Args:
-        slices: Slices of the parameter, its gradient and its moments, each of shape (N,).
+        parameter: Slice of the parameter, shape (N,).
+        gradient: Slice of its gradient, shape (N,).
+        moments: Slices of its moments, each of shape (N,).
         scalars: Scalars of this step, such as the learning rate.
         rule: Update rule and its constants.
         seed: Seed of the shard, for stochastic rounding.
         start: Index of the first element of the slice in the shard.
     """
-    parameter, gradient, *moments = slices
-
     # Compute the new values in fp32.
     update, new_moments = _compute_update(gradient.float(), moments, scalars, rule)
     new_parameter = parameter.float() * scalars.decay - update
-
-    old_values = [parameter, *moments]
     new_values = [new_parameter, *new_moments]
+    old_values = [parameter, *moments]
 
     if rule.stochastic_rounding:
-        random_bits = _random_bits(parameter, scalars.step_seed, seed, start)
-        # The low 16 bits are used. The parameter and up to two moments need different bits.
-        bits_by_tensor = [random_bits, random_bits >> 16, _hash32(random_bits)]
-        for i, old in enumerate(old_values):
-            new_values[i] = _round_stochastically(new_values[i], old.dtype, bits_by_tensor[i])
+        # Rounding uses the low 16 bits, which differ for the parameter and its up to two moments.
+        bits = _random_bits(parameter, scalars.step_seed, seed, start)
+        all_bits = [bits, bits >> 16, _hash32(bits)]
+        new_values = [
+            _round_stochastically(new, old.dtype, bits)
+            for new, old, bits in zip(new_values, old_values, all_bits, strict=False)
+        ]
 
     # Overwrite the old values, unless the step is skipped.
     for old, new in zip(old_values, new_values, strict=True):

@@ -224,16 +224,11 @@ def muon(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
         for parameter, name in recipe.names.items()
         if parameter.ndim == 2 and name.startswith("layers.")
     }
+    other_parameters = recipe.names.keys() - block_matrices
     matrix_groups = _select_parameters(groups, block_matrices)
-    all_parameters = {parameter for group in groups for parameter in group["params"]}
-    other_groups = _select_parameters(groups, all_parameters - block_matrices)
-    others = adamw(other_groups, recipe)
+    others = adamw(_select_parameters(groups, other_parameters), recipe)
     if isinstance(others, torch.optim.AdamW):  # by default, it creates its state in the first step
-        # Loading a checkpoint creates missing state only if an optimizer has no state at all. Muon
-        # always has some, so create the state of the other parameters here.
-        for group in other_groups:
-            for parameter in group["params"]:
-                others.state[parameter] = new_state(parameter, AdamW.moments)
+        _create_state(others)
 
     return Muon(
         matrix_groups,
@@ -243,6 +238,17 @@ def muon(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
         recipe.ranks,
         recipe.compiles_elementwise,
     )
+
+
+def _create_state(optimizer: torch.optim.AdamW) -> None:
+    """Create the state of all parameters of AdamW, so that a checkpoint can be loaded into it.
+
+    Loading creates missing state only if an optimizer has no state at all, but Muon, to which this
+    optimizer belongs, always has some.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = new_state(parameter, AdamW.moments)
 
 
 def _select_parameters(groups: Groups, selected: set[nn.Parameter]) -> list[dict[str, Any]]:

@@ -106,7 +106,7 @@ class Muon(torch.optim.Optimizer):
             self._others.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
 
         # Update the other parameters while the momentum of the first round is gathered.
-        first_gather = self._start_gather(self._rounds[0], skip)
+        first_gather = self._start_round(self._rounds[0], skip)
         self._others.step()
         self._run_rounds(first_gather, skip)
 
@@ -124,7 +124,7 @@ class Muon(torch.optim.Optimizer):
                           | return 2                 | round 2
 
         Args:
-            first_gather: Transfer of the first round, from `_start_gather`.
+            first_gather: Transfer of the first round, from `_start_round`.
             skip: Scalar tensor, 1 to leave the parameters unchanged.
         """
         last = len(self._rounds) - 1
@@ -133,14 +133,14 @@ class Muon(torch.optim.Optimizer):
         for i, plan in enumerate(self._rounds):
             momenta = gathers.pop(i).wait()
             if i < last:
-                gathers[i + 1] = self._start_gather(self._rounds[i + 1], skip)
+                gathers[i + 1] = self._start_round(self._rounds[i + 1], skip)
             returns[i] = self._orthogonalize_and_return(plan, momenta)
             if i > 0:
                 self._update(self._rounds[i - 1], returns.pop(i - 1), skip)
 
         self._update(self._rounds[last], returns.pop(last), skip)
 
-    def _start_gather(self, plan: _RoundPlan, skip: Tensor) -> _Transfer:
+    def _start_round(self, plan: _RoundPlan, skip: Tensor) -> _Transfer:
         """Update this rank's momentum shards, and start to send them to the owners of the matrices.
 
         The owner of a matrix is the rank that orthogonalizes it.
@@ -154,7 +154,7 @@ class Muon(torch.optim.Optimizer):
             owns, ordered by sending rank.
         """
         # With HSDP several ranks hold and update the same shard, but only one of them sends it.
-        shards: list[Tensor] = []
+        sent_directions: list[Tensor] = []
         for matrix, is_sender in zip(plan.matrices, plan.is_sender, strict=True):
             assert matrix.grad is not None
             gradient = local_shard(matrix.grad).view(-1)
@@ -162,15 +162,15 @@ class Muon(torch.optim.Optimizer):
             # Update `momentum` in place, and compute the Nesterov direction.
             direction = self._accumulate_momentum(gradient, momentum, skip, self._beta)
             if is_sender:
-                shards.append(direction)
-        return self._start_transfer(shards, plan.numel_to_owners, plan.numel_from_ranks)
+                sent_directions.append(direction)
+        return self._start_transfer(sent_directions, plan.numel_to_owners, plan.numel_from_ranks)
 
     def _orthogonalize_and_return(self, plan: _RoundPlan, gathered: Tensor) -> _Transfer:
         """Orthogonalize the matrices that this rank owns and start sending every rank its shards.
 
         Args:
             plan: Communication plan of the round.
-            gathered: Result of the transfer from `_start_gather`.
+            gathered: Result of the transfer from `_start_round`.
 
         Returns:
             The all-to-all in progress. Its result holds this rank's shards, ordered by owner.
