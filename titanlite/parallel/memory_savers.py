@@ -7,10 +7,8 @@
   at most 0.3% by estimate.
 - "all": also savers that make the GPU wait longer, which has not been measured on a real GPU.
 
-No saver changes a value. The docstring of each saver states its gain, its hazard, and the test in
-tests/parallel/test_memory_savers.py that guards it. Gains are GiB of GPU memory of the compiled 8B
-model on 8 GPUs of the ghost GPU, with 2 sequences of 8,192 tokens per GPU;
-docs/internals/memory_savers.md has the whole table.
+No saver changes a value. The page docs/internals/memory_savers.md lists the gain and the hazard of
+each saver, and the test that guards it.
 """
 
 from __future__ import annotations
@@ -32,13 +30,12 @@ from titanlite.optim.adamw import AdamW, new_state
 ModuleGroups = list[list[nn.Module]]
 """FSDP groups: lists of modules whose parameters are gathered and freed together."""
 RANKS_PER_NODE = 8
-MIN_COMPUTE_TO_WAIT = 200_000
+MIN_WORK_PER_OUTPUT_PARAM = 200_000
 """Smallest ratio (tokens of a microbatch * block parameters) / output parameters at which the GPU
 may wait for the reduction of the output gradient.
 
-The time of a microbatch is proportional to the numerator, and the wait to the denominator. From
-this ratio on, the wait takes at most 0.3% of a microbatch, if H100 GPUs reach 45% MFU and 370 GB/s
-of NVLink bandwidth. For example, the 8B model waits 5 ms if a microbatch has more than 15,100
+From this ratio on, the wait takes at most 0.3% of a microbatch, if H100 GPUs reach 45% MFU and 370
+GB/s of NVLink bandwidth. For example, the 8B model waits 5 ms if a microbatch has more than 15,100
 tokens, which take 1.7 s.
 """
 
@@ -56,8 +53,7 @@ def apply_memory_savers(model: Llama, mesh: DeviceMesh, run: Run) -> None:
         return
     skip_unshard_in_backward(model, run)
     free_gather_buffer_before_loss(model)
-    if are_reductions_final(run):
-        reduce_in_main_stream(model, mesh)
+    reduce_in_main_stream(model, mesh, run)
     if level == "all":
         gather_in_main_stream(model)
 
@@ -75,12 +71,8 @@ def frees_output_after_forward(run: Run) -> bool:
 def skip_unshard_in_backward(model: Llama, run: Run) -> None:
     """Stop FSDP from all-gathering the embedding and the output matrix for the backward pass.
 
-    The gradient of the embedding depends only on the token ids.
-
-    Gain: 0.48 GiB of allocated memory, one all-gather of each matrix, and 6 kernel launches.
-    Hazard: A backward pass that reads the output matrix would fail, so the matrix is skipped only
-    if `frees_output_after_forward` allows it.
-    Test: test_safe_gathers_embedding_and_output_only_for_the_forward_pass
+    The gradient of the embedding depends only on the token ids. The output matrix is not gathered
+    again if the backward pass of the loss does not read it.
     """
     if isinstance(model.tok_embeddings, FSDPModule):
         model.tok_embeddings.set_unshard_in_backward(False)
@@ -95,11 +87,6 @@ def free_gather_buffer_before_loss(model: Llama) -> None:
     keeps the buffer until it gathers the next module. No module follows the output layer, so its
     buffer, 1.0 GiB for the 8B model, would stay allocated during the loss. A hook therefore makes
     the copy before the forward pass, after which FSDP2 frees the buffer at once.
-
-    Gain: Less allocated memory in eager jobs with "safe". With "all", another saver has the same
-    effect. No kernel launches.
-    Hazard: None, because only the streams of later all-gathers wait for the copy.
-    Test: test_safe_savers_lower_the_peak_of_allocated_memory
     """
     if isinstance(model.output, FSDPModule):
         model.output.register_forward_pre_hook(_unshard_before_forward, prepend=True)
@@ -116,10 +103,7 @@ def regroup_norm(
     """Separate the final norm from the output projection, so that FSDP frees the projection early.
 
     FSDP frees all weights of a group together. The backward pass reads the weight of the norm, but
-    not the projection. So the norm moves to the group of the last block: the groups [block 0],
-    [block 1], [norm, projection] become [block 0], [block 1, norm], [projection]. If there are no
-    blocks, or `separates_norm` returns True, the norm becomes a separate group instead. This saves
-    more memory, but makes the GPU wait.
+    not the projection.
 
     Args:
         blocks: Modules of each FSDP group of blocks, in forward order.
@@ -137,6 +121,8 @@ def regroup_norm(
     if not blocks or separates_norm(blocks, projection, mesh, run):
         return blocks, [[norm], [projection]]
 
+    # Move the norm to the group of the last block: the groups [block 0], [block 1],
+    # [norm, projection] become [block 0], [block 1, norm], [projection].
     *first_groups, last_group = blocks
     return [*first_groups, [*last_group, norm]], [[projection]]
 
@@ -144,15 +130,9 @@ def regroup_norm(
 def separates_norm(blocks: ModuleGroups, output: nn.Module, mesh: DeviceMesh, run: Run) -> bool:
     """Return whether the final norm becomes a separate FSDP group, to lower the peak memory.
 
-    FSDP2 keeps the gradient of the output projection (2 GiB for the 8B model) until the next group
-    of the backward pass reduces its gradients. With a separate norm, this group is the norm instead
-    of the last block, so the backward pass of the block has more free memory.
-
-    Gain: 1.33 GiB of reserved and 1.89 GiB of allocated memory, for 4 more kernel launches.
-    Hazard: The GPU waits until the gradient of the output projection is reduced, by estimate 5 ms
-    for the 8B model. So the norm is separate only if the wait is short or worth it.
-    Tests: test_safe_savers_lower_the_peak_of_allocated_memory,
-    test_safe_does_not_wait_for_the_output_in_short_microbatches
+    FSDP2 keeps the gradient of the output projection until it reduces the gradients of the next
+    group in the backward pass. If the norm is this group, FSDP2 frees the gradient before the
+    backward pass of the last block, but the GPU waits for the reduction.
 
     Args:
         blocks: Modules of each FSDP group of blocks, in forward order.
@@ -160,23 +140,25 @@ def separates_norm(blocks: ModuleGroups, output: nn.Module, mesh: DeviceMesh, ru
         mesh: Mesh of `fully_shard`.
         run: The validated job.
     """
-    num_shards = mesh.size(-1)
-    if num_shards > RANKS_PER_NODE:
-        return False  # the wait is long, because the network between nodes is slow
+    if mesh.size(-1) > RANKS_PER_NODE:
+        return False  # the network between nodes is slow, so the wait would be long
 
     config = run.job.parallelism
-    num_output_params = count_params([output])
-    min_output_params = 16 * config.fsdp_min_num_params  # as large as 16 minimal FSDP groups
-    if num_output_params < min_output_params:
+    if count_params([output]) < 16 * config.fsdp_min_num_params:
         return False  # the gradient is small, so freeing it early saves little memory
-    if config.memory_savers == "all":
-        return True  # accept any wait
+    return config.memory_savers == "all" or _is_wait_short(blocks, output, run)
 
-    # By default, accept a wait of at most 0.3% of a microbatch. The time of a microbatch is
-    # proportional to `compute`, and the wait to the output parameters.
+
+def _is_wait_short(blocks: ModuleGroups, output: nn.Module, run: Run) -> bool:
+    """Return whether reducing the gradient of the output takes at most 0.3% of a microbatch.
+
+    This is an estimate. The time of a microbatch is proportional to the number of tokens times the
+    number of block parameters. The time of the reduction is proportional to the number of output
+    parameters.
+    """
     num_block_params = sum(count_params(group) for group in blocks)
-    compute = run.local_microbatch_tokens * num_block_params
-    return compute >= MIN_COMPUTE_TO_WAIT * num_output_params
+    microbatch_work = run.local_microbatch_tokens * num_block_params
+    return microbatch_work >= MIN_WORK_PER_OUTPUT_PARAM * count_params([output])
 
 
 def count_params(modules: Iterable[nn.Module]) -> int:
@@ -187,28 +169,28 @@ def count_params(modules: Iterable[nn.Module]) -> int:
 def are_reductions_final(run: Run) -> bool:
     """Return whether FSDP2 uses the result of each reduce-scatter as the gradient, without a copy.
 
-    Only then is `reduce_in_main_stream` safe. If FSDP2 casts, accumulates or offloads the result,
-    it frees the result too early: before the main stream has waited for the collective.
+    If FSDP2 casts, accumulates or offloads the result, it frees the result early: before the main
+    stream has waited for the collective.
     """
     training = run.job.training
     is_cast = training.dtype != training.mixed_precision_reduce
     return not is_cast and run.fsdp_reduce == "step" and not training.enable_cpu_offload
 
 
-def reduce_in_main_stream(model: Llama, mesh: DeviceMesh) -> None:
-    """Allocate the results of FSDP reduce-scatters in the main stream, to save memory.
+def reduce_in_main_stream(model: Llama, mesh: DeviceMesh, run: Run) -> None:
+    """Let FSDP allocate reduced gradients in the memory of the main stream, which can use it again.
 
-    The main stream cannot reuse memory that was allocated for another stream. This adds no wait,
-    because FSDP2 makes its stream wait for the main stream before it allocates a result.
+    By default, FSDP2 allocates them in another stream, whose memory the main stream cannot reuse.
+    On a single rank, gradients are not reduced, so this leaves out the copy of each gradient.
 
-    On a single rank, the input becomes the result instead, so that FSDP2 copies no gradients.
-
-    Gain: 3.75 GiB of reserved memory. No kernel launches.
-    Hazard: If FSDP2 freed a result early, its memory would be used again while the collective still
-    writes to it. So call this only if `are_reductions_final` returns True.
-    Tests: test_only_gradients_that_are_kept_are_allocated_in_the_main_stream,
-    test_a_single_rank_does_not_copy_gradients_to_reduce_them
+    Args:
+        model: Model after `fully_shard`.
+        mesh: Mesh of `fully_shard`.
+        run: The validated job.
     """
+    if not are_reductions_final(run):
+        return  # the main stream would use the memory while a collective still writes to it
+
     for module in model.modules():
         if isinstance(module, FSDPModule):
             reduce_scatter: Any
@@ -265,10 +247,8 @@ class _SingleRankReduceScatter:
 def gather_in_main_stream(model: Llama) -> None:
     """Allocate the results of FSDP all-gathers in the main stream, to save memory.
 
-    Gain: 1.06 GiB of reserved memory, 1.56 GiB in eager mode. No kernel launches.
-    Hazard: Casts and copies of weights before each all-gather also run in the main stream, so they
-    no longer overlap with computation. The effect on a real GPU has not been measured.
-    Test: test_each_saver_lowers_reserved_memory
+    Casts and copies of weights before each all-gather then also run in the main stream, so they no
+    longer overlap with computation.
     """
     cast(Any, model)._set_unshard_async_op(True)
 
@@ -278,10 +258,6 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
 
     torch allocates them during the first step, between large activations, which leaves holes in GPU
     memory. Other optimizers are left unchanged.
-
-    Gain: 0.02 GiB of reserved memory, 0.14 GiB in eager mode. No kernel launches.
-    Hazard: None, because torch allocates the same tensors in the first step otherwise.
-    Test: test_moments_exist_before_the_first_step
 
     Args:
         optimizer: New optimizer. In its first step, torch then finds existing moments, as after
@@ -297,27 +273,22 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def find_unneeded_matmul(block: nn.Module) -> int | None:
-    """Return which matmul of a block has an output that activation checkpointing need not save.
+    """Return the number of the last matmul of a block if its output need not be saved.
 
-    This is the last matmul of the block. Its output is only added to the residual stream, and the
-    backward pass of an addition reads no values. Each linear layer is one matmul, and the last
-    matmul is a linear layer, so its index is the number of linear layers. Attention is a single
-    operator and does not count.
-
-    Gain: 4.0 GiB of allocated and reserved memory in eager mode. The compiler does this anyway.
-    Hazard: If the backward pass needs the output, the matmul is computed twice.
-    Tests: test_each_saver_lowers_reserved_memory, test_safe_savers_compute_nothing_again
+    Usually the output is only added to the residual stream. The backward pass of an addition reads
+    no values, so activation checkpointing does not have to save the output.
 
     Returns:
-        Index of the matmul in the block, counted from 1. None if the output of the last matmul must
-        be saved as well, because the backward pass would otherwise compute the matmul again.
+        Number of the matmul, counted from 1 in the order of the forward pass. None if the backward
+        pass would compute the last matmul again if its output was not saved.
     """
     if isinstance(block, TransformerBlock) and block.norm_after:
         return None  # the backward pass of the norm reads the output
 
     linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
-    for linear in linears:
-        is_float8 = type(linear) is not nn.Linear
-        if is_float8:
-            return None  # an FP8 layer saves its input only after its matmul
+    has_converted_layers = any(type(linear) is not nn.Linear for linear in linears)
+    if has_converted_layers:
+        return None  # an FP8 layer saves its input only after its matmul
+
+    # Each linear layer computes one matmul, and the last matmul belongs to a linear layer.
     return len(linears)
