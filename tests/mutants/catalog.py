@@ -258,10 +258,12 @@ def positions_of_context_ranks_start_at_zero() -> None:
 
 @mutant(CP.plus(DOCUMENTS), r"look at context parallelism")
 def mask_of_context_ranks_shows_the_future() -> None:
-    def mask(original: Callable[..., Any], *args: Any) -> Any:
-        return original(*args).fill_(True)
+    def chunks(original: Callable[..., Any], x: Any, mesh: Any, dim: int = 1) -> Any:
+        result = original(x, mesh, dim)
+        is_mask = dim == 2
+        return result.fill_(True) if is_mask else result
 
-    wrap("titanlite.parallel.forward_backward.context_mask", mask)
+    wrap("titanlite.parallel.forward_backward.local_chunks", chunks)
 
 
 @mutant(CP, r"look at context parallelism")

@@ -17,9 +17,10 @@ from torchao.float8.float8_training_tensor import LinearMMConfig
 from titanlite.config import schema
 from titanlite.config.flavors import Architecture
 from titanlite.config.run import Degrees
+from titanlite.model.attention import document_mask
 from titanlite.model.llama import Llama
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpointing
-from titanlite.parallel.context import context_mask, flex_mask, local_chunks
+from titanlite.parallel.context import flex_mask, local_chunks
 from titanlite.parallel.float8 import convert_to_float8
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.tensor import enable_async_tensor_parallel
@@ -99,7 +100,7 @@ def test_context_masks_of_flex_attention_and_of_sdpa_are_equal(rank, documents):
     mask_mod = flex_mask(tokens, ids, group).mask_mod
     flex = create_mask(mask_mod, 2, 1, 8, 16, device="cpu")
     if ids is not None:
-        dense = context_mask(ids, group)
+        dense = local_chunks(document_mask(ids), group, dim=2)
     else:  # SDPA needs no mask, because attention is causal
         causal = torch.ones(16, 16, dtype=torch.bool).tril()
         dense = local_chunks(causal, group, dim=0)[None, None]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.model.attention import attention, document_mask, flex_function
+from titanlite.model.attention import attention, flex_function
 from titanlite.model.llama import Attention, Llama, causal_mask
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from titanlite.model.attention import Mask
 
 # torch 2.13 renamed this function and warns about the old name, which torch 2.12 needs.
-if hasattr(collectives, "all_gather_single_autograd"):
-    all_gather_autograd = collectives.all_gather_single_autograd
-else:
-    all_gather_autograd = collectives.all_gather_tensor_autograd
+all_gather_autograd = (
+    getattr(collectives, "all_gather_single_autograd", None)
+    or collectives.all_gather_tensor_autograd
+)
 
 
 def apply_context_parallel(model: Llama, mesh: DeviceMesh) -> None:
@@ -84,21 +84,6 @@ def gather_chunks(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     early_chunks = chunks[0::2]
     late_chunks = chunks[1::2]
     return torch.cat((*early_chunks, *reversed(late_chunks)), dim)
-
-
-def context_mask(document_ids: Tensor, mesh: DeviceMesh, window: int = 0) -> Tensor:
-    """Build the boolean attention mask from this rank's queries to all keys of the sequence.
-
-    Args:
-        document_ids: Document of each token in whole sequences, shape (B, T).
-        mesh: 1-D mesh of the context parallel ranks.
-        window: Number of tokens that a token attends to, including itself. 0 means all.
-
-    Returns:
-        Boolean mask, shape (B, 1, T / degree, T).
-    """
-    full_mask = document_mask(document_ids, window)  # (B, 1, T, T): queries, keys
-    return local_chunks(full_mask, mesh, dim=2)
 
 
 def flex_mask(
@@ -160,7 +145,7 @@ def context_attention(
         q: Queries of this rank, shape (B, H, T / degree, D).
         k: Keys of this rank, shape (B, H_kv, T / degree, D).
         v: Values of this rank, same shape as `k`.
-        mask: Result of `context_mask` or `flex_mask`, or None.
+        mask: Mask from this rank's queries to all keys of the sequence, or None.
 
     Returns:
         Attention output of this rank, shape (B, H, T / degree, D).

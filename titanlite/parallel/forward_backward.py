@@ -24,7 +24,7 @@ from titanlite.config.run import Run
 from titanlite.model.attention import DocumentBounds, document_mask, equal_bounds
 from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
 from titanlite.optim.losses import CrossEntropy, LossRecipe, build_loss
-from titanlite.parallel.context import context_mask, flex_mask, local_chunks
+from titanlite.parallel.context import flex_mask, local_chunks
 from titanlite.parallel.fsdp import configure_microbatch, reshard_all
 from titanlite.parallel.memory_savers import frees_output_after_forward
 from titanlite.parallel.mesh import Mesh
@@ -163,9 +163,9 @@ class ForwardBackward:
         """
         total_loss = torch.zeros((), device=self._device)
         for i, microbatch in enumerate(microbatches):
-            # The output matrix is the largest parameter, so it is gathered once and stays unsharded
-            # until the last microbatch. There, it is freed before the backward pass if the loss
-            # does not read it in this pass.
+            # The output matrix is the largest parameter, so it stays unsharded until the last
+            # microbatch. There, it is freed after the backward pass, or already after the forward
+            # pass if the loss does not read it in the backward pass.
             is_last = i == len(microbatches) - 1
             configure_microbatch(
                 self._model,
@@ -292,26 +292,28 @@ class PipelineForwardBackward(ForwardBackward):
             loss_fn: Function that returns a scaled sum of token losses.
             global_tokens: Divisor of the loss, a scalar on the device.
         """
-        tokens, labels, attention = local_inputs(
-            microbatches, self._mesh, self._arch, self._job.model
-        )
-        if "positions" not in attention:
+        inputs = local_inputs(microbatches, self._mesh, self._arch, self._job.model)
+        head = LossHead(inputs.labels, NormalizedLoss(loss_fn, global_tokens))
+        model_options = {"head": head, **inputs.attention}
+        if "positions" not in model_options:
             # A later stage cannot derive them from its input, which may be sharded along T.
-            attention["positions"] = _default_positions(tokens)
+            model_options["positions"] = _default_positions(inputs.tokens)
+        # Only the first stage has the embedding. All others get hidden states from other ranks.
+        stage_inputs = [] if self._model.tok_embeddings is None else [inputs.tokens]
 
         # The schedule splits these arguments into microbatches and passes them to `Llama.forward`.
-        # Only the first stage has the embedding and receives tokens. All others receive hidden
-        # states from other ranks. Only the last stage calls the head, so its output is a loss.
-        inputs = [] if self._model.tok_embeddings is None else [tokens]
-        head = LossHead(labels, NormalizedLoss(loss_fn, global_tokens))
-        model_options = {"head": head, **attention}
-
-        # The schedule appends the loss of each microbatch to `losses`. To do so, it requires a
-        # target, although the head already has the labels.
+        # It appends the outputs of the last stage, the losses of the microbatches, to `losses`. For
+        # this it requires a target, although the head already has the labels.
         losses: list[Tensor] = []
-        run_schedule(*inputs, **model_options, target=labels, losses=losses, return_outputs=False)
+        run_schedule(
+            *stage_inputs,
+            **model_options,
+            target=inputs.labels,
+            losses=losses,
+            return_outputs=False,
+        )
         if not losses:  # another rank has the last stage
-            return torch.zeros((), device=tokens.device)
+            return torch.zeros((), device=inputs.tokens.device)
         return torch.stack(losses).detach().sum()
 
 
@@ -349,7 +351,7 @@ class LocalInputs(NamedTuple):
     Attributes:
         tokens: Token ids, shape (B, T).
         labels: Labels, shape (B, T).
-        attention: Keyword arguments for `Llama.forward`: `positions`, `mask` and `full_mask`, each
+        attention: Keyword arguments for `Llama.forward`: `mask`, `full_mask` and `positions`, each
             only if the model needs it.
     """
 
@@ -366,31 +368,27 @@ def local_inputs(
     Args:
         microbatches: Microbatches of equal shape, in which `document_ids`, `positions` and
             `cu_seqlens` are set either everywhere or nowhere.
-        mesh: Layout of the ranks. With `mesh.context`, each rank gets two chunks of each sequence.
+        mesh: Layout of the ranks. With `mesh.context`, this rank has two chunks of each sequence,
+            which attend to whole sequences.
         arch: Architecture of the model, which defines its sliding windows.
         model: Section [model] of the job, which determines the kind of attention mask.
     """
     batch = _join(microbatches)
 
     def build_mask(window: int) -> Mask | None:
-        if model.uses_document_bounds:  # variable-length attention takes these instead of a mask
+        if model.uses_document_bounds:  # variable-length attention needs no other mask
             return _build_bounds(microbatches, window)
-        return _build_mask(batch, mesh, window, uses_flex=model.attention_backend == "flex")
-
-    # Build the masks from whole sequences: with context parallelism, this rank has only some of the
-    # queries, but they attend to all keys.
-    mask = build_mask(arch.sliding_window)
-    full_mask = None
-    if arch.full_attention_interval > 0:  # some layers have no sliding window
-        full_mask = build_mask(window=0)
+        return _build_mask(batch, mesh.context, window, model.attention_backend == "flex")
 
     local_batch = batch
     if mesh.context is not None:
         local_batch = _select_local_chunks(batch, mesh.context)
 
-    arguments = {"mask": mask, "full_mask": full_mask, "positions": local_batch.positions}
-    attention = {name: value for name, value in arguments.items() if value is not None}
-    return LocalInputs(local_batch.input_ids, local_batch.labels, attention)
+    attention = {"mask": build_mask(arch.sliding_window), "positions": local_batch.positions}
+    if arch.full_attention_interval > 0:  # some layers have no sliding window
+        attention["full_mask"] = build_mask(window=0)
+    needed = {name: value for name, value in attention.items() if value is not None}
+    return LocalInputs(local_batch.input_ids, local_batch.labels, needed)
 
 
 def _join(microbatches: Sequence[Microbatch]) -> Microbatch:
@@ -446,36 +444,41 @@ def _build_bounds(microbatches: Sequence[Microbatch], window: int) -> DocumentBo
 
 
 def _build_mask(
-    batch: Microbatch, mesh: Mesh, window: int, uses_flex: bool
+    batch: Microbatch, context: DeviceMesh | None, window: int, uses_flex: bool
 ) -> Tensor | BlockMask | None:
     """Build the attention mask from this rank's queries to the keys of whole sequences.
 
     Args:
         batch: Whole sequences.
-        mesh: Layout of the ranks. With `mesh.context`, this rank has only some of the queries.
+        context: Mesh of the context parallel ranks, each of which has only some of the queries.
         window: Number of tokens that a token attends to, including itself. 0 means all.
         uses_flex: Build a block mask for flex attention instead of a boolean mask.
 
     Returns:
         The mask, or None if plain causal attention is enough.
     """
-    tokens = batch.input_ids
-    document_ids = batch.document_ids
-    is_window_shorter = 0 < window < tokens.shape[1]  # otherwise, it contains all tokens
-    if document_ids is None and is_window_shorter:
-        document_ids = torch.zeros_like(tokens)  # each sequence is one document
-
+    document_ids = _find_document_ids(batch, window)
     if uses_flex:
         # With context parallelism, flex attention is causal only with a mask.
-        if document_ids is None and mesh.context is None:
-            return None
-        return flex_mask(tokens, document_ids, mesh.context, window)
+        needs_mask = document_ids is not None or context is not None
+        return flex_mask(batch.input_ids, document_ids, context, window) if needs_mask else None
 
     if document_ids is None:
         return None
-    if mesh.context is None:
-        return document_mask(document_ids, window)
-    return context_mask(document_ids, mesh.context, window)
+    mask = document_mask(document_ids, window)  # (B, 1, T, T): queries, keys
+    return mask if context is None else local_chunks(mask, context, dim=2)
+
+
+def _find_document_ids(batch: Microbatch, window: int) -> Tensor | None:
+    """Return the document of each token, shape (B, T), or None if causal attention needs no mask.
+
+    If the window is shorter than sequences without documents, each sequence is one document.
+    """
+    tokens = batch.input_ids
+    is_window_shorter = 0 < window < tokens.shape[1]
+    if batch.document_ids is None and is_window_shorter:
+        return torch.zeros_like(tokens)
+    return batch.document_ids
 
 
 def _default_positions(tokens: Tensor) -> Tensor:
