@@ -141,22 +141,21 @@ def draws_random_numbers(model: type[Llama]) -> bool:
 def _create_op_contexts(skipped_matmul: int | None) -> tuple[Any, Any]:
     """Create the contexts of selective activation checkpointing for one block.
 
-    The contexts save the outputs of every second matmul and of a few other operators, such as
-    attention. It hardly matters which half of the matmuls is saved, because most matmuls have the
-    same input width.
+    They save the outputs of matmuls 1, 3, 5 and so on, and of a few other operators, such as
+    attention.
 
     Args:
-        skipped_matmul: Index, from 1, of a matmul whose output is not saved, because the backward
-            pass does not need it. None to exclude no matmul.
+        skipped_matmul: Number of a matmul whose output is never saved, because the backward pass
+            does not need it. None if there is no such matmul.
 
     Returns:
         Contexts for the forward pass and for the recomputation, for the argument `context_fn` of
         `torch.utils.checkpoint.checkpoint`.
     """
     # torch calls the policy for each operation in the forward pass, and again in the recomputation.
-    # Both passes must make the same decisions, so each of them counts its matmuls.
-    forward_count = itertools.count(1)
-    recompute_count = itertools.count(1)
+    # Both passes must make the same decisions, so both number their matmuls from 1.
+    forward_numbers = itertools.count(1)
+    recompute_numbers = itertools.count(1)
     always_saved = _always_saved()
 
     def policy(
@@ -164,8 +163,9 @@ def _create_op_contexts(skipped_matmul: int | None) -> tuple[Any, Any]:
     ) -> CheckpointPolicy:
         """Return whether to save the output of `op` or to recompute it in the backward pass."""
         if op in MATMULS:
-            index = next(recompute_count if context.is_recompute else forward_count)
-            should_save = index % 2 == 1 and index != skipped_matmul
+            number = next(recompute_numbers if context.is_recompute else forward_numbers)
+            is_odd = number % 2 == 1
+            should_save = is_odd and number != skipped_matmul
         else:
             should_save = op in always_saved
         return CheckpointPolicy.MUST_SAVE if should_save else CheckpointPolicy.PREFER_RECOMPUTE

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlite.config.run import Degrees
 
-# Dimensions of the grid of ranks.
+# Dimensions of the grid of ranks, in the order of the fields of `Degrees`.
 PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR = range(5)
 
 
@@ -66,7 +66,7 @@ class Mesh:
 
 
 def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
-    """Create the device meshes and process groups of a parallel layout.
+    """Create the device meshes and process groups of a parallel layout; see `Mesh`.
 
     Call this function once on every rank, after the default process group is initialized.
 
@@ -77,20 +77,16 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     assert degrees.world == dist.get_world_size()
     shard_mesh = _build_shard_mesh(degrees, device_type)
 
-    # All dimensions of the layout, including context. The ranks of a group differ only in the named
-    # dimensions.
+    # `shard_mesh` only has groups of ranks along one dimension. Create the groups along several
+    # dimensions separately. Their ranks differ only in the named dimensions.
     rank_grid = torch.arange(degrees.world).view(astuple(degrees))
-    # Ranks that read different data.
     data_group = _create_group(rank_grid, REPLICATE, SHARD)
-    # Ranks with different parts of the loss. Tensor parallel ranks compute the same part.
     loss_group = _create_group(rank_grid, PIPELINE, REPLICATE, SHARD, CONTEXT)
-    # Ranks that share the weights of a pipeline stage.
     stage_group = _create_group(rank_grid, REPLICATE, SHARD, CONTEXT, TENSOR)
     groups = [_get_world_group(), *shard_mesh.get_all_groups(), data_group, loss_group, stage_group]
 
-    # Create a separate mesh for context parallelism, because `shard_mesh` has no such dimension.
     context_mesh = None
-    if degrees.context > 1:
+    if degrees.context > 1:  # `shard_mesh` has no dimension for context parallelism
         context_group = _create_group(rank_grid, CONTEXT)
         groups.append(context_group)
         context_mesh = DeviceMesh.from_group(context_group, device_type, mesh_dim_names=("cp",))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
+from titanlite.config import schema
 from titanlite.config.registry import resolve
 from titanlite.config.run import Run
 from titanlite.model.llama import Llama
@@ -119,31 +119,32 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
     them have a sliding window, there are two graphs, one for each kind of mask.
     """
     config = run.job.activation_checkpoint
-    apply_checkpointing = partial(
-        apply_activation_checkpointing,
-        model,
-        config,
-        saves_unneeded_matmul=run.job.parallelism.memory_savers == "none",
-    )
-    if not run.compiles("model"):
-        apply_checkpointing(is_compiled=False)
-        return
-
+    compiles_blocks = run.compiles("model")
+    compiles_recomputation = compiles_blocks and _can_compile_recomputation(mesh, config)
     compile_options: dict[str, Any] = {"fullgraph": True, "options": inductor_options(mesh, run)}
-    # With the DTensors of tensor parallelism, torch 2.13 can compile the recomputation only in mode
-    # "op": in other modes, it would try to save the DeviceMesh of a DTensor like a tensor.
-    is_selective_by_op = config.mode == "selective" and config.selective_ac_option == "op"
-    can_compile_recomputation = mesh.tensor is None or is_selective_by_op
-    if can_compile_recomputation:
-        # Compile each block with the recomputation, so that the compiler optimizes both.
-        apply_checkpointing(is_compiled=True)
-        for block in model.layers.values():
-            block.compile(**compile_options)
-    else:
-        # Compile the forward function before checkpointing wraps it, and recompute in eager mode.
+
+    # If torch cannot compile the recomputation, compile the blocks before checkpointing wraps them.
+    if compiles_blocks and not compiles_recomputation:
         for block in model.layers.values():
             block.forward = torch.compile(block.forward, **compile_options)
-        apply_checkpointing(is_compiled=False)
+
+    saves_unneeded_matmul = run.job.parallelism.memory_savers == "none"
+    apply_activation_checkpointing(model, config, compiles_recomputation, saves_unneeded_matmul)
+
+    # Otherwise, compile them with the recomputation, so that the compiler optimizes both.
+    if compiles_recomputation:
+        for block in model.layers.values():
+            block.compile(**compile_options)
+
+
+def _can_compile_recomputation(mesh: Mesh, config: schema.ActivationCheckpoint) -> bool:
+    """Return whether torch can compile a block together with its activation checkpointing.
+
+    With the DTensors of tensor parallelism, torch 2.13 can do this only in the selective mode "op".
+    In other modes, it would try to save the DeviceMesh of a DTensor like a tensor.
+    """
+    is_selective_by_op = config.mode == "selective" and config.selective_ac_option == "op"
+    return mesh.tensor is None or is_selective_by_op
 
 
 def inductor_options(mesh: Mesh, run: Run) -> dict[str, Any] | None:
