@@ -268,10 +268,9 @@ def float8_plan(plan: Mapping[str, ParallelStyle], block: nn.Module) -> dict[str
     """
     # Patch torchao for the whole process. Further calls change nothing.
     _patch_torchao_to_gather_bytes()
-    float8_styles = {}
-    for name, style in plan.items():
-        float8_styles[name] = _to_float8_style(style, block.get_submodule(name))
-    return float8_styles
+    return {
+        name: _to_float8_style(style, block.get_submodule(name)) for name, style in plan.items()
+    }
 
 
 def _to_float8_style(style: Any, module: nn.Module) -> ParallelStyle:
@@ -296,11 +295,12 @@ def _to_float8_style(style: Any, module: nn.Module) -> ParallelStyle:
             input_layouts=style.input_layouts, desired_input_layouts=style.desired_input_layouts
         )
 
-    if type(style) is ColwiseParallel:
-        float8_class = float8.Float8ColwiseParallel
-    elif type(style) is RowwiseParallel:
-        float8_class = float8.Float8RowwiseParallel
-    else:
+    float8_classes = {
+        ColwiseParallel: float8.Float8ColwiseParallel,
+        RowwiseParallel: float8.Float8RowwiseParallel,
+    }
+    float8_class = float8_classes.get(type(style))
+    if float8_class is None:
         return style
     # Both styles have one input and one output, whose layouts they store in tuples of length 1.
     (input_layout,) = style.input_layouts
@@ -321,23 +321,28 @@ def _has_only_float8_linears(module: nn.Module) -> bool:
 def _patch_torchao_to_gather_bytes() -> None:
     """Let torchao all-gather FP8 tensors as uint8, because gloo does not support FP8 dtypes.
 
-    torchao gathers an FP8 tensor with two calls. This function changes the second one:
-
-    1. For the all-gather operator of torch, torchao calls `allgather_fp8(operator, ...)`.
-    2. `allgather_fp8` calls `operator(data, ...)` with the FP8 values in the tensor. After this
-       patch, it calls `_gather_bytes(operator, data, ...)` instead.
+    torchao has a table of the functions that it calls for operators on FP8 tensors. This replaces
+    its function for the all-gather operators, for the whole process.
     """
     from torchao.float8 import float8_ops
 
-    allgather_fp8 = float8_ops.allgather_fp8
-
-    def allgather_fp8_as_bytes(operator: Callable[..., torch.Tensor], *args: Any) -> Any:
-        return allgather_fp8(partial(_gather_bytes, operator), *args)
-
-    table = float8_ops.FLOAT8_OPS_TABLE  # operator -> function that torchao calls for FP8 tensors
+    table = float8_ops.FLOAT8_OPS_TABLE  # operator -> function
     for operator, function in list(table.items()):
-        if function is allgather_fp8:
-            table[operator] = allgather_fp8_as_bytes
+        if function is float8_ops.allgather_fp8:
+            table[operator] = _allgather_fp8_as_bytes
+
+
+def _allgather_fp8_as_bytes(operator: Callable[..., torch.Tensor], *args: Any) -> Any:
+    """Call `allgather_fp8` of torchao, but gather the FP8 values as uint8.
+
+    Args:
+        operator: All-gather operator of torch.
+        args: Positional arguments and keyword arguments of the operator, as a tuple and a dict.
+    """
+    from torchao.float8.float8_ops import allgather_fp8
+
+    # `allgather_fp8` calls its first argument to gather the FP8 values.
+    return allgather_fp8(partial(_gather_bytes, operator), *args)
 
 
 def _gather_bytes(
