@@ -291,9 +291,9 @@ def _update_(
     old_values = [parameter, *moments]
 
     if rule.stochastic_rounding:
-        # Rounding uses the low 16 bits, which differ for the parameter and its up to two moments.
-        bits = _random_bits(parameter, scalars.step_seed, seed, start)
-        all_bits = [bits, bits >> 16, _hash32(bits)]
+        random_bits = _random_bits(parameter, scalars.step_seed, seed, start)
+        # The low 16 bits are used. The parameter and up to two moments need different bits.
+        all_bits = [random_bits, random_bits >> 16, _hash32(random_bits)]
         new_values = [
             _round_stochastically(new, old.dtype, bits)
             for new, old, bits in zip(new_values, old_values, all_bits, strict=False)
