@@ -450,7 +450,7 @@ def _build_mask(
 
     Args:
         batch: Whole sequences.
-        context: Mesh of the context parallel ranks, each of which has only some of the queries.
+        context: Mesh of the context parallel ranks. Each rank has only some of the queries.
         window: Number of tokens that a token attends to, including itself. 0 means all.
         uses_flex: Build a block mask for flex attention instead of a boolean mask.
 
