@@ -7,8 +7,10 @@
   at most 0.3% by estimate.
 - "all": also savers that make the GPU wait longer, which has not been measured on a real GPU.
 
-No saver changes a value. The page docs/internals/memory_savers.md lists the gain and the hazard of
-each saver, and the test that guards it.
+No saver changes a value. The docstring of each saver states its gain, its hazard, and the test in
+tests/parallel/test_memory_savers.py that guards it. Gains are GiB of GPU memory of the compiled 8B
+model on 8 GPUs of the ghost GPU, with 2 sequences of 8,192 tokens per GPU;
+docs/internals/memory_savers.md has the whole table.
 """
 
 from __future__ import annotations
@@ -73,6 +75,11 @@ def skip_unshard_in_backward(model: Llama, run: Run) -> None:
 
     The gradient of the embedding depends only on the token ids. The output matrix is not gathered
     again if the backward pass of the loss does not read it.
+
+    Gain: 0.48 GiB of allocated memory, one all-gather of each matrix, and 6 kernel launches.
+    Hazard: A backward pass that reads the output matrix would fail, so the matrix is skipped only
+    if `frees_output_after_forward` allows it.
+    Test: test_safe_gathers_embedding_and_output_only_for_the_forward_pass
     """
     if isinstance(model.tok_embeddings, FSDPModule):
         model.tok_embeddings.set_unshard_in_backward(False)
@@ -87,6 +94,11 @@ def free_gather_buffer_before_loss(model: Llama) -> None:
     keeps the buffer until it gathers the next module. No module follows the output layer, so its
     buffer, 1.0 GiB for the 8B model, would stay allocated during the loss. A hook therefore makes
     the copy before the forward pass, after which FSDP2 frees the buffer at once.
+
+    Gain: Less allocated memory in eager jobs with "safe". With "all", another saver has the same
+    effect. No kernel launches.
+    Hazard: None, because only the streams of later all-gathers wait for the copy.
+    Test: test_safe_savers_lower_the_peak_of_allocated_memory
     """
     if isinstance(model.output, FSDPModule):
         model.output.register_forward_pre_hook(_unshard_before_forward, prepend=True)
@@ -132,7 +144,13 @@ def separates_norm(blocks: ModuleGroups, output: nn.Module, mesh: DeviceMesh, ru
 
     FSDP2 keeps the gradient of the output projection until it reduces the gradients of the next
     group in the backward pass. If the norm is this group, FSDP2 frees the gradient before the
-    backward pass of the last block, but the GPU waits for the reduction.
+    backward pass of the last block.
+
+    Gain: 1.33 GiB of reserved and 1.89 GiB of allocated memory, for 4 more kernel launches.
+    Hazard: The GPU waits until the gradient of the output projection is reduced, by estimate 5 ms
+    for the 8B model. So the norm is separate only if the wait is short or worth it.
+    Tests: test_safe_savers_lower_the_peak_of_allocated_memory,
+    test_safe_does_not_wait_for_the_output_in_short_microbatches
 
     Args:
         blocks: Modules of each FSDP group of blocks, in forward order.
@@ -183,13 +201,19 @@ def reduce_in_main_stream(model: Llama, mesh: DeviceMesh, run: Run) -> None:
     By default, FSDP2 allocates them in another stream, whose memory the main stream cannot reuse.
     On a single rank, gradients are not reduced, so this leaves out the copy of each gradient.
 
+    Gain: 3.75 GiB of reserved memory. No kernel launches.
+    Hazard: If FSDP2 freed a result early, its memory would be used again while the collective still
+    writes to it. So this does nothing unless `are_reductions_final` returns True.
+    Tests: test_only_gradients_that_are_kept_are_allocated_in_the_main_stream,
+    test_a_single_rank_does_not_copy_gradients_to_reduce_them
+
     Args:
         model: Model after `fully_shard`.
         mesh: Mesh of `fully_shard`.
         run: The validated job.
     """
     if not are_reductions_final(run):
-        return  # the main stream would use the memory while a collective still writes to it
+        return
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -247,8 +271,10 @@ class _SingleRankReduceScatter:
 def gather_in_main_stream(model: Llama) -> None:
     """Allocate the results of FSDP all-gathers in the main stream, to save memory.
 
-    Casts and copies of weights before each all-gather then also run in the main stream, so they no
-    longer overlap with computation.
+    Gain: 1.06 GiB of reserved memory, 1.56 GiB in eager mode. No kernel launches.
+    Hazard: Casts and copies of weights before each all-gather also run in the main stream, so they
+    no longer overlap with computation. The effect on a real GPU has not been measured.
+    Test: test_each_saver_lowers_reserved_memory
     """
     cast(Any, model)._set_unshard_async_op(True)
 
@@ -258,6 +284,10 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
 
     torch allocates them during the first step, between large activations, which leaves holes in GPU
     memory. Other optimizers are left unchanged.
+
+    Gain: 0.02 GiB of reserved memory, 0.14 GiB in eager mode. No kernel launches.
+    Hazard: None, because torch allocates the same tensors in the first step otherwise.
+    Test: test_moments_exist_before_the_first_step
 
     Args:
         optimizer: New optimizer. In its first step, torch then finds existing moments, as after
@@ -277,6 +307,10 @@ def find_unneeded_matmul(block: nn.Module) -> int | None:
 
     Usually the output is only added to the residual stream. The backward pass of an addition reads
     no values, so activation checkpointing does not have to save the output.
+
+    Gain: 4.0 GiB of allocated and reserved memory in eager mode. The compiler does this anyway.
+    Hazard: If the backward pass needs the output, the matmul is computed twice.
+    Tests: test_each_saver_lowers_reserved_memory, test_safe_savers_compute_nothing_again
 
     Returns:
         Number of the matmul, counted from 1 in the order of the forward pass. None if the backward
