@@ -144,6 +144,12 @@ def test_an_error_is_reported_as_its_message_and_exit_code(
         assert report["message"].endswith(f"{output}how to resume")
 
 
+def test_a_misspelled_option_is_reported_even_if_its_value_contains_a_dot(capsys):
+    assert cli.main(["plan", "--wirte=plan.toml"]) == 2
+
+    assert "Did you mean --write?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("redirection", "code"),
     [("> /dev/full", 2), (">&-", 0), ("| :; exit ${PIPESTATUS[0]}", 141)],

@@ -108,9 +108,8 @@ def parse_options_and_job(
 ) -> tuple[AnyOptions, list[str]]:
     """Parse the options of a command that also accepts the keys of a job as options.
 
-    tyro parses the options. The checks before and after it raise the errors for which the message
-    of tyro would be less clear. Plugins that the options name are loaded, because they can add keys
-    to a job.
+    tyro parses the options, but these functions report common mistakes more clearly. Plugins that
+    the options name are loaded, because they can add keys to a job.
 
     Args:
         options: Class of the options.
@@ -129,7 +128,7 @@ def parse_options_and_job(
     prog = f"titanlite {command}"
     wants_help = "-h" in argv or "--help" in argv
     if wants_help:
-        # Print only the description, because tyro would not wrap it. tyro prints the options below.
+        # Print the description here, because tyro would not wrap it.
         description = f"{options.__doc__}\n\n{help_on_job}".strip()
         print(wrap_text(description), end="\n\n")
     else:
@@ -137,7 +136,7 @@ def parse_options_and_job(
     _check_repeated_or_dropped(options, argv)
     _check_numbers(options, argv)
 
-    # With --help, this prints the options and exits.
+    # Parse the options or, with --help, print them below the description and exit.
     parsed, words = tyro.cli(
         options, args=[*argv], prog=prog, description="", config=_STYLE, return_unknown_args=True
     )
@@ -199,10 +198,11 @@ def _check_misspelled(options: type[Options], words: Sequence[str], prog: str) -
     """
     flags = _list_flags(options)
     for word in words:
-        is_job_key = "." in word
-        if is_job_key or not word.startswith("--"):
+        flag = word.partition("=")[0]
+        is_job_key = "." in flag
+        if is_job_key or not flag.startswith("--"):
             continue
-        similar = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
+        similar = difflib.get_close_matches(flag, flags, n=1)
         if similar:
             raise UserError(f"{word}: unknown option of `{prog}`. Did you mean {similar[0]}?")
 
