@@ -22,7 +22,12 @@ from torch.nn import functional as F
 from titanlite import cli, completion, generate, generate_many, load_checkpoint
 from titanlite.checkpoint.huggingface import checkpoint_weights
 from titanlite.checkpoint.live_state import LiveState
-from titanlite.checkpoint.manifest import CheckpointContext
+from titanlite.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointContext,
+    encode_manifest,
+    read_manifest,
+)
 from titanlite.checkpoint.save import Saver
 from titanlite.completion import LoadedCheckpoint, sample_token
 from titanlite.config.errors import CheckpointError
@@ -372,6 +377,17 @@ def test_a_damaged_tokenizer_of_a_checkpoint_is_reported(imported, capsys):
 
     run("verify", imported, code=4)
     run_generate(capsys, imported, code=4)
+
+
+def test_export_names_a_key_of_the_saved_job_that_it_cannot_read(tmp_path, capsys):
+    checkpoint = save_run(tmp_path, 1) / "checkpoint/step-00000001"
+    manifest = read_manifest(checkpoint)
+    manifest["info"]["job"] = {"training": {"stepz": 1}}
+    (checkpoint / MANIFEST).write_bytes(encode_manifest(manifest))
+
+    run("export", "--checkpoint", checkpoint, "--out", tmp_path / "hf", code=2)
+
+    assert "training.stepz. Or pass --tokenizer FILE to export." in capsys.readouterr().err
 
 
 def test_weights_are_imported_without_a_tokenizer_that_does_not_fit(trained, tmp_path, capsys):

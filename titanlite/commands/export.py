@@ -121,7 +121,7 @@ def _load_saved_tokenizer(step_folder: Path) -> Tokenizer:
         UserError: If the checkpoint was imported without a tokenizer, or the tokenizer cannot be
             loaded.
     """
-    from titanlite.checkpoint.find import NoTokenizerError, read_job
+    from titanlite.checkpoint.find import NoTokenizerError, read_job  # slow
     from titanlite.data.tokenizer import load_tokenizer
 
     try:
@@ -132,5 +132,6 @@ def _load_saved_tokenizer(step_folder: Path) -> Tokenizer:
             "Pass --tokenizer FILE."
         ) from None
     except CheckpointError as error:
-        raise UserError(f"{error} Or pass --tokenizer FILE to export.") from None
+        reason = str(error).rstrip(".")
+        raise UserError(f"{reason}. Or pass --tokenizer FILE to export.") from None
     return load_tokenizer(Run(job).tokenizer_path, job)
