@@ -11,9 +11,10 @@ from typing import Any
 from titanlite.checkpoint.find import is_saved, load_newest, read_job, read_newest_job
 from titanlite.checkpoint.manifest import check_checkpoint, list_set_aside
 from titanlite.config.errors import format_count, printable
-from titanlite.config.job_diff import DataChanges, compare_jobs, report_changes
+from titanlite.config.job_diff import SAME_DATA, check_changes, compare_jobs
 from titanlite.config.options import OptionRanks, Options, parse_options_and_job
 from titanlite.config.run import Run
+from titanlite.config.schema import JobConfig
 from titanlite.data.amounts import explain_toy_run, inspect_data
 from titanlite.data.documents import source_specs
 from titanlite.data.mixture import source_shares
@@ -25,6 +26,7 @@ from titanlite.rules import find_suspicious_values
 
 _MARGIN = 10  # width of the labels to the left of a curve, in characters
 _MIN_COLUMNS = 10  # of a plot, even if the terminal is narrower
+_MIN_LABEL_WIDTH = 6  # of the last step below a plot, in characters
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -76,25 +78,29 @@ def _has_lost_checkpoints(run: Run) -> bool:
 def _check_resume(run: Run) -> None:
     """Check that training can resume from the newest checkpoint of the run.
 
-    Compare the jobs. Without a mirror, from which the run could restore checkpoints, also check the
-    files of the checkpoint as a resume does before it loads tensors: tensor files must have the
-    right size, and their contents are not read.
-
     Raises:
         UserError: If a key has changed that must stay the same when a run resumes.
         CheckpointError: If all checkpoints are damaged.
     """
-    if run.job.checkpoint.mirror is None:
-        check_files = partial(check_checkpoint, verified_on_load=True)
-        saved_job = load_newest(run.checkpoint_folder, read_job, check=check_files)
-    else:
-        saved_job = read_newest_job(run.checkpoint_folder)
-
+    saved_run = Run(_read_saved_job(run))
     # The data is compared only when the run starts, so assume that it is the same.
-    data_changes: DataChanges = ([], [])
-    changes = compare_jobs(_list_values(Run(saved_job)), _list_values(run), data_changes)
-    # Only incompatible changes matter here: they raise an error. The run logs all other changes.
-    report_changes(run.checkpoint_folder, changes, log=lambda change: None)
+    changes = compare_jobs(_list_values(saved_run), _list_values(run), SAME_DATA)
+    check_changes(run.checkpoint_folder, changes)
+
+
+def _read_saved_job(run: Run) -> JobConfig:
+    """Read the job in the newest checkpoint of the run, and check the files of the checkpoint.
+
+    Tensor files must have the right size, but their contents are not read. With a mirror, from
+    which the run could restore a checkpoint, no files are checked.
+
+    Raises:
+        CheckpointError: If all checkpoints are damaged.
+    """
+    if run.job.checkpoint.mirror is not None:
+        return read_newest_job(run.checkpoint_folder)
+    check_files = partial(check_checkpoint, verified_on_load=True)
+    return load_newest(run.checkpoint_folder, read_job, check=check_files)
 
 
 def _list_values(run: Run) -> dict[str, Any]:
@@ -133,29 +139,33 @@ def plot_schedule(run: Run, width: int) -> str:
     num_steps = run.job.training.steps
     available_columns = max(_MIN_COLUMNS, width - _MARGIN)
     num_columns = min(num_steps, available_columns)
-    # For example, 3 columns show the steps 0, 33 and 66 of 100.
-    steps = [column * num_steps // num_columns for column in range(num_columns)]
+    # Number of completed steps at each column. For example, 3 columns show 0, 33 and 66 of 100.
+    completed_steps = [column * num_steps // num_columns for column in range(num_columns)]
 
-    learning_rates = [learning_rate_at(run.job, step + 1) for step in steps]
+    learning_rates = [learning_rate_at(run.job, step=done + 1) for done in completed_steps]
     lines = _plot_curve("learning rate", learning_rates, "{:.2e}", height=8)
-    batch_sizes = [run.batch_size(step) for step in steps]
+    batch_sizes = [run.batch_size(done) for done in completed_steps]
     lines += _plot_curve("global batch size", batch_sizes, "{:,}", height=4)
-    lines += _plot_shares(run, steps)
-
-    # Below the charts, label the first column with step 1, and the last column with the last step.
-    # With few columns, the second label moves to the right, so that the two do not touch.
-    axis_margin = "step  ".rjust(_MARGIN)
-    last_step_width = max(6, num_columns - 1)
-    last_step = f"{num_steps:,}".rjust(last_step_width)
-    lines.append(f"{axis_margin}1{last_step}")
+    lines += _plot_shares(run, completed_steps)
+    lines.append(_draw_step_axis(num_steps, num_columns))
     # Cut lines that are longer than the terminal, because wrapped lines would spoil the charts.
     return "\n".join(line[:width] for line in lines)
 
 
-def _plot_shares(run: Run, steps: Sequence[int]) -> list[str]:
-    """Plot the share of each data source at given steps, as one small chart per source."""
+def _draw_step_axis(num_steps: int, num_columns: int) -> str:
+    """Draw the axis below the charts: step 1 at the first column, the last step at the last column.
+
+    With few columns, the last step is further to the right, so that the two labels do not touch.
+    """
+    margin = "step  ".rjust(_MARGIN)
+    last_step_width = max(_MIN_LABEL_WIDTH, num_columns - 1)
+    return f"{margin}1{num_steps:>{last_step_width},}"
+
+
+def _plot_shares(run: Run, completed_steps: Sequence[int]) -> list[str]:
+    """Plot the share of each data source after some numbers of steps, as one chart per source."""
     dataset = run.job.dataset
-    shares_by_step = [source_shares(dataset, step).tolist() for step in steps]
+    shares_by_step = [source_shares(dataset, done).tolist() for done in completed_steps]
     lines = []
     for index, source in enumerate(source_specs(dataset)):
         name = f"share of {source.source} {source.path or ''}"

@@ -37,6 +37,7 @@ DataChanges = tuple[list[str], list[str]]
 - changes that make the saved data position meaningless, for example another sequence length;
 - changed contents of files, which `dataset.on_change` allows or forbids.
 """
+SAME_DATA: DataChanges = ([], [])
 
 _REMEDY = """\
 Restore these values, or start a new run in another job.dump_folder. If model and tokenizer are \
@@ -108,7 +109,8 @@ def compare_jobs(
     """List the differences between the job in a checkpoint and the job that resumes from it.
 
     Keys that only one of the jobs has are not compared: another version of titanlite has saved the
-    checkpoint, or plugins have changed.
+    checkpoint, or plugins have changed. If the data differs, its differences replace the keys that
+    determine it, such as dataset.path.
 
     Args:
         before: Job in the checkpoint: section -> key -> value. The section "model" contains all
@@ -123,46 +125,34 @@ def compare_jobs(
     """
     old_values = flatten(before)
     new_values = flatten(now)
-    resumes_data = data is not None
     changes: list[Change] = []
-    data_key_changes: list[str] = []
     for name in sorted(old_values.keys() & new_values.keys()):
         old_value = old_values[name]
         new_value = new_values[name]
         if old_value == new_value or _is_ignored(name, new_values):
             continue
+
         description = f"{name}: {shorten(str(old_value))} -> {shorten(str(new_value))}"
-        if resumes_data and _determines_data(name, new_values):
-            data_key_changes.append(description)  # the effect depends on the data itself
-        else:
-            effect = _classify(name, old_values, new_values, resumes_data=resumes_data)
+        if data is None or not _determines_data(name, new_values):
+            effect = _classify(name, old_values, new_values, resumes_data=data is not None)
             changes.append((effect, description))
+        elif not any(data):  # the data itself is the same, for example in a renamed folder
+            changes.append((COMPATIBLE, description))
 
     if data is not None:
-        changes += _classify_data_changes(data, data_key_changes, new_values)
+        changes += _classify_data_changes(data, new_values)
     return sorted(changes, key=lambda change: (_ORDER.index(change[0]), change[1]))
 
 
-def _classify_data_changes(
-    data: DataChanges, key_changes: list[str], new_values: dict[str, Any]
-) -> list[Change]:
+def _classify_data_changes(data: DataChanges, new_values: dict[str, Any]) -> list[Change]:
     """Return the effect and description of each difference of the data.
-
-    A changed key such as dataset.path is harmless if the data itself is the same, for example
-    because its folder was renamed. If the data differs, its differences replace the changed keys.
 
     Args:
         data: Differences of the data, from `Loader.compare`.
-        key_changes: Descriptions of changed keys that determine the data.
         new_values: Values of the job that resumes, by full name.
     """
     position_changes, content_changes = data
-    is_same_data = not position_changes and not content_changes
-    if is_same_data:
-        return [(COMPATIBLE, description) for description in key_changes]
-
-    allows_new_content = new_values["dataset.on_change"] != "error"
-    content_effect = AFFECTS_TRAINING if allows_new_content else INCOMPATIBLE
+    content_effect = _get_content_effect(new_values)
     changes: list[Change] = [(INCOMPATIBLE, description) for description in position_changes]
     changes.extend((content_effect, description) for description in content_changes)
     return changes
@@ -179,13 +169,23 @@ def report_changes(path: PurePath, changes: Sequence[Change], log: Callable[[str
     Raises:
         UserError: If there are incompatible differences. The message lists them.
     """
-    incompatible = []
     for effect, description in changes:
-        if effect == INCOMPATIBLE:
-            incompatible.append(description)
-        else:
+        if effect != INCOMPATIBLE:
             log(f"Changed since {path.name}: {description} ({effect})")
+    check_changes(path, changes)
 
+
+def check_changes(path: PurePath, changes: Sequence[Change]) -> None:
+    """Check that the differences between two jobs allow a run to resume from a checkpoint.
+
+    Args:
+        path: Path or URL of the checkpoint, for messages.
+        changes: Effect and description of each difference, from `compare_jobs`.
+
+    Raises:
+        UserError: If there are incompatible differences. The message lists them.
+    """
+    incompatible = [description for effect, description in changes if effect == INCOMPATIBLE]
     if incompatible:
         lines = "\n  ".join([f"This job cannot resume from {path}:", *incompatible])
         remedy = _REMEDY.format(checkpoint=path)
@@ -254,28 +254,38 @@ def _classify(
 ) -> Effect:
     """Return the effect of a changed key on a resumed run.
 
-    The effect of most keys is fixed. The few keys whose effect depends on other keys come first.
-
     Args:
         name: Full name of the key, such as "training.seed" or "dataset.sources.0.path".
         old_values: Values of the job in the checkpoint, by full name.
         new_values: Values of the job that resumes, by full name.
         resumes_data: Whether the run resumes from the data position in the checkpoint.
     """
-    if name == "optimizer.name":  # another optimizer has other state tensors
+    section, *_, key = name.split(".")
+    is_mixture_key = name.startswith("dataset.sources.") and key in ("weight", "max_epochs")
+    if is_mixture_key and resumes_data:
+        return _get_content_effect(new_values)
+    if name == "training.local_batch_size":
+        return _get_local_batch_effect(old_values)
+    if name == "optimizer.name":  # another optimizer cannot load the state in the checkpoint
         loads_state = "optimizer" not in new_values["checkpoint.exclude_from_loading"]
         return INCOMPATIBLE if loads_state else AFFECTS_TRAINING
-
-    has_global_batch_size = old_values.get("training.global_batch_size", -1) != -1
-    if name == "training.local_batch_size" and has_global_batch_size:
-        return COMPATIBLE  # otherwise, it determines the global batch size
-
-    section, *_, key = name.split(".")
-    is_share_of_mixture = name.startswith("dataset.sources.") and key in ("weight", "max_epochs")
-    if is_share_of_mixture and resumes_data and new_values["dataset.on_change"] == "error":
-        return INCOMPATIBLE
-
     return _get_fixed_effect(section, key)
+
+
+def _get_local_batch_effect(old_values: dict[str, Any]) -> Effect:
+    """Return the effect of another local batch size.
+
+    It determines the global batch size, unless `training.global_batch_size` sets it.
+    """
+    # Old checkpoints do not have this key. Its default, -1, means that it is not set.
+    global_batch_size = old_values.get("training.global_batch_size", -1)
+    return AFFECTS_TRAINING if global_batch_size == -1 else COMPATIBLE
+
+
+def _get_content_effect(new_values: dict[str, Any]) -> Effect:
+    """Return the effect of changed contents of the data, which `dataset.on_change` can forbid."""
+    is_forbidden = new_values["dataset.on_change"] == "error"
+    return INCOMPATIBLE if is_forbidden else AFFECTS_TRAINING
 
 
 def _get_fixed_effect(section: str, key: str) -> Effect:
