@@ -7,10 +7,10 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -82,18 +82,17 @@ def main(argv: Sequence[str]) -> None:
 
     # Handle SIGTERM like Ctrl-C, which also ends the worker processes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # Some libraries print when they are imported, which would mix with the JSON object of --json.
-    stdout = sys.stdout
+    # Only results go to standard output. Some libraries print when they are imported, which would
+    # mix with the JSON object of --json.
+    print_result = partial(print, file=sys.stdout, flush=True)
     with contextlib.redirect_stdout(sys.stderr):
         device = _choose_device(options, run.world_size)
         if device.cpu:  # then CPU offload would not save memory
             run = with_keys(run, {"training.enable_cpu_offload": False})
         if options.search or options.write is not None:
-            result = _search(options, run, device, tokens)
+            print_result(_search(options, run, device, tokens))
         else:
-            result = _estimate(options, run, device, tokens, stdout)
-    if result:
-        print(result)
+            _estimate(options, run, device, tokens, print_result)
 
 
 def _load_run(options: PlanOptions, words: Sequence[str]) -> Run:
@@ -157,29 +156,48 @@ def _check_not_shortened(path: Path, run: Run) -> None:
 
 
 def _estimate(
-    options: PlanOptions, run: Run, device: Gpu, tokens: int | None, stdout: TextIO
-) -> str:
-    """Estimate the memory and time of a job, and search for changes that improve the job.
+    options: PlanOptions,
+    run: Run,
+    device: Gpu,
+    tokens: int | None,
+    print_result: Callable[[str], None],
+) -> None:
+    """Print the memory and time of a job, and then changes that improve the job.
 
-    The search takes longer than the estimate. Unless --json is set, print the estimate before the
-    search starts.
+    Args:
+        options: Options of the command. With --json, print everything as one JSON object.
+        run: The run to estimate.
+        device: GPU or CPU of each rank.
+        tokens: Number of tokens of the whole training run, or None if --tokens is not set.
+        print_result: Function that prints a text to standard output.
+    """
+    if options.as_json:
+        plan = _make_plan(options, run, device)
+        print_result(_add_training_time(plan, tokens).model_dump_json())
+        return
+
+    def print_estimate(forecast: Forecast) -> None:
+        print_result(_format_forecast(run, _add_training_time(forecast, tokens)))
+
+    # The search for changes takes longer, so the estimate is printed before it starts.
+    plan = _make_plan(options, run, device, show=print_estimate)
+    advice = _format_advice(run, plan)
+    if advice:
+        print_result(advice)
+
+
+def _make_plan(
+    options: PlanOptions, run: Run, device: Gpu, show: Callable[[Forecast], None] | None = None
+) -> Forecast:
+    """Estimate the memory and time of a job, and search for changes that improve the job.
 
     Args:
         options: Options of the command.
         run: The run to estimate.
         device: GPU or CPU of each rank.
-        tokens: Number of tokens of the whole training run, or None if --tokens is not set.
-        stdout: Stream for the estimate.
-
-    Returns:
-        The changes as text; see `_format_advice`. With --json, the estimate and the changes as one
-        JSON object.
+        show: Function that is called with the estimate before the search starts.
     """
     from titanlite.plan import advice  # slow, so import it before the worker processes fork
-
-    def print_estimate(forecast: Forecast) -> None:
-        text = _format_forecast(run, _add_training_time(forecast, tokens))
-        print(text, file=stdout, flush=True)
 
     make_plan = partial(
         advice.make_plan,
@@ -187,17 +205,12 @@ def _estimate(
         device,
         quick=options.quick,
         remedies=options.remedies,
-        show=None if options.as_json else print_estimate,
+        show=show,
     )
-    if run.degrees.pipeline > 2:  # trace the many stages in parallel
-        with workers() as pool:
-            plan = make_plan(map_function=pool.map)
-    else:
-        plan = make_plan()
-
-    if options.as_json:
-        return _add_training_time(plan, tokens).model_dump_json()
-    return _format_advice(run, plan)
+    if run.degrees.pipeline <= 2:
+        return make_plan()
+    with workers() as pool:  # trace the many stages in parallel
+        return make_plan(map_function=pool.map)
 
 
 def _format_advice(run: Run, forecast: Forecast) -> str:
