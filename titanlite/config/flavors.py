@@ -107,16 +107,14 @@ class Architecture:
     def mup_factors(self, name: str, ndim: int) -> tuple[float, float]:
         """Return the factors by which muP scales a parameter's initial values and learning rate.
 
-        With m = dim / mup_base_dim and k = head_dim / mup_base_head_dim, the factors are:
+        The model is m = dim / mup_base_dim times as wide as the base model, and its heads are
+        k = head_dim / mup_base_head_dim times as wide. Without muP, both are 1. q is 1 / sqrt(k)
+        for the queries, and 1 for all other parameters. docs/guides/mup.md gives the reasons.
 
             Parameter                Initial values    Learning rate
-            Matrices of blocks       1 / sqrt(m)       1 / m
+            Matrices of blocks       q / sqrt(m)       q / m
             Output matrix            1 / m             1 / m
-            All other parameters     1                 1
-
-        With tied embeddings, the final norm has the factors of the output matrix, which has 1.
-        Both factors of the query projection, or of the query norm if there is one, are also
-        multiplied by 1 / sqrt(k). Without muP, m and k are 1. docs/guides/mup.md gives the reasons.
+            All other parameters     q                 q
 
         Args:
             name: Name of the parameter, for example "layers.3.attention.wo.weight".
@@ -128,22 +126,20 @@ class Architecture:
         inverse_m = (self.mup_base_dim or self.dim) / self.dim
         inverse_k = (self.mup_base_head_dim or self.head_dim) / self.head_dim
 
-        is_block_matrix = name.startswith("layers.") and ndim >= 2
-        # A tied output matrix is also the embedding, so scale the norm in front of it instead.
-        output_name = "norm.weight" if self.tied_embeddings else "output.weight"
         # A query norm undoes any scale of the query projection, so scale this norm instead.
         query_name = "attention.wq." if self.qk_norm == "none" else "attention.q_norm."
+        query_factor = math.sqrt(inverse_k) if query_name in name else 1.0
 
-        lr_factor = 1.0
-        if is_block_matrix or name == output_name:
-            lr_factor *= inverse_m
-        if query_name in name:
-            lr_factor *= math.sqrt(inverse_k)
+        is_block_matrix = name.startswith("layers.") and ndim >= 2
+        if is_block_matrix:
+            lr_factor = query_factor * inverse_m
+            return lr_factor / math.sqrt(inverse_m), lr_factor
 
-        init_factor = lr_factor
-        if is_block_matrix:  # 1 / sqrt(m) instead of 1 / m
-            init_factor /= math.sqrt(inverse_m)
-        return init_factor, lr_factor
+        # A tied output matrix is also the embedding, so scale the norm in front of it instead.
+        output_name = "norm.weight" if self.tied_embeddings else "output.weight"
+        if name == output_name:
+            return inverse_m, inverse_m
+        return query_factor, query_factor
 
     def is_full_attention(self, layer: int) -> bool:
         """Return whether block number `layer`, counted from 0, ignores the sliding window.
@@ -285,9 +281,10 @@ def find_flavor(name: str) -> str:
     such as "-Instruct", and in upper or lower case.
 
     Raises:
-        ValueError: If the name is unknown. The message suggests the most similar flavor.
+        ValueError: If the name is unknown. The message is the rest of a sentence that starts with
+            the key, and suggests the most similar flavor.
     """
-    flavor_of_name = _list_names()
+    flavor_of_name = _list_names()  # with and without owners
     lower_name = name.lower()
     if lower_name in flavor_of_name:
         return flavor_of_name[lower_name]

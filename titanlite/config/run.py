@@ -352,7 +352,8 @@ def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
         num_stages: Total number of pipeline stages.
 
     Returns:
-        For each stage, the bytes of all three parts, even if the stage does not contain them.
+        The bytes in each stage. To get the total, `PieceCosts.add_up` selects the parts that the
+        stage contains: only the first has the embedding, and only the last has the output.
     """
     arch = run.arch
     microbatch_tokens = run.local_microbatch_tokens
@@ -459,13 +460,7 @@ def build_architecture(model: schema.Model, job: schema.JobConfig | None = None)
         job: Job that contains the section of a plugin architecture. Not needed for the built-in
             architecture.
     """
-    flavor = FLAVORS[model.flavor]
-    values = asdict(flavor)
-    has_default_head_dim = flavor.head_dim * flavor.n_heads == flavor.dim
-    if has_default_head_dim:
-        # [model] may override dim or n_heads. With 0, `Architecture` computes head_dim from them.
-        values["head_dim"] = 0
-
+    values = _get_flavor_values(model.flavor)
     for field in fields(Architecture):
         override = getattr(model, field.name)
         if override is not None:
@@ -477,6 +472,19 @@ def build_architecture(model: schema.Model, job: schema.JobConfig | None = None)
         values |= dict(plugin_sections.get(model.architecture, {}))
     architecture_class = ARCHITECTURES[model.architecture]
     return architecture_class(**values)
+
+
+def _get_flavor_values(name: str) -> dict[str, Any]:
+    """Return the fields of the flavor called `name`, which a job may override.
+
+    If `head_dim` is dim / n_heads, it becomes 0. Then `Architecture` computes it after the job has
+    overridden `dim` or `n_heads`.
+    """
+    flavor = FLAVORS[name]
+    values = asdict(flavor)
+    if flavor.head_dim * flavor.n_heads == flavor.dim:
+        values["head_dim"] = 0
+    return values
 
 
 def model_tables(arch: Architecture) -> dict[str, dict[str, Any]]:

@@ -28,8 +28,8 @@ class PieceCosts:
     block: float
     output: float
 
-    def of_stage(self, stage: int, stages: int, blocks: int) -> float:
-        """Return the total cost of a pipeline stage.
+    def add_up(self, stage: int, stages: int, blocks: int) -> float:
+        """Return the total cost of the parts that a pipeline stage contains.
 
         Args:
             stage: Index of the stage, from 0.
@@ -47,26 +47,30 @@ class PieceCosts:
 def forward_flops(arch: Architecture, seq_len: int) -> PieceCosts:
     """Estimate the forward FLOPs per token of the embedding, a block and the output.
 
-    Forward and backward pass together take 3 times the forward FLOPs of matmuls. The embedding has
-    no matmuls, so its time is converted to forward FLOPs that take as long.
+    The embedding has no matmuls, so its time is converted to forward FLOPs that take as long.
 
     Args:
         arch: Architecture of the model.
         seq_len: Sequence length in tokens, which determines the cost of attention.
     """
-    # The backward pass of the embedding writes a dense fp32 gradient once per sequence. Convert the
-    # time of this write to FLOPs per token. A third of them counts as forward, as for matmuls.
-    gradient_bytes = 4 * arch.vocab_size * arch.dim
-    flops_during_write = gradient_bytes * FLOPS_PER_BYTE
-    embedding_flops = flops_during_write / (3 * seq_len)
-
     matmul_flops = 2 * arch.block_matrices
     attention_flops = 4 * arch.attended(seq_len) * arch.q_dim  # scores and weighted sum
     return PieceCosts(
-        embedding=embedding_flops,
+        embedding=_convert_embedding_time(arch, seq_len),
         block=matmul_flops + attention_flops,
         output=2 * arch.dim * arch.vocab_size,
     )
+
+
+def _convert_embedding_time(arch: Architecture, seq_len: int) -> float:
+    """Return how many forward FLOPs per token a GPU could compute in the time of the embedding.
+
+    This is the time in which the backward pass writes a dense fp32 gradient, once per sequence.
+    """
+    gradient_bytes = 4 * arch.vocab_size * arch.dim
+    flops_during_write = gradient_bytes * FLOPS_PER_BYTE
+    # A matmul takes 3 FLOPs in total for each FLOP of its forward pass.
+    return flops_during_write / (3 * seq_len)
 
 
 def activation_values(arch: Architecture, tensor_degree: int) -> float:
@@ -91,21 +95,21 @@ class _Split(NamedTuple):
     Attributes:
         slowest: Time of the slowest stage.
         squares: Sum of the squared times of the stages.
-        ends: End of each stage: the index of its last block plus 1.
+        starts: First block of each stage.
     """
 
     slowest: float
     squares: float
-    ends: list[int]
+    starts: list[int]
 
-    def add_stage(self, time: float, end: int) -> _Split:
+    def add_stage(self, time: float, start: int) -> _Split:
         """Return a split with one more stage.
 
         Args:
             time: Time of the new stage.
-            end: Index of its last block plus 1.
+            start: First block of the new stage.
         """
-        return _Split(max(self.slowest, time), self.squares + time * time, [*self.ends, end])
+        return _Split(max(self.slowest, time), self.squares + time * time, [*self.starts, start])
 
     def is_better_than(self, other: _Split) -> bool:
         """Return whether this split makes a pipeline faster than another split.
@@ -142,19 +146,18 @@ def balanced_cuts(
 
     # Dynamic programming: after each stage, best_splits[n] is the best split of the first n blocks
     # into the stages so far. At the start, there are no stages and no blocks.
-    best_splits = {0: _Split(slowest=0.0, squares=0.0, ends=[])}
-    for stage in range(num_stages):
+    best_splits = {0: _Split(slowest=0.0, squares=0.0, starts=[])}
+    for stage, stage_memory in enumerate(memory):
         # Time of this stage for each number of blocks that fits into memory.
-        stage_times: dict[int, float] = {}
-        for num_blocks in range(1, num_layers + 1):
-            stage_memory = memory[stage].of_stage(stage, num_stages, num_blocks)
-            if stage_memory <= memory_limit:
-                stage_times[num_blocks] = times.of_stage(stage, num_stages, num_blocks)
+        stage_times = {
+            num_blocks: times.add_up(stage, num_stages, num_blocks)
+            for num_blocks in range(1, num_layers + 1)
+            if stage_memory.add_up(stage, num_stages, num_blocks) <= memory_limit
+        }
         best_splits = _add_stage(best_splits, stage_times, num_layers)
 
-    # The end of each stage is the start of the next one, except for the end of the last stage.
-    *cuts, _end_of_model = best_splits[num_layers].ends
-    return tuple(cuts)
+    best_split = best_splits[num_layers]
+    return tuple(best_split.starts[1:])
 
 
 def _add_stage(
@@ -179,7 +182,7 @@ def _add_stage(
             end = start + num_blocks
             if end > num_layers:
                 break
-            candidate = split.add_stage(time, end)
+            candidate = split.add_stage(time, start)
             if end not in longer_splits or candidate.is_better_than(longer_splits[end]):
                 longer_splits[end] = candidate
     return longer_splits
@@ -195,7 +198,7 @@ def _max_memory_of_even_split(memory: tuple[PieceCosts, ...], num_layers: int) -
     num_stages = len(memory)
     boundaries = [0, *even_cuts(num_layers, num_stages), num_layers]
     sizes = [
-        memory[stage].of_stage(stage, num_stages, end - first)
+        memory[stage].add_up(stage, num_stages, end - first)
         for stage, (first, end) in enumerate(pairwise(boundaries))
     ]
     return max(sizes)
