@@ -127,19 +127,14 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     """
     fitted_run, tokenizer_problems = _fit_to_tokenizer(Run(parsed.job, world_size))
     run, length_problems = resolve_lengths(fitted_run)
-    invalid_sections = _find_invalid_sections(parsed.mistakes)
 
-    problems: list[Problem] = []
-    # Tokens per step depend on these sections. If one of them has an invalid value, do not report
-    # that the number of steps is wrong as well.
-    if invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset")):
-        problems += length_problems
-    problems += tokenizer_problems
-
-    # Do not apply rules to values that replace an invalid value or length.
-    sections_with_bad_lengths = {problem.key.partition(".")[0] for problem in length_problems}
-    skipped_sections = invalid_sections | sections_with_bad_lengths
-    problems += _apply_rules(run, parsed, skipped_sections, check_outputs)
+    # Leave out problems that are only about the replacement of an invalid value or length.
+    skipped_sections = _find_invalid_sections([*parsed.mistakes, *length_problems])
+    problems = [
+        *_drop_follow_ups(length_problems, parsed.mistakes),
+        *tokenizer_problems,
+        *_apply_rules(run, parsed, skipped_sections, check_outputs),
+    ]
 
     # Report lengths as the user wrote them: `fitted_run` still has "2B" instead of steps.
     mistakes = [*parsed.mistakes, *_check_environment()]
@@ -149,13 +144,20 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     return run
 
 
-def _find_invalid_sections(mistakes: Sequence[Mistake]) -> set[str]:
-    """Return the sections in which a default replaces an invalid value.
+def _drop_follow_ups(length_problems: list[Problem], mistakes: Sequence[Mistake]) -> list[Problem]:
+    """Return the problems of lengths, or [] if tokens per step depend on an invalid value."""
+    invalid_sections = _find_invalid_sections(mistakes)
+    can_count_tokens = invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset"))
+    return length_problems if can_count_tokens else []
 
-    Unknown sections and keys are left out, because they replace no value.
+
+def _find_invalid_sections(errors: Sequence[Mistake | Problem]) -> set[str]:
+    """Return the sections in which an invalid value was replaced, for example by its default.
+
+    Unknown sections and keys are left out, because they have no value.
     """
     known_names = {*SECTIONS, *list_keys()}
-    return {mistake.key.partition(".")[0] for mistake in mistakes if mistake.key in known_names}
+    return {error.key.partition(".")[0] for error in errors if error.key in known_names}
 
 
 def _fit_to_tokenizer(run: Run) -> tuple[Run, list[Problem]]:
@@ -182,8 +184,8 @@ def _apply_rules(
     Args:
         run: The run.
         parsed: The job from which the run was built.
-        skipped_sections: Sections in which a default replaces an invalid value. Rules that read
-            one of them are skipped, so that no error is about a default.
+        skipped_sections: Sections in which an invalid value was replaced. Rules that read one of
+            them are skipped, so that no error is about a replacement.
         check_outputs: Whether to check the output folder and the initial weights.
     """
     rules = [*KEY_RULES, *DATA_RULES]

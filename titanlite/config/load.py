@@ -86,6 +86,13 @@ class ParsedJob(NamedTuple):
         return ConfigError(mistakes, self.source, origins)
 
 
+class _OptionError(ValueError):
+    """Raised if an option that sets a key of a job is invalid.
+
+    The message is the rest of a sentence that starts with the option, such as "is unknown."
+    """
+
+
 class Arguments(NamedTuple):
     """Parsed command line of a command that takes the keys of a job as options.
 
@@ -367,7 +374,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         try:
             annotation = _get_annotation(key, flag, keys)
             values[key] = _parse_option(key, is_negated, words, annotation)
-        except ValueError as error:
+        except _OptionError as error:
             mistakes.append(Mistake(key, flag, value="", problem=str(error)))
     return Arguments(values, help_topics, mistakes, renamed)
 
@@ -423,17 +430,21 @@ def _get_annotation(key: str, flag: str, keys: Mapping[str, FieldInfo]) -> Any:
         keys: Pydantic field of each key of a job, by its full name.
 
     Raises:
-        ValueError: If there is no such key. The message is the rest of a sentence that starts with
-            the flag, such as "is unknown."
+        _OptionError: If there is no such key.
     """
     if key in keys:
         return keys[key].annotation
     if key == "config":  # suggest --job.config_file, and not --dataset.config
-        raise ValueError(describe_unknown_name(JobConfig, "config_file").problem)
+        raise _build_unknown_error("config_file")
     if key in SECTIONS:
         options = ", ".join(f"{flag}.{name}" for name in SECTIONS[key].model_fields)
-        raise ValueError(f"is a section. Its keys are {options}.")
-    raise ValueError(describe_unknown_name(JobConfig, key).problem)
+        raise _OptionError(f"is a section. Its keys are {options}.")
+    raise _build_unknown_error(key)
+
+
+def _build_unknown_error(name: str) -> _OptionError:
+    """Create the error that a job has no key called `name`, which suggests a similar key."""
+    return _OptionError(describe_unknown_name(JobConfig, name).problem)
 
 
 def _parse_option(key: str, is_negated: bool, words: list[str], annotation: Any) -> Any:
@@ -448,20 +459,19 @@ def _parse_option(key: str, is_negated: bool, words: list[str], annotation: Any)
         annotation: Type annotation of the key.
 
     Raises:
-        ValueError: If the option is invalid. The message is the rest of a sentence that starts with
-            the option, such as "must have one value, not none."
+        _OptionError: If the option does not suit the type of the key, or has a wrong number of
+            values.
     """
     section, name = key.split(".")
-    is_boolean = bool in find_types(annotation)
-    if is_boolean and words:
-        raise ValueError(f"takes no value. Write --{key} or --{section}.no-{name}.")
-    if is_boolean:
+    if bool in find_types(annotation):
+        if words:
+            raise _OptionError(f"takes no value. Write --{key} or --{section}.no-{name}.")
         return not is_negated
 
-    if is_negated:  # only a boolean can be negated
-        raise ValueError(describe_unknown_name(JobConfig, f"{section}.no_{name}").problem)
+    if is_negated:  # only a boolean key can be negated, so there is no such option
+        raise _build_unknown_error(f"{section}.no_{name}")
     if find_table_model(annotation):
-        raise ValueError(f"is a list of tables. Write [[{key}]] in a job file.")
+        raise _OptionError(f"is a list of tables. Write [[{key}]] in a job file.")
     return _parse_words(words, annotation)
 
 
@@ -473,13 +483,13 @@ def _parse_words(words: list[str], annotation: Any) -> Any:
         annotation: Type annotation of the key.
 
     Raises:
-        ValueError: If the key is not a list, and `words` does not contain exactly one word.
+        _OptionError: If the key is not a list, and `words` does not contain exactly one word.
     """
     types = find_types(annotation)
     if typing.get_origin(annotation) is tuple:
         return [_parse_value(word, types) for word in words]
     if len(words) != 1:
-        raise ValueError(f"must have one value, not {' '.join(words) or 'none'}.")
+        raise _OptionError(f"must have one value, not {' '.join(words) or 'none'}.")
     return _parse_value(words[0], types)
 
 

@@ -142,22 +142,33 @@ def build_mistake(root: type[BaseModel], error: ErrorDetails) -> Mistake:
         error: An item of `ValidationError.errors()`.
     """
     location = [str(part) for part in error["loc"]]  # such as ["dataset", "sources", "0", "path"]
-    value = error["input"]
-    kind = error["type"]
-    if kind == UNKNOWN_NAME:
-        # This is None if a file uses the name of a Python field instead of its alias.
+    if error["type"] == UNKNOWN_NAME:
         unknown = _find_unknown_name(root, location)
+        # None: the model has a field of this name, but files must use its alias. Then the message
+        # of pydantic is used, as for any other error.
         if unknown is not None:
-            return _describe_unknown(unknown, root, location, value)
+            return _describe_unknown(unknown, root, location, error["input"])
+    return _describe_invalid(root, location, error)
 
-    problem = _rephrase(error["msg"])
-    hint = _suggest_value(problem, value, location)  # starts with a space, or is empty
+
+def _describe_invalid(root: type[BaseModel], location: list[str], error: ErrorDetails) -> Mistake:
+    """Describe the mistake that a value is invalid or missing.
+
+    Args:
+        root: Model of a job, the options of a command, or the content of a file.
+        location: Names that lead to the value, such as ["training", "steps"].
+        error: The error of pydantic.
+    """
+    value = error["input"]
+    is_missing = error["type"] == "missing"
+    requirement = _rephrase(error["msg"])  # such as "must be an integer"
+    suggestion = _suggest_value(requirement, value, location)
     return Mistake(
         key=_get_key(location),
         name=_get_displayed_name(root, location),
-        value="" if kind == "missing" else format_value(value),
-        problem=f"{problem}.{hint}",
-        kind=kind,
+        value="" if is_missing else format_value(value),
+        problem=f"{requirement}.{suggestion}",
+        kind=error["type"],
     )
 
 
@@ -202,13 +213,13 @@ class _UnknownName(NamedTuple):
     Attributes:
         name: The name, such as "stepz".
         parents: Names of the tables that contain it, such as ["training"].
-        table: Pydantic model of the innermost of these tables, such as `Training`. If the name
-            follows a key that is not a table, as in "training.steps.seed", this is `BaseModel`.
+        table: Pydantic model of the innermost of these tables, such as `Training`. None if the name
+            follows a key that is not a table, as in "training.steps.seed".
     """
 
     name: str
     parents: list[str]
-    table: type[BaseModel]
+    table: type[BaseModel] | None
 
 
 def _find_unknown_name(root: type[BaseModel], location: list[str]) -> _UnknownName | None:
@@ -223,22 +234,30 @@ def _find_unknown_name(root: type[BaseModel], location: list[str]) -> _UnknownNa
     """
     annotation: Any = root  # type of the value that contains `name`
     for depth, name in enumerate(location):
-        # A value that is not a table contains no names, like a model without fields.
-        table = find_table_model(annotation) or BaseModel
-        if name.isdecimal() and _is_list_of_tables(annotation):
-            annotation = table  # the index selects one table of the list
-            continue
-
-        annotations = _list_annotations(table)
-        if name not in annotations:
-            return _UnknownName(name, location[:depth], table)
-        annotation = annotations[name]
+        inner_annotation = _find_inner_annotation(annotation, name)
+        if inner_annotation is None:
+            return _UnknownName(name, location[:depth], find_table_model(annotation))
+        annotation = inner_annotation
     return None
 
 
-def _is_list_of_tables(annotation: Any) -> bool:
-    """Return whether an annotation is a list of pydantic models: `tuple[DataSource, ...]`."""
-    return find_table_model(annotation) not in (None, annotation)
+def _find_inner_annotation(annotation: Any, name: str) -> Any:
+    """Return the type annotation of a value in a table or in a list of tables.
+
+    Args:
+        annotation: Type annotation of the table or list, such as `tuple[DataSource, ...]`.
+        name: Name of the value, or its index in the list, such as "0".
+
+    Returns:
+        The annotation, or None if there is no such value, or `annotation` contains no table.
+    """
+    table = find_table_model(annotation)
+    if table is None:
+        return None
+    is_list = table is not annotation
+    if is_list and name.isdecimal():
+        return table
+    return _list_annotations(table).get(name)
 
 
 def _list_annotations(table: type[BaseModel]) -> dict[str, Any]:
@@ -256,9 +275,6 @@ def _describe_unknown(
 ) -> Mistake:
     """Describe the mistake that a value or table has an unknown name.
 
-    If an earlier version of titanlite had the name, the message explains why it was removed.
-    Otherwise, it suggests known names.
-
     Args:
         unknown: The first unknown name in `location`.
         root: Model of a job, the options of a command, or the content of a file.
@@ -266,15 +282,15 @@ def _describe_unknown(
         value: The value or table.
     """
     key = _get_key(location)
-    full_name = ".".join(location)
-    # Former name -> (default, message). Files of other programs have no removed names.
+    name = ".".join(location)
+    # Only the sections of a job and the options of commands have former names.
     removed_names = getattr(unknown.table, "dropped", {})
     if unknown.name in removed_names:
         _default, message = removed_names[unknown.name]
-        return Mistake(key, full_name, format_value(value), message, kind=REMOVED_NAME)
+        return Mistake(key, name, format_value(value), problem=message, kind=REMOVED_NAME)
 
     is_table = isinstance(value, dict)
-    displayed_name = f"[{key}]" if is_table else full_name
+    displayed_name = f"[{key}]" if is_table else name
     problem = _explain_unknown_name(unknown, root, location[-1])
     return Mistake(key, displayed_name, value="", problem=problem, kind=UNKNOWN_NAME)
 
@@ -391,28 +407,51 @@ def _explain_unknown_name(unknown: _UnknownName, root: type[BaseModel], last_nam
         root: Model of a job, the options of a command, or the content of a file.
         last_name: Name of the key without its tables, such as "steps" for "trainin.steps".
     """
-    tables = _list_tables(root)
-    known_names = [field.alias or name for name, field in unknown.table.model_fields.items()]
-    if unknown.table is root:  # add the sections of plugins
-        known_names += [name for name in tables if name not in known_names]
-
-    # Other trainers may use the name for a key that exists here.
-    suggestions = _find_synonyms(last_name, {*root.model_fields, *tables})
-    if not suggestions:
-        similar_names = difflib.get_close_matches(unknown.name, known_names, n=1)
-        suggestions = [".".join([*unknown.parents, name]) for name in similar_names]
-    if not suggestions:  # the key may be in another table
-        suggestions = [
-            f"{name}.{last_name}"
-            for name, table in tables.items()
-            if last_name in table.model_fields
-        ]
-
+    suggestions = _suggest_names(unknown, root, last_name)
     if suggestions:
         return f"is unknown. Did you mean {' or '.join(suggestions[:3])}?"
-    if unknown.table is BaseModel:
+    if unknown.table is None:
         return f"is unknown, because {'.'.join(unknown.parents)} is not a table."
+    known_names = _list_known_names(unknown.table, root)
     return f"is unknown. Known names are {', '.join(known_names)}."
+
+
+def _suggest_names(unknown: _UnknownName, root: type[BaseModel], last_name: str) -> list[str]:
+    """Return known names that the user may have meant instead of an unknown name, best first.
+
+    Args:
+        unknown: The unknown name: a key or, as "trainin" in "trainin.steps", a table around it.
+        root: Model of a job, the options of a command, or the content of a file.
+        last_name: Name of the key without its tables, such as "steps" for "trainin.steps".
+    """
+    tables = _list_tables(root)
+    synonyms = _find_synonyms(last_name, {*root.model_fields, *tables})
+    if synonyms:
+        return synonyms
+
+    known_names = _list_known_names(unknown.table, root)
+    similar_names = difflib.get_close_matches(unknown.name, known_names, n=1)
+    if similar_names:
+        return [".".join([*unknown.parents, similar_names[0]])]
+
+    # The key may be in another table.
+    return [f"{name}.{last_name}" for name in tables if last_name in tables[name].model_fields]
+
+
+def _list_known_names(table: type[BaseModel] | None, root: type[BaseModel]) -> list[str]:
+    """Return the names in a table, as written in a file.
+
+    Args:
+        table: Model of the table, or None for a value that is not a table and contains no names.
+        root: Model of a job, the options of a command, or the content of a file. If `table` is a
+            whole job, the names include the sections of plugins.
+    """
+    if table is None:
+        return []
+    names = [field.alias or name for name, field in table.model_fields.items()]
+    if table is root:
+        names += [name for name in _list_tables(root) if name not in names]
+    return names
 
 
 def _list_tables(root: type[BaseModel]) -> dict[str, type[BaseModel]]:
