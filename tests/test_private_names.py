@@ -18,7 +18,6 @@ PYTHON_TYPES = (object, list, dict, BaseException, type, FunctionType, MethodTyp
 PYTHON_NAMES = {name for python_type in PYTHON_TYPES for name in dir(python_type)}
 PYTHON_NAMES |= {"__version__", "__all__", "__name__", "__future__", "__notes__", "__main__"}
 PYTHON_NAMES |= {"_make", "_replace"}  # methods of named tuples
-PYTHON_NAMES |= {"__pydantic_extra__"}  # documented by pydantic
 
 
 def is_private(name: str) -> bool:

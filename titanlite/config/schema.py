@@ -1012,16 +1012,30 @@ class RootConfig(Section):
     @classmethod
     def _validate_all(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
         """Validate the values as pydantic does, but raise all errors as one `ConfigError`."""
-        try:
-            return validate(values)
-        except ValidationError as failure:
-            raise cls._build_config_error(failure.errors(include_url=False)) from None
+        return cls._validate_with_errors(values, validate, [])
 
     @classmethod
-    def _build_config_error(cls, errors: Sequence[Any]) -> ConfigError:
-        """Convert the errors of pydantic, from `ValidationError.errors`, to one error."""
+    def _validate_with_errors(
+        cls, values: Any, validate: ModelWrapValidatorHandler[Self], errors: list[Any]
+    ) -> Self:
+        """Validate the values as pydantic does, unless there are errors already.
+
+        Args:
+            values: Values to validate.
+            validate: Validation by pydantic.
+            errors: Errors so far, in the format of `ValidationError.errors`.
+
+        Raises:
+            ConfigError: If there are any errors. The message lists all of them.
+        """
+        try:
+            model = validate(values)
+            if not errors:
+                return model
+        except ValidationError as failure:
+            errors = [*errors, *failure.errors(include_url=False)]
         mistakes = [build_mistake(cls, error) for error in errors]
-        return ConfigError(mistakes, cls.source)
+        raise ConfigError(mistakes, cls.source)
 
 
 RENAMED_KEYS = {"metrics.writers": "metrics.loggers"}
@@ -1101,29 +1115,20 @@ class JobConfig(RootConfig):
     def _validate_all(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
         """Validate a job, and raise all errors as one `ConfigError`.
 
-        `validate` is the validation by pydantic, which covers only the built-in sections. The
-        sections of plugins are validated separately.
+        `validate` is the validation by pydantic, which covers only the built-in sections.
         """
-        plugin_sections: dict[str, Section] = {}
-        errors: list[Any] = []
-        if isinstance(values, dict | cls):  # `validate` reports any other type
-            tables = cls.without_dropped_defaults(dict(values))
-            rename_keys(tables)  # in place
-            plugin_sections, errors = cls._validate_plugin_sections(tables)
-            errors += _find_unknown_sections(tables)
-            values = {name: table for name, table in tables.items() if name not in plugin_sections}
+        if not isinstance(values, dict | cls):
+            return cls._validate_with_errors(
+                values, validate, []
+            )  # pydantic reports the wrong type
 
-        try:
-            job = validate(values)
-        except ValidationError as failure:
-            errors += failure.errors(include_url=False)
-            raise cls._build_config_error(errors) from None
-        if errors:
-            raise cls._build_config_error(errors)
-
-        # Pydantic looks up additional attributes of a model here, so that `job.my_section` works.
-        job.__pydantic_extra__ = plugin_sections
-        return job
+        tables = cls.without_dropped_defaults(dict(values))
+        rename_keys(tables)  # in place
+        plugin_sections, errors = cls._validate_plugin_sections(tables)
+        errors += _find_unknown_sections(tables)
+        other_tables = {name: tables[name] for name in tables if name not in plugin_sections}
+        # Pydantic keeps the plugin sections as additional attributes, such as `job.my_section`.
+        return cls._validate_with_errors(other_tables | plugin_sections, validate, errors)
 
     @classmethod
     def _validate_plugin_sections(
