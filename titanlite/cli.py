@@ -268,6 +268,7 @@ def train(argv: Sequence[str]) -> None:
         UserError: If the job is invalid, or training ends because of an error that the user can
             fix.
     """
+    # These imports are slow, and `titanlite --help` does not need them.
     from titanlite.launch.output_folder import run_in_output_folder
     from titanlite.load_run import load_run, read_world_size
     from titanlite.observe.gpus import check_memory
@@ -287,7 +288,7 @@ def train(argv: Sequence[str]) -> None:
 
     def train_alone() -> int:
         train_run(run, argv)
-        return 0
+        return 0  # exit code
 
     run_in_output_folder(run, train_alone)
 

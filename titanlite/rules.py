@@ -538,7 +538,7 @@ def check_optimizer_groups(run: Run) -> Problems:
     if not groups or head_problems:
         return
 
-    # Build the model on the meta device, which needs valid heads. Importing torch for it is slow.
+    # This builds the model, which fails with invalid heads, and imports torch, which is slow.
     names = list(parameter_shapes(run.arch))
     for number, group in enumerate(groups):
         for pattern in group.params:

@@ -81,19 +81,20 @@ def _print_overview() -> None:
         print()
 
 
-def _print_section(job: JobConfig, section: str, names: set[str]) -> None:
-    """Print the help on those keys of a section that the user has selected, advanced keys last.
+def _print_section(job: JobConfig, section: str, topics: set[str]) -> None:
+    """Print the help on a section, or on those of its keys that are topics, advanced keys last.
 
     Args:
         job: Job whose values are printed as the defaults.
         section: Name of the section.
-        names: Selected sections and keys, such as "training", "training.steps", "steps" or "all".
+        topics: Sections and keys, such as "training", "training.steps", "steps" or "all".
     """
     model = SECTIONS[section]
     common_keys = [key for key in model.model_fields if key not in model.advanced]
-    if "all" not in names and section not in names:
+    is_topic = "all" in topics or section in topics
+    if not is_topic:
         keys = [*common_keys, *model.advanced]
-        selected = [key for key in keys if key in names or f"{section}.{key}" in names]
+        selected = [key for key in keys if key in topics or f"{section}.{key}" in topics]
         _print_keys(job, section, selected)
         return
 
@@ -167,8 +168,8 @@ def describe_type(field: FieldInfo) -> str:
 def _list_types(annotation: Any) -> list[str]:
     """Return the names of the types in an annotation for the help text.
 
-    For example, `int | None` gives ["<integer>"], and `Literal["a", "b"]` gives ["a|b"]. A
-    `Registry`, such as OPTIMIZERS, gives its names in the same form as a literal.
+    For example, `int | None` gives ["<integer>"]. `Literal["a", "b"]`, a registry of "a" and "b",
+    and `Annotated[str, REGISTRY]` all give ["a|b"].
     """
     if isinstance(annotation, Registry):
         return ["|".join(annotation) or "<string>"]
@@ -180,9 +181,11 @@ def _list_types(annotation: Any) -> list[str]:
         type_name = _TYPE_NAMES.get(annotation)
         return [type_name] if type_name else []
 
-    # In Annotated[str, REGISTRY], the registry replaces the type.
     registries = [argument for argument in arguments if isinstance(argument, Registry)]
+    if registries:  # the registry in Annotated[str, REGISTRY] replaces the type
+        return _list_types(registries[0])
+
     names: list[str] = []
-    for argument in registries or arguments:
+    for argument in arguments:
         names += _list_types(argument)
     return names
