@@ -70,14 +70,15 @@ def make_plan(
 ) -> Forecast:
     """Forecast the memory and speed of a run, and search for improvements.
 
-    If the run does not fit into memory, the result lists changes that make it fit. Otherwise, it
-    includes the largest local batch size that fits.
+    If the run does not fit into memory, search for changes that make it fit. Otherwise, search for
+    the largest local batch size that fits.
 
     Args:
         run: The validated job and the number of ranks.
         gpu: GPU of each rank.
-        quick: Skip the search for the largest batch.
-        remedies: Search for changes that save memory even if the run fits.
+        quick: Skip the search for the largest batch, but not the search for changes.
+        remedies: Search for changes even if the run fits. Then skip the search for the largest
+            batch.
         show: Function called with the forecast of the run before the search starts.
         map_function: `map`, or the `map` method of a process pool to trace in parallel.
     """
@@ -98,41 +99,46 @@ def make_plan(
 def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) -> int | None:
     """Search for the largest training.local_batch_size that fits into memory.
 
-    Memory is linear in the batch size. The line through the two largest traced sizes predicts the
-    largest size that fits. The search traces the predicted size and predicts again, until the
-    prediction is a size that it has traced or cannot trace. For example, if sizes 1 and 4 take 20
-    and 50 of 80 GiB, the prediction is 7. If the trace of size 7 takes 80 GiB, the prediction
-    remains 7.
+    The two largest traced sizes predict the largest size that fits. The search traces this size and
+    predicts again, until it predicts a size that it has traced or cannot trace.
+
+    Args:
+        run: The run to change.
+        plan: Forecast of the unchanged run.
+        gpu: GPU of each rank.
+        map_function: `map`, or the `map` method of a process pool to trace in parallel.
 
     Returns:
         The largest traced size, in sequences, that fits into memory, or None if none fits.
     """
-    training = run.job.training
-    context = run.degrees.context
-    max_size = MAX_TRACED_TOKENS * context // training.seq_len
-    # The loss is computed in chunks of tokens. Memory is linear in the batch size only if the batch
-    # has enough tokens for chunks of the full size.
-    min_linear_size = math.ceil(TOKENS_OF_FULL_CHUNKS * context / training.seq_len)
-
-    plans = {training.local_batch_size: plan}
-    next_size = max(2 * training.local_batch_size, min_linear_size)
-    while len(plans) < MAX_TRACED_BATCHES and next_size not in plans:
-        if not 0 < next_size <= max_size:
+    plans = {run.job.training.local_batch_size: plan}
+    predicted_size = _choose_second_batch_size(run)
+    while predicted_size not in plans and len(plans) < MAX_TRACED_BATCHES:
+        new_plan = _trace_batch_size(run, predicted_size, gpu, map_function)
+        if new_plan is None:
             break
-        new_plan = _trace_batch_size(run, next_size, gpu, map_function)
-        if new_plan is None:  # this size cannot be traced
-            break
-        plans[next_size] = new_plan
-        next_size = _extrapolate_batch_size(plans, gpu.memory)
+        plans[predicted_size] = new_plan
+        predicted_size = _extrapolate_batch_size(plans, gpu.memory)
 
     fitting_sizes = [size for size, traced in plans.items() if traced.fits]
     return max(fitting_sizes, default=None)
 
 
+def _choose_second_batch_size(run: Run) -> int:
+    """Choose the first local batch size to trace, which is larger than the size of the run.
+
+    The loss is computed in chunks of tokens. From the chosen size on, chunks have their full size,
+    so memory is linear in the batch size and can be extrapolated.
+    """
+    training = run.job.training
+    min_linear_size = math.ceil(TOKENS_OF_FULL_CHUNKS * run.degrees.context / training.seq_len)
+    return max(2 * training.local_batch_size, min_linear_size)
+
+
 def _trace_batch_size(run: Run, size: int, gpu: Gpu, map_function: Apply) -> Forecast | None:
     """Trace a run with another local batch size, and log the memory that it takes.
 
-    Return None if the run cannot be traced with this size.
+    Return None if the size is out of range or cannot be traced.
 
     Args:
         run: The run to change.
@@ -140,6 +146,10 @@ def _trace_batch_size(run: Run, size: int, gpu: Gpu, map_function: Apply) -> For
         gpu: GPU of each rank.
         map_function: `map`, or the `map` method of a process pool to trace in parallel.
     """
+    max_size = MAX_TRACED_TOKENS * run.degrees.context // run.job.training.seq_len
+    if not 0 < size <= max_size:
+        return None
+
     with working(f"Looking for the largest batch that fits: training.local_batch_size {size}"):
         plan = _forecast_changed(_set_batch_size(run, size), run, gpu, map_function)
     if plan is not None:
@@ -177,7 +187,7 @@ def _extrapolate_batch_size(plans: Mapping[int, Forecast], memory: int) -> int:
 
 
 def find_remedies(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) -> tuple[str, ...]:
-    """Find changes that reduce the memory of a run so that it fits into GPU memory.
+    """Find changes with which a run fits into GPU memory and needs less memory than before.
 
     Combinations of changes are traced only if no single change is sufficient.
 
@@ -193,13 +203,12 @@ def find_remedies(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) -> tu
     """
     for candidates in (_list_single_remedies(run), _list_combined_remedies(run)):
         text = f"Tracing {len(candidates)} changes that take less memory"
-        changes: list[str] = []
-        # `_trace_candidates` returns only changes with which the run fits. If the run fits without
-        # them, some may even need more memory.
-        for settings, new_plan in _trace_candidates(run, candidates, gpu, map_function, text):
-            saves_memory = new_plan.needs < plan.needs
-            if saves_memory:
-                changes.append(_describe_change(settings, new_plan, plan))
+        fitting = _trace_candidates(run, candidates, gpu, map_function, text)
+        changes = [
+            _describe_change(settings, new_plan, plan)
+            for settings, new_plan in fitting
+            if new_plan.needs < plan.needs
+        ]
         if changes:
             return tuple(changes[:MAX_CHANGES])
     return ()
