@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from functorch.compile import aot_function, min_cut_rematerialization_partition
@@ -320,7 +321,8 @@ def _recompute_all(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> Check
     return CheckpointPolicy.PREFER_RECOMPUTE  # the compiler may save it if that is cheaper
 
 
-class _Kernel(NamedTuple):
+@dataclass
+class _Kernel:
     """A kernel launch of a compiled graph.
 
     Attributes:
@@ -329,12 +331,14 @@ class _Kernel(NamedTuple):
         is_generated: Whether the compiler generates the kernel. If so, the planner only allocates
             its result instead of running it.
         num_bytes: Bytes that a generated kernel reads and writes. 0 for other kernels.
+        freed: Nodes whose values are freed after the kernel.
     """
 
     node: Node
     input_bases: set[Node]
     is_generated: bool
     num_bytes: int = 0
+    freed: list[Node] = field(default_factory=list)
 
 
 def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
@@ -343,94 +347,86 @@ def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
     `aot_function` calls this in place of a compiler. Operators that the compiler does not fuse,
     such as matrix products, run as usual. A generated (fused) kernel only allocates its result.
     """
-    kernels, freed_after = _schedule_kernels(gm.graph)
-    run_graph = partial(_run_kernels, gm, kernels, freed_after)
+    run_graph = partial(_run_kernels, gm, _schedule_kernels(gm.graph))
     # `aot_function` passes all arguments of a function with this attribute as one list.
     run_graph._boxed_call = True  # pyright: ignore[reportAttributeAccessIssue]
     return run_graph
 
 
-def _run_kernels(
-    gm: GraphModule,
-    kernels: Sequence[_Kernel],
-    freed_after: Mapping[Node, Sequence[Node]],
-    args: list[Any],
-) -> list[Any]:
+def _run_kernels(gm: GraphModule, kernels: Sequence[_Kernel], args: list[Any]) -> list[Any]:
     """Run the kernels of a graph in order, and return the results of the graph.
 
     Args:
-        gm: Module of the graph, which has its constants as attributes.
+        gm: Module of the graph.
         kernels: Kernels in the order in which they run.
-        freed_after: Node of a kernel -> nodes whose values are freed after this kernel.
         args: Inputs of the graph. The list is cleared, so that inputs can be freed during the run.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
-    values = dict(zip(inputs, args, strict=True))
+    values = _Values(gm, dict(zip(inputs, args, strict=True)))
     args.clear()
     for kernel in kernels:
-        values[kernel.node] = _run_kernel(kernel, values, gm)
+        values.compute(kernel)
         if kernel.num_bytes:  # other kernels are operators, which are counted as usual
             count_generated_kernel(kernel.num_bytes)
-        for freed in freed_after[kernel.node]:
-            values.pop(freed, None)
+        values.free(kernel.freed)
 
-    # A result without a kernel, such as a view, is computed here.
-    output = gm.graph.output_node()
-    results: Any = map_arg(output.args[0], lambda node: _read_or_compute(node, values, gm))
+    results: Any = map_arg(gm.graph.output_node().args[0], values.read)
     return list(results)
 
 
-def _schedule_kernels(graph: Graph) -> tuple[list[_Kernel], dict[Node, list[Node]]]:
-    """Decide which kernels of a graph run, and which values are freed after each of them.
+@dataclass
+class _Values:
+    """Values of the nodes of a graph while it runs.
 
-    Returns:
-        - Kernels in the order in which they run.
-        - Node of a kernel -> nodes whose values are freed after this kernel.
+    Attributes:
+        gm: Module of the graph, which has its constants as attributes.
+        stored: Node -> value, for the values in memory.
     """
+
+    gm: GraphModule
+    stored: dict[Node, Any]
+
+    def read(self, node: Node) -> Any:
+        """Return the value of a node. Compute it if it is not in memory, for example a view."""
+        if node in self.stored:
+            return self.stored[node]
+        if node.op == "get_attr":
+            return getattr(self.gm, str(node.target))
+        args = map_arg(node.args, self.read)
+        kwargs = map_arg(node.kwargs, self.read)
+        return node.target(*args, **kwargs)  # pyright: ignore
+
+    def compute(self, kernel: _Kernel) -> None:
+        """Run a kernel and store its result.
+
+        The planner counts memory and needs no values, so a generated kernel computes nothing, and
+        its result is an uninitialized tensor.
+        """
+        node = kernel.node
+        if _is_copy(node):  # in place, so the result is the first argument
+            self.stored[node] = self.read(node.all_input_nodes[0])
+        elif kernel.is_generated:
+            self.stored[node] = _empty_like(node.meta["val"])
+        else:
+            self.stored[node] = self.read(node)
+
+    def free(self, nodes: Iterable[Node]) -> None:
+        """Free the values of nodes that are in memory, and ignore other nodes."""
+        for node in nodes:
+            self.stored.pop(node, None)
+
+
+def _schedule_kernels(graph: Graph) -> list[_Kernel]:
+    """List the kernels of a graph in the order in which they run, with the memory that they use."""
     *nodes, output = graph.nodes
     inputs = set(graph.find_nodes(op="placeholder"))
     bases = _find_bases(nodes)
     returned_bases = {bases[node] for node in output.all_input_nodes}
     stored = _find_stored(nodes, bases) | returned_bases | inputs
-    stored_inputs = _find_stored_inputs(nodes, bases, stored)
-    kernels = _list_kernels(nodes, stored, stored_inputs)
-    return kernels, _find_freed(kernels, bases, returned_bases)
-
-
-def _run_kernel(kernel: _Kernel, values: Mapping[Node, Any], gm: GraphModule) -> Any:
-    """Run a kernel and return its result.
-
-    The planner counts memory and needs no values, so a generated kernel computes nothing and
-    returns an uninitialized tensor.
-
-    Args:
-        kernel: The kernel to run.
-        values: Node -> value, for the values in memory.
-        gm: Module of the graph, which has its constants as attributes.
-    """
-    node = kernel.node
-    if _is_copy(node):  # in place, so the result is the first argument
-        return _read_or_compute(node.all_input_nodes[0], values, gm)
-    if kernel.is_generated:
-        return _empty_like(node.meta["val"])
-    return _read_or_compute(node, values, gm)
-
-
-def _read_or_compute(node: Node, values: Mapping[Node, Any], gm: GraphModule) -> Any:
-    """Return the value of a graph node. Compute it if it is not in memory.
-
-    Args:
-        node: Node of the graph.
-        values: Node -> value, for the values in memory.
-        gm: Module of the graph, which has its constants as attributes.
-    """
-    if node in values:
-        return values[node]
-    if node.op == "get_attr":
-        return getattr(gm, str(node.target))
-    args = map_arg(node.args, lambda argument: _read_or_compute(argument, values, gm))
-    kwargs = map_arg(node.kwargs, lambda argument: _read_or_compute(argument, values, gm))
-    return node.target(*args, **kwargs)  # pyright: ignore
+    kernels = _list_kernels(nodes, stored, _find_stored_inputs(nodes, bases, stored))
+    _set_num_bytes(kernels)
+    _set_freed(kernels, bases, returned_bases)
+    return kernels
 
 
 def _find_bases(nodes: Sequence[Node]) -> dict[Node, Node]:
@@ -473,11 +469,7 @@ def _list_kernels(
 ) -> list[_Kernel]:
     """List the kernels that compute the stored values of a graph, in the order in which they run.
 
-    Library kernels, such as matmuls, run as they are. The compiler generates all other kernels, and
-    fuses those between two library kernels, so that they access the memory of each value once.
-
-    Only the first generated kernel that reads or writes a value counts its bytes. For example, in
-    `b = a + 1; c = a * b`, the kernel of `b` counts `a` and `b`, and the kernel of `c` counts `c`.
+    Other values have no kernel: the kernels that use them compute them.
 
     Args:
         nodes: Nodes of the graph in order, without its output.
@@ -485,23 +477,29 @@ def _list_kernels(
         stored_inputs: Node -> stored values that a kernel must read to compute the node.
     """
     kernels: list[_Kernel] = []
-    counted: set[Node] = set()  # values whose bytes count since the last library kernel
     for node in nodes:
-        # A value that is not stored has no kernel: the kernels that use it compute it.
-        has_kernel = node.op == "call_function" and (node in stored or _is_copy(node))
-        if not has_kernel:
-            continue
-
-        inputs = stored_inputs[node]
-        if _has_library_kernel(node):
-            kernels.append(_Kernel(node, inputs, is_generated=False))
-            counted.clear()  # later kernels are not fused with earlier ones
-        else:
-            uncounted = {node, *inputs} - counted
-            num_bytes = sum(_bytes_of(value) for value in uncounted)
-            kernels.append(_Kernel(node, inputs, is_generated=True, num_bytes=num_bytes))
-            counted |= uncounted
+        if node.op == "call_function" and (node in stored or _is_copy(node)):
+            is_generated = not _has_library_kernel(node)
+            kernels.append(_Kernel(node, stored_inputs[node], is_generated))
     return kernels
+
+
+def _set_num_bytes(kernels: Iterable[_Kernel]) -> None:
+    """Set the number of bytes that each generated kernel of a graph reads and writes.
+
+    The compiler fuses the generated kernels between two library kernels, such as matmuls. Fused
+    kernels access each value once, so only the first kernel that uses a value counts its bytes. For
+    example, in `b = a + 1; c = a * b`, the kernel of `b` counts `a` and `b`, and the kernel of `c`
+    counts `c`.
+    """
+    accessed: set[Node] = set()  # values that the current group of fused kernels has accessed
+    for kernel in kernels:
+        if kernel.is_generated:
+            used = {kernel.node, *kernel.input_bases}
+            kernel.num_bytes = sum(_bytes_of(value) for value in used - accessed)
+            accessed |= used
+        else:
+            accessed.clear()  # a library kernel ends the group
 
 
 def _find_stored_inputs(
@@ -530,30 +528,27 @@ def _find_stored_inputs(
     return stored_inputs
 
 
-def _find_freed(
-    kernels: Sequence[_Kernel], bases: Mapping[Node, Node], returned_bases: set[Node]
-) -> dict[Node, list[Node]]:
-    """Map the node of each kernel to the nodes whose memory can be freed after it.
+def _set_freed(
+    kernels: Iterable[_Kernel], bases: Mapping[Node, Node], returned_bases: set[Node]
+) -> None:
+    """Set the nodes whose memory is freed after each kernel, because no later kernel uses it.
 
-    This is memory that no later kernel uses, and that no result of the graph uses. The base of a
-    node is the node that allocates its memory: the node itself, unless it is a view or a copy into
-    an existing tensor. Only bases are freed.
+    Results of the graph are never freed. The base of a node is the node that allocates its memory:
+    the node itself, unless it is a view or a copy into an existing tensor.
 
     Args:
         kernels: Kernels in the order in which they run.
         bases: Node -> its base.
         returned_bases: Bases of the results of the graph.
     """
-    last_users: dict[Node, Node] = {}  # base -> node of the last kernel that uses its memory
+    last_users: dict[Node, _Kernel] = {}  # base -> last kernel that uses its memory
     for kernel in kernels:
         for base in (*kernel.input_bases, bases[kernel.node]):
-            last_users[base] = kernel.node
+            last_users[base] = kernel
 
-    freed_after: dict[Node, list[Node]] = {kernel.node: [] for kernel in kernels}
     for base, last_user in last_users.items():
         if base not in returned_bases:
-            freed_after[last_user].append(base)
-    return freed_after
+            last_user.freed.append(base)
 
 
 def _is_view(node: Node) -> bool:
