@@ -46,6 +46,8 @@ MATMULS_WITH_SUMMAND = {"addmm", "addmm_", "baddbmm"}  # addmm(summand, a, b) = 
 MATMULS = {"mm", "_scaled_mm", "bmm", *MATMULS_WITH_SUMMAND}
 FLEX_OPS = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
 """Operators that represent flex attention in a trace; see `simulate._flex_attention`."""
+FLEX_WINDOW = "scale"
+"""Argument in which a trace passes the sliding window to `FLEX_OPS`, which have no window."""
 VARLEN_OPS = ("torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward")
 """Operators of variable-length attention."""
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
@@ -163,6 +165,8 @@ class Allocation(NamedTuple):
 LogEntry = tuple[Location, Work | Allocation]
 ShapeAndFlops = tuple[tuple[int, ...], int]
 """`shape` and `flops` of a `Work`."""
+OperatorArguments = Mapping[str, Any]
+"""Name of each argument of an operator -> value."""
 
 
 class _GradientSum(NamedTuple):
@@ -210,23 +214,19 @@ class Counter(TorchDispatchMode):
         self._stream_indices = {torch.cpu.current_stream(): 0}
         self._is_inferring_shapes = False
         self._pending_sum: _GradientSum | None = None
-        self.location = START
-        self.log: list[LogEntry] = []
-        self.forward_starts: list[int] = []
-        self._recording: list[LogEntry] | None = None  # gets a copy of each new log entry
-        self._recordings: dict[Any, list[LogEntry]] = {}  # name -> latest recording of this name
+        self.begin()
 
     def begin(self) -> None:
-        """Clear the log, so that it describes a new training step.
+        """Start an empty log, which describes a new training step.
 
         The new log starts with one allocation for each storage (the memory behind tensors) that
         exists now.
         """
         self.location = START
-        self.log.clear()
-        self.forward_starts.clear()
-        self._recording = None
-        self._recordings.clear()
+        self.log: list[LogEntry] = []
+        self.forward_starts: list[int] = []
+        self._recording: list[LogEntry] | None = None  # gets a copy of each new log entry
+        self._recordings: dict[Any, list[LogEntry]] = {}  # name -> latest recording of this name
         for number, _ in self._living.values():
             self._append(Allocation(number, self._sizes[number]))
 
@@ -350,49 +350,55 @@ class Counter(TorchDispatchMode):
         if func is GET_DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a shortcut, because this is more than half of all calls
         if func is GET_SCALAR and isinstance(args[0], FakeTensor) and args[0].constant is None:
-            # A fake tensor has no value that the CPU could read. Some optimizers read the flag that
-            # skips their update. With 0, the update runs and is counted.
+            # Some optimizers read a flag that skips their update. With 0, the update is counted.
             return 0
 
         kwargs = kwargs or {}
         if func.is_view:
-            # Operators such as `reshape`, which return a view or a copy, only call simpler ones.
-            # torch disables a dispatch mode while the mode handles an operator. Enable this one
-            # again, so that it receives and counts the simpler operators.
-            with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:  # otherwise, `func` calls no other operators
-                return result
+            return self._run_view(func, args, kwargs)
         return self._run_and_count(func, args, kwargs)
 
-    def _run_and_count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operator, log its allocations and its work, and return its result."""
-        if self._pending_sum is not None:
-            # The first gradient of this sum is still in use, so the sum needs memory; see
-            # `_count_allocations`.
-            self._register_storage(self._pending_sum.result)
-            self._pending_sum = None
+    def _run_view(self, func: Any, args: tuple[Any, ...], kwargs: OperatorArguments) -> Any:
+        """Run an operator that returns a view, or a copy if a view is impossible.
 
+        For example, `reshape` only calls simpler operators, which are counted instead.
+        """
+        # torch disables a dispatch mode while the mode handles an operator. Enable this one again,
+        # so that it receives and counts the simpler operators.
+        with self:
+            result = func.decompose(*args, **kwargs)
+        if result is NotImplemented:  # `func` calls no other operators
+            return self._run_and_count(func, args, kwargs)
+        return result
+
+    def _run_and_count(self, func: Any, args: tuple[Any, ...], kwargs: OperatorArguments) -> Any:
+        """Run one operator, log its allocations and its work, and return its result."""
+        self._allocate_pending_sum()
         if func is ADDMM_OUT:  # torch 2.12 cannot run it on fake tensors
             result = kwargs["out"]
         else:
             result = func(*args, **kwargs)
         signature = _signature(func)
-        copies_nothing = func is COPY and args[0] is args[1]
+        copies_to_itself = func is COPY and args[0] is args[1]
+        is_free = signature.is_view_or_annotation or copies_to_itself
         # To infer shapes, DTensor runs operators on fake tensors, which a real step does not run.
-        if signature.is_view_or_annotation or copies_nothing or self._is_inferring_shapes:
+        if is_free or self._is_inferring_shapes:
             return result
 
-        self._count_allocations(func, args, result)
         # Optional arguments at the end of `args` may be omitted.
         arguments = {**dict(zip(signature.accesses, args, strict=False)), **kwargs}
-        fsdp_kind = FSDP_KINDS.get(signature.name)
-        if fsdp_kind is not None:
-            self.mark(_find_tensors(list(arguments.values())), fsdp_kind, overwrite=False)
+        self._count_allocations(func, args, result)
+        self._mark_fsdp_tensors(signature.name, arguments)
         self._count_work(signature, arguments, result)
         return result
 
-    def _count_work(self, signature: _Signature, arguments: dict[str, Any], result: Any) -> None:
+    def _mark_fsdp_tensors(self, op: str, arguments: OperatorArguments) -> None:
+        """Mark the memory of unsharded parameters and gradients if FSDP has called the operator."""
+        if op in FSDP_KINDS:
+            tensors = _find_tensors(list(arguments.values()))
+            self.mark(tensors, FSDP_KINDS[op], overwrite=False)
+
+    def _count_work(self, signature: _Signature, arguments: OperatorArguments, result: Any) -> None:
         """Log the collective or the kernel that an operator has launched, if there is one."""
         phase = self.location.phase
         collective = _collective_name(signature.name)
@@ -418,6 +424,15 @@ class Counter(TorchDispatchMode):
 
         for tensor in _find_tensors(result):
             self._register_storage(tensor)
+
+    def _allocate_pending_sum(self) -> None:
+        """Log the allocation of the pending sum of two gradients, if there is one.
+
+        Its first gradient is still in use, so the sum needs new memory; see `_count_allocations`.
+        """
+        if self._pending_sum is not None:
+            self._register_storage(self._pending_sum.result)
+            self._pending_sum = None
 
     def _is_adding_gradients(self) -> bool:
         """Return whether the addition that runs now is autograd's sum of two gradients.
@@ -586,7 +601,7 @@ def _collective_name(operator: str) -> str | None:
 
 
 def _describe_kernel(
-    phase: str, signature: _Signature, arguments: Mapping[str, Any], result: Any
+    phase: str, signature: _Signature, arguments: OperatorArguments, result: Any
 ) -> Work:
     """Return the work of one operator call: its dtype, shape, FLOPs and bytes."""
     op = signature.name.removeprefix("aten::")
@@ -601,7 +616,7 @@ def _describe_kernel(
     )
 
 
-def _find_inputs(op: str, arguments: Mapping[str, Any]) -> list[Tensor]:
+def _find_inputs(op: str, arguments: OperatorArguments) -> list[Tensor]:
     """List the tensor arguments of an operator, but without the summand of a matmul.
 
     For example, the inputs of addmm(summand, a, b) are `a` and `b`.
@@ -621,7 +636,7 @@ def _describe_dtype(inputs: Sequence[Tensor]) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _count_traffic(signature: _Signature, arguments: Mapping[str, Any], result: Any) -> int:
+def _count_traffic(signature: _Signature, arguments: OperatorArguments, result: Any) -> int:
     """Return how many bytes of memory an operator reads and writes."""
     num_bytes = bytes_of(result) if signature.returns_new else 0
     for name, value in arguments.items():
@@ -629,7 +644,7 @@ def _count_traffic(signature: _Signature, arguments: Mapping[str, Any], result: 
     return num_bytes
 
 
-def _count_flops(op: str, arguments: Mapping[str, Any]) -> ShapeAndFlops:
+def _count_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlops:
     """Return the shape and the FLOPs of a matmul or an attention operator.
 
     The shape is (m, k, n) or (batch, heads, queries, keys, head_dim). Other operators have the
@@ -653,11 +668,8 @@ def _count_flops(op: str, arguments: Mapping[str, Any]) -> ShapeAndFlops:
     return (), 0
 
 
-def _count_attention_flops(op: str, arguments: Mapping[str, Any]) -> ShapeAndFlops:
+def _count_attention_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlops:
     """Count the FLOPs of scaled dot-product attention or flex attention with a causal mask.
-
-    In a trace, `FLEX_OPS` represent flex attention. Their argument `scale` is the sliding window in
-    tokens, or 0 for no window; see `simulate._flex_attention`.
 
     Args:
         op: Operator without "aten::", forward or backward.
@@ -671,7 +683,7 @@ def _count_attention_flops(op: str, arguments: Mapping[str, Any]) -> ShapeAndFlo
     if op in FLEX_OPS:
         # Context parallelism spreads the queries of a rank over the whole sequence. So they attend
         # to as many keys, on average, as all queries of the sequence.
-        window = int(arguments.get("scale") or num_keys)
+        window = int(arguments.get(FLEX_WINDOW) or num_keys)  # 0 means no window
         mean_visible_keys = _mean_visible_keys(num_keys, window)
     else:
         # The queries are the last tokens. The first query attends to all keys before the queries,
@@ -682,7 +694,7 @@ def _count_attention_flops(op: str, arguments: Mapping[str, Any]) -> ShapeAndFlo
     return shape, _attention_flops(op, shape, mean_visible_keys)
 
 
-def _count_varlen_flops(op: str, arguments: Mapping[str, Any]) -> ShapeAndFlops:
+def _count_varlen_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlops:
     """Count the FLOPs of variable-length attention.
 
     The lengths of documents are unknown, because fake tensors have no values. So each sequence
