@@ -179,7 +179,7 @@ def _run_steps(
         skipped_at_first = range(run.microbatches - 1) if skipped else range(0)
         for skipped_now in (skipped_at_first, skipped):
             counter.begin()
-            with _follow_pipeline(counter, stages, skipped_now):
+            with _skip_microbatches(counter, stages, skipped_now):
                 train_step(microbatches, 1, learning_rate, hooks)
         return
 
@@ -347,9 +347,10 @@ class StepFollower(Hook):
         counter.mark(train_step.model.parameters(), OFFLOADED if is_offloaded else "weights")
         self._mark_state()
         for stage, module in sharded.stages.items():
-            _follow_stage(counter, stage, module)
-        _follow_loss(counter, train_step, last_stage=max(sharded.stages))
-        _follow_offloaded_gradients(counter, train_step)
+            _add_stage_hooks(counter, stage, module)
+        _wrap_loss(counter, train_step, last_stage=max(sharded.stages))
+        if train_step.forward_backward.offloaded_gradients is not None:
+            _add_offloaded_gradient_hooks(counter, train_step.model.parameters())
 
     def gradients(self, step: int) -> None:
         """Set the memory kind of the gradients, and the location to "gradient norm".
@@ -375,11 +376,12 @@ class StepFollower(Hook):
             self._counter.mark(state.values(), self.state_kind)
 
 
-def _follow_stage(counter: Counter, stage: int, module: Llama) -> None:
+def _add_stage_hooks(counter: Counter, stage: int, module: Llama) -> None:
     """Register hooks in the model so that memory and work are counted separately for its parts.
 
-    Whenever the embedding, a block or the final norm starts its forward or backward pass, a hook
-    sets the location of the counter. Other hooks mark unsharded parameters and gradients.
+    When the model starts a forward pass, a hook notes the position in the log. When the embedding,
+    a block or the final norm starts its forward or backward pass, a hook sets the location. Other
+    hooks mark unsharded parameters and gradients.
 
     Args:
         counter: Counter of the step.
@@ -387,31 +389,26 @@ def _follow_stage(counter: Counter, stage: int, module: Llama) -> None:
         module: Part of the model in this stage.
     """
 
-    def start_microbatch(*_: Any) -> None:
-        # `count_step` does not run all microbatches. It uses these positions in the log to find the
-        # work of one microbatch, and counts it again for each microbatch that did not run.
+    def start_forward(*_: Any) -> None:
         counter.forward_starts.append(len(counter.log))
-        # This applies to operators outside of the parts below, which set the location themselves.
-        counter.location = Location(phase="forward", name="forward", stage=stage)
+        # This location applies outside of the parts below, which set their location themselves.
+        counter.location = Location("forward", "forward", stage)
 
-    module.register_forward_pre_hook(start_microbatch, prepend=True)
+    module.register_forward_pre_hook(start_forward, prepend=True)
 
     blocks = [("block", block) for block in module.layers.values()]
     parts = [("embedding", module.tok_embeddings), *blocks, ("norm", module.norm)]
     for name, part in parts:
         if part is not None:  # else it belongs to another stage
-            _follow_part(counter, part, Location(phase="forward", name=name, stage=stage))
-            _follow_unsharded_parameters(counter, part)
+            _add_location_hooks(counter, part, Location("forward", name, stage))
+            _add_parameter_hooks(counter, part)
     # The loss function calls the output layer, so the location of its work is the loss.
     if module.output is not None:
-        _follow_unsharded_parameters(counter, module.output)
+        _add_parameter_hooks(counter, module.output)
 
 
-def _follow_unsharded_parameters(counter: Counter, part: nn.Module) -> None:
+def _add_parameter_hooks(counter: Counter, part: nn.Module) -> None:
     """Register hooks that mark the memory of the unsharded parameters and gradients of a module.
-
-    FSDP creates the unsharded parameters when the module runs for the first time. So a hook marks
-    them at the start of each forward pass, and registers another hook that marks their gradients.
 
     Memory that was marked before, such as weights, keeps its kind.
 
@@ -419,25 +416,25 @@ def _follow_unsharded_parameters(counter: Counter, part: nn.Module) -> None:
         counter: Counter of the step.
         part: A module of the model.
     """
-    # `id` of each parameter whose gradient has a hook. FSDP keeps unsharded parameters for all
-    # steps, and only frees and allocates their memory, so no id is used twice.
-    hooked_ids = set[int]()
+
+    def mark_parameters(module: nn.Module, _inputs: Any) -> None:
+        counter.mark(module.parameters(), "unsharded parameters", overwrite=False)
 
     def mark_gradient(parameter: Tensor) -> None:
         counter.mark([parameter.grad], "gradients", overwrite=False)
 
-    def mark_parameters(module: nn.Module, _inputs: Any) -> None:
-        parameters = list(module.parameters())
-        counter.mark(parameters, "unsharded parameters", overwrite=False)
-        for parameter in parameters:
-            if parameter.requires_grad and id(parameter) not in hooked_ids:
+    def add_gradient_hooks(module: nn.Module, _inputs: Any) -> None:
+        for parameter in module.parameters():
+            if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(mark_gradient)
-                hooked_ids.add(id(parameter))
+        first_forward.remove()
 
     part.register_forward_pre_hook(mark_parameters)
+    # FSDP creates the unsharded parameters in the first forward pass, and keeps them for all steps.
+    first_forward = part.register_forward_pre_hook(add_gradient_hooks)
 
 
-def _follow_part(counter: Counter, part: nn.Module, location: Location) -> None:
+def _add_location_hooks(counter: Counter, part: nn.Module, location: Location) -> None:
     """Register hooks that set the location when a module starts its forward or backward pass.
 
     Args:
@@ -450,13 +447,13 @@ def _follow_part(counter: Counter, part: nn.Module, location: Location) -> None:
         counter.location = location
 
     def end_forward(_module: nn.Module, _inputs: Any, result: Tensor) -> None:
-        _follow_backward(counter, result, location)
+        _add_backward_hook(counter, result, location)
 
     part.register_forward_pre_hook(start_forward, prepend=True)
     part.register_forward_hook(end_forward, prepend=True)
 
 
-def _follow_backward(counter: Counter, result: Tensor, location: Location) -> None:
+def _add_backward_hook(counter: Counter, result: Tensor, location: Location) -> None:
     """Register a hook that sets the location when a module starts its backward pass.
 
     Args:
@@ -472,8 +469,10 @@ def _follow_backward(counter: Counter, result: Tensor, location: Location) -> No
         result.register_hook(start_backward)
 
 
-def _follow_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> None:
-    """Replace the loss function of a training step by one that also sets the location "loss".
+def _wrap_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> None:
+    """Wrap the loss function of a training step, so that its memory and work count as "loss".
+
+    A function has no hooks, so replace it by one that sets the location of the counter.
 
     Args:
         counter: Counter of the step.
@@ -482,17 +481,15 @@ def _follow_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> No
     """
     forward_backward = train_step.forward_backward
     compute_loss = forward_backward.loss_fn
-    loss_location = Location(phase="forward", name="loss", stage=last_stage)
+    loss_location = Location("forward", "loss", last_stage)
 
     def compute_loss_at_location(
         hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor
     ) -> Tensor:
-        # The kind of this memory was guessed from the location of the caller, which allocated it.
-        counter.mark([scale], "loss")
-
+        counter.mark([scale], "loss")  # allocated at an earlier location, as activations
         counter.location = loss_location
         loss = compute_loss(hidden, weight, labels, scale)
-        _follow_backward(counter, loss, loss_location)
+        _add_backward_hook(counter, loss, loss_location)
 
         # The forward pass may continue after the loss, but not in a part of the model.
         counter.location = loss_location._replace(name="forward")
@@ -501,62 +498,55 @@ def _follow_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> No
     forward_backward.loss_fn = compute_loss_at_location
 
 
-def _follow_offloaded_gradients(counter: Counter, train_step: TrainStep) -> None:
-    """Mark the gradients of each microbatch that CPU offload adds up on the CPU.
-
-    To do so, replace the method of the training step that adds them up and removes them from the
-    parameters.
+def _add_offloaded_gradient_hooks(counter: Counter, parameters: Iterable[nn.Parameter]) -> None:
+    """Register hooks that mark the gradients of each microbatch, which CPU offload adds up.
 
     Args:
         counter: Counter of the step.
-        train_step: Training step of the model.
+        parameters: Sharded parameters. FSDP calls the hooks when it sets their gradients.
     """
-    gradient_sums = train_step.forward_backward.offloaded_gradients
-    if gradient_sums is None:
-        return
-    add_latest = gradient_sums.add_latest
 
-    def mark_and_add_latest() -> None:
-        gradients = [parameter.grad for parameter in train_step.model.parameters()]
-        counter.mark(gradients, OFFLOADED)
-        add_latest()
+    def mark_gradient(parameter: Tensor) -> None:
+        counter.mark([parameter.grad], OFFLOADED)
 
-    gradient_sums.add_latest = mark_and_add_latest
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(mark_gradient)
 
 
 @contextmanager
-def _follow_pipeline(
+def _skip_microbatches(
     counter: Counter, stages: Sequence[PipelineStage], skipped: range
 ) -> Iterator[None]:
-    """Wrap the methods of pipeline stages that run, send or receive a microbatch, to skip some.
+    """Let pipeline stages skip some microbatches within this context.
 
-    Within this context, a skipped microbatch computes nothing. Instead, the log entries of an
-    earlier microbatch are appended to the log again.
+    A skipped microbatch computes nothing. Instead, the log entries of an earlier microbatch are
+    appended to the log again.
 
     Args:
         counter: Counter of the step.
         stages: Pipeline stages of this rank.
         skipped: Indices of the skipped microbatches.
     """
-    follower = _PipelineFollower(counter, skipped, last_loss=torch.zeros(()))
+    skipper = _MicrobatchSkipper(counter, skipped, last_loss=torch.zeros(()))
     with ExitStack() as stack:
         for stage in stages:
-            stack.enter_context(override(stage, **follower.list_replacements(stage)))
+            stack.enter_context(override(stage, **skipper.list_replacements(stage)))
         yield
 
 
 @dataclass
-class _PipelineFollower:
-    """Replaces methods of pipeline stages, to record their log entries and skip microbatches.
+class _MicrobatchSkipper:
+    """Replaces methods of pipeline stages, to skip some microbatches.
 
-    A replacement calls the original method, and records what it logs. For a skipped microbatch, it
-    appends the latest recording to the log instead. So the log has the memory and work of all
-    microbatches, although only some of them run.
+    A replacement calls the original method, and the counter records what it logs. For a skipped
+    microbatch, the replacement appends the latest recording to the log instead. So the log has the
+    memory and work of all microbatches, although only some of them run.
 
     Attributes:
         counter: Counter of the step.
         skipped: Indices of the skipped microbatches.
-        last_loss: Loss of the last microbatch that ran, and of the skipped ones after it.
+        last_loss: Loss of the last microbatch that ran, or 0 before the first one. It is also the
+            loss of skipped microbatches.
     """
 
     counter: Counter
@@ -581,36 +571,40 @@ class _PipelineFollower:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Call a method that computes or sends, and record all log entries until the next call.
+        """Compute or send a microbatch, unless it is skipped.
+
+        The counter records the memory and work of the method, and of all operators until the next
+        action, such as the communication. For a skipped microbatch, it logs the latest recording of
+        the method again.
 
         Args:
             stage: The pipeline stage.
             name: Name of the method, one of `PIPELINE_ACTIONS`.
             method: The original method.
-            microbatch: Index of the microbatch. If it is skipped, `method` is not called.
+            microbatch: Index of the microbatch.
             args: Further arguments of the method.
             kwargs: Keyword arguments of the method.
         """
+        recording = (name, stage.stage_index)
         self.counter.location = Location(PIPELINE_ACTIONS[name], "stage", stage.stage_index)
         if microbatch in self.skipped:
-            return self._skip_action(stage, name)
+            self.counter.stop_recording()  # of the previous action
+            self.counter.repeat_recording(recording)
+            return self._choose_skipped_result(stage, name)
 
-        self.counter.start_recording((name, stage.stage_index))
+        self.counter.start_recording(recording)
         result = method(microbatch, *args, **kwargs)
         if name == "forward_one_chunk" and stage.is_last:
             self.last_loss = result.detach()
         return result
 
-    def _skip_action(self, stage: PipelineStage, name: str) -> Any:
-        """Append the latest recording of a method to the log. Return a result that torch accepts.
+    def _choose_skipped_result(self, stage: PipelineStage, name: str) -> Any:
+        """Return a result that torch accepts from a method that was skipped.
 
         Args:
             stage: The pipeline stage.
-            name: Name of the skipped method, one of `PIPELINE_ACTIONS`.
+            name: Name of the method, one of `PIPELINE_ACTIONS`.
         """
-        # All entries until the next call belong to the skipped microbatch, not to the recording.
-        self.counter.stop_recording()
-        self.counter.repeat_recording((name, stage.stage_index))
         if name == "forward_one_chunk" and stage.is_last:
             return self.last_loss
         if name.endswith("send_ops"):
@@ -620,21 +614,22 @@ class _PipelineFollower:
     def _run_receive(
         self, stage: PipelineStage, name: str, method: Callable[..., Any], microbatch: int
     ) -> list[Any]:
-        """Call a method that returns the receive operations of a stage, and record its log entries.
+        """List the receive operations of a microbatch, unless it is skipped.
 
-        The log has entries if the method allocates the tensors to receive. A skipped microbatch
-        would receive tensors of the same size, so repeat the latest entries for it.
+        The method may allocate the tensors to receive. The counter records these allocations. For a
+        skipped microbatch, it logs the latest ones again.
 
         Args:
             stage: The pipeline stage.
             name: Name of the method, one of `PIPELINE_RECEIVES`.
             method: The original method.
-            microbatch: Index of the microbatch. If it is skipped, `method` is not called.
+            microbatch: Index of the microbatch.
         """
         recording = (name, stage.stage_index)
         if microbatch in self.skipped:
             self.counter.repeat_recording(recording)
             return []  # nothing to receive
-        # torch calls this method after an action. Pause the recording of the action meanwhile.
+        # The recording of the latest action is still in progress. It must not contain these
+        # allocations, because they would be logged twice for a skipped microbatch.
         with self.counter.record_separately(recording):
             return method(microbatch)
