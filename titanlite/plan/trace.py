@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,12 +21,17 @@ from titanlite.config.run import V_SHAPED, Run, stage_rank, with_keys
 from titanlite.observe.flops import num_params
 from titanlite.observe.gpus import Gpu
 from titanlite.parallel import float8
-from titanlite.parallel.mesh import build_mesh
-from titanlite.parallel.parallelize import build_model
+from titanlite.parallel.mesh import Mesh, build_mesh
+from titanlite.parallel.parallelize import ShardedModel, build_model
 from titanlite.plan.allocator import CUBLAS_WORKSPACES
 from titanlite.plan.compiled import simulate_compiler
-from titanlite.plan.counter import KINDS, Location, Work
-from titanlite.plan.simulate import simulate_gpu, simulate_mxfp8, simulate_ranks
+from titanlite.plan.counter import KINDS, Work
+from titanlite.plan.simulate import (
+    disable_profiler_ranges,
+    simulate_gpu,
+    simulate_mxfp8,
+    simulate_ranks,
+)
 from titanlite.plan.step_counts import DEVICE, StepCounts, count_step
 from titanlite.train.step import TrainStep
 
@@ -35,6 +40,9 @@ from titanlite.train.step import TrainStep
 # and their allocations are replayed. For larger models a constant share is accurate enough.
 MAX_REPLAYED_BLOCKS = 40
 FRAGMENTATION = 0.01
+# A model is small if its blocks have fewer parameters than this number of minimal FSDP groups. This
+# is the limit of `fsdp._should_reshard`.
+SMALL_MODEL_GROUPS = 16
 
 
 @dataclass(frozen=True)
@@ -212,20 +220,26 @@ def _may_shard_differently(run: Run, num_blocks: int) -> bool:
         run: The validated job of the full model, and the number of ranks.
         num_blocks: Number of blocks of the smaller model.
     """
-    # The mean is more than the size of a block, because it also contains the embedding and the
-    # output layer. Assume that a block has at least half as many parameters.
-    mean_size = num_params(run.arch) // run.arch.n_layers
-    min_block_size = mean_size / 2
     min_group_size = run.job.parallelism.fsdp_min_num_params
-
-    # FSDP puts several small blocks into one group.
-    may_join_blocks = min_block_size < min_group_size
+    block_size = _underestimate_block_size(run)
+    joins_blocks = block_size < min_group_size  # FSDP puts several small blocks into one group
+    if joins_blocks:
+        return True
 
     # On a single rank, or with only replicas, FSDP does not reshard the blocks of a small model.
-    # `fsdp._should_reshard` has the same limit.
     is_sharded = run.degrees.shard * run.degrees.context > 1
-    may_be_small = num_blocks * min_block_size < 16 * min_group_size
-    return may_join_blocks or (may_be_small and not is_sharded)
+    is_small = num_blocks * block_size < SMALL_MODEL_GROUPS * min_group_size
+    return is_small and not is_sharded
+
+
+def _underestimate_block_size(run: Run) -> float:
+    """Return a number of parameters that every block is assumed to exceed.
+
+    This is half of the mean over all blocks, because the mean also contains the embedding and the
+    output layer.
+    """
+    mean_size = num_params(run.arch) // run.arch.n_layers
+    return mean_size / 2
 
 
 def _remove_blocks(run: Run, num_removed: int) -> Run:
@@ -257,6 +271,7 @@ def _count_rank(
     uses_mxfp8 = run.job.float8.recipe_name == "mxfp8"
     with (
         simulate_ranks(run.world_size, rank),
+        disable_profiler_ranges(),
         simulate_gpu() if on_gpu else nullcontext(),
         simulate_mxfp8() if uses_mxfp8 else nullcontext(),
         simulate_compiler(),
@@ -265,10 +280,7 @@ def _count_rank(
 
 
 def _count_fake_step(run: Run, has_float8: bool, run_all_microbatches: bool) -> StepCounts:
-    """Build the model of this rank on fake tensors, and count a training step.
-
-    Fake tensors have shapes and storages, but no values. The weights, gradients and activations are
-    fake, but constants that `TrainStep` creates are real.
+    """Count a training step of this rank on fake tensors, which have shapes but no values.
 
     Args:
         run: The validated job and the number of ranks.
@@ -276,19 +288,31 @@ def _count_fake_step(run: Run, has_float8: bool, run_all_microbatches: bool) -> 
         run_all_microbatches: Run all microbatches instead of repeating the counts of one.
     """
     mesh = build_mesh(run.degrees, DEVICE.type)
-    # Build the model from meta tensors, which take no memory. Then replace them by fake tensors.
-    meta = torch.device("meta")
-    sharded = build_model(run, mesh, meta, log=lambda _: None, has_float8=has_float8)
-    # Operators also get tensors that are not fake: meta weights, and constants of AdamW8bit.
+    # Some tensors are not fake: weights before they become fake, and constants of AdamW8bit.
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    model = sharded.whole  # all weights of this rank
-    with fake_mode:
-        model.to_empty(device=DEVICE)
-
-    # Leave the fake mode, because the constructor of AdamW8bit reads values of its constants.
+    sharded = _build_fake_model(run, mesh, has_float8, fake_mode)
+    # Leave the fake mode here, because the constructor of AdamW8bit reads its constants.
     train_step = TrainStep(run, mesh, sharded, DEVICE)
     with fake_mode:
         return count_step(run, mesh, sharded, train_step, run_all_microbatches)
+
+
+def _build_fake_model(
+    run: Run, mesh: Mesh, has_float8: bool, fake_mode: FakeTensorMode
+) -> ShardedModel:
+    """Build the part of the model on this rank, with fake weights.
+
+    Args:
+        run: The validated job and the number of ranks.
+        mesh: Layout of the ranks.
+        has_float8: Whether the GPU of the rank supports the FP8 recipe of the job.
+        fake_mode: Mode in which the fake weights are created.
+    """
+    meta = torch.device("meta")  # meta weights take no memory
+    sharded = build_model(run, mesh, meta, log=lambda _: None, has_float8=has_float8)
+    with fake_mode:
+        sharded.whole.to_empty(device=DEVICE)
+    return sharded
 
 
 def _extrapolate(short: StepCounts, longer: StepCounts, num_removed: int) -> StepCounts:
@@ -325,45 +349,38 @@ def _summarize(rank: int, counts: StepCounts, on_gpu: bool) -> RankTrace:
         counts: Counts for all blocks of the rank.
         on_gpu: Whether the rank has a GPU.
     """
-    peak_location = max(counts.peaks, key=lambda location: counts.peaks[location].sum())
-    peak_sizes = counts.peaks[peak_location]  # bytes of each kind of memory
-    peak_bytes = int(peak_sizes.sum())
-    is_in_block = peak_location.name == "block"
-    moment = f"{peak_location.phase} of a block" if is_in_block else peak_location.name
-
-    if not on_gpu:
-        reserved_bytes = peak_bytes
-    elif counts.reserved is not None:  # all allocations were replayed on a simulated allocator
-        reserved_bytes = counts.reserved
-    else:
-        reserved_bytes = _estimate_reserved(counts.stream_peaks)
-
-    work: list[Work] = []
-    for work_without_amounts, amounts in counts.work.items():
-        count, flops, num_bytes = amounts.tolist()
-        work.append(work_without_amounts._replace(count=count, flops=flops, bytes=num_bytes))
-
+    location, sizes = max(counts.peaks.items(), key=lambda peak: peak[1].sum())
+    peak_bytes = int(sizes.sum())
+    is_in_block = location.name == "block"
     return RankTrace(
         rank=rank,
         peak=peak_bytes,
-        moment=moment,
-        kinds=dict(zip(KINDS, peak_sizes.tolist(), strict=True)),
+        moment=f"{location.phase} of a block" if is_in_block else location.name,
+        kinds=dict(zip(KINDS, sizes.tolist(), strict=True)),
         cpu_peak=counts.offloaded_peak,
-        work=tuple(work),
-        reserved=reserved_bytes,
+        work=tuple(_list_work(counts)),
+        reserved=_predict_reserved(counts) if on_gpu else peak_bytes,
     )
 
 
-def _estimate_reserved(stream_peaks: Mapping[tuple[int, Location], int]) -> int:
-    """Estimate the bytes that the caching allocator reserves, without replaying allocations.
+def _list_work(counts: StepCounts) -> Iterator[Work]:
+    """Yield each kind of work of a rank, with its number of calls, FLOPs and bytes."""
+    for kind, amounts in counts.work.items():
+        count, flops, num_bytes = amounts.tolist()
+        yield kind._replace(count=count, flops=flops, bytes=num_bytes)
 
-    The allocator does not reuse memory across CUDA streams, so the peaks of all streams add up.
 
-    Args:
-        stream_peaks: (stream, location in the step) -> peak of allocated bytes.
+def _predict_reserved(counts: StepCounts) -> int:
+    """Return the bytes that the caching allocator of a GPU reserves.
+
+    If the allocations were not replayed on a simulated allocator, estimate the result.
     """
+    if counts.reserved is not None:
+        return counts.reserved
+
+    # The allocator does not reuse memory across CUDA streams, so the peaks of all streams add up.
     highest_peaks = defaultdict[int, int](int)
-    for (stream, _location), size in stream_peaks.items():
+    for (stream, _location), size in counts.stream_peaks.items():
         highest_peaks[stream] = max(highest_peaks[stream], size)
     allocated = sum(highest_peaks.values())
     return int((1 + FRAGMENTATION) * allocated) + CUBLAS_WORKSPACES
