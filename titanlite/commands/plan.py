@@ -327,9 +327,9 @@ def _find_device(name: str | None) -> Gpu:
         UserError: If the name or the file is invalid, or the GPU of this node is not in the table.
     """
     if name == "cpu":
-        from titanlite.plan.roofline import this_cpu  # imports torch, which is slow
+        from titanlite.plan.roofline import measure_cpu  # imports torch, which is slow
 
-        return this_cpu()
+        return measure_cpu()
     if name is not None:
         return find_gpu(name)
 

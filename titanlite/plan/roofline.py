@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
@@ -115,7 +115,7 @@ def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
     )
 
 
-def this_cpu() -> Gpu:
+def measure_cpu() -> Gpu:
     """Measure how fast this node's CPU multiplies matrices and copies memory.
 
     The result has the fields of a GPU, so that runs on CPUs can be planned like runs on GPUs.
@@ -123,16 +123,17 @@ def this_cpu() -> Gpu:
     num_cores = _count_cores()
     data = torch.ones(32 << 20)  # exceeds the caches
     copied_gigabytes = 2 * data.nbytes / 1e9  # each byte is read and written
-    bandwidth = copied_gigabytes / _measure_seconds("a.clone()", data, num_cores)
+    bandwidth = copied_gigabytes / _measure_seconds(data.clone, num_cores)
 
     matrix = torch.randn(768, 768)
+    bf16_matrix = matrix.bfloat16()
     tera_flops = 2 * 768**3 / 1e12  # of a matmul of two such matrices
     return Gpu(
         name=f"{format_count(num_cores, 'CPU core')} (one matmul and one copy, timed now)",
         cpu=True,
         memory_gib=physical_memory() / GIB,
-        bf16=tera_flops / _measure_seconds("a @ a", matrix.bfloat16(), num_cores),
-        fp32=tera_flops / _measure_seconds("a @ a", matrix, num_cores),
+        bf16=tera_flops / _measure_seconds(lambda: bf16_matrix @ bf16_matrix, num_cores),
+        fp32=tera_flops / _measure_seconds(lambda: matrix @ matrix, num_cores),
         bandwidth=bandwidth,
         link=bandwidth / 4,  # to other ranks, because gloo copies each byte several times
         network=CPU_NETWORK_GB_PER_SECOND,
@@ -149,9 +150,9 @@ def _count_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _measure_seconds(statement: str, tensor: Tensor, num_threads: int) -> float:
-    """Return the shortest measured time of a statement that uses the tensor as `a`."""
-    timer = Timer(statement, globals={"a": tensor}, num_threads=num_threads)
+def _measure_seconds(function: Callable[[], Tensor], num_threads: int) -> float:
+    """Return the shortest measured time of a function call."""
+    timer = Timer("function()", globals={"function": function}, num_threads=num_threads)
     return min(timer.blocked_autorange(min_run_time=0.05).times)
 
 

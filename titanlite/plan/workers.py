@@ -30,24 +30,30 @@ def workers() -> Iterator[Executor]:
     Raises:
         UserError: If one of the processes was killed, probably for lack of memory.
     """
-    # Exclude all imported modules from garbage collection, which each trace would repeat.
-    gc.freeze()
     pool = ProcessPoolExecutor(NUM_WORKERS, get_context("fork"), _set_up_worker, (os.getpid(),))
     try:
         yield pool
-    except BaseException as error:
-        # Do not wait for the traces. The wait might never end: a process that is killed while it
-        # takes a task keeps the lock of the queue, and the others wait for the lock.
-        for process in active_children():  # only this pool, because a plan starts no others
-            process.kill()
-        if isinstance(error, BrokenExecutor):
-            raise UserError(
-                "A process of the plan was killed, probably because this machine is out of memory. "
-                "Free memory, or plan on another machine."
-            ) from None
+    except BrokenExecutor:
+        _kill_workers()
+        raise UserError(
+            "A process of the plan was killed, probably because this machine is out of memory. "
+            "Free memory, or plan on another machine."
+        ) from None
+    except BaseException:
+        _kill_workers()
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _kill_workers() -> None:
+    """Kill all worker processes, so that nothing waits for their traces.
+
+    The wait might never end: a process that is killed while it takes a task keeps the lock of the
+    queue, and the others wait for the lock.
+    """
+    for process in active_children():  # all are workers, because a plan starts no other processes
+        process.kill()
 
 
 def _set_up_worker(parent: int) -> None:
@@ -56,6 +62,8 @@ def _set_up_worker(parent: int) -> None:
     Args:
         parent: Process id of the parent.
     """
+    # Exclude all imported modules from garbage collection, which each trace would repeat.
+    gc.freeze()
     os.environ[PARENT] = str(parent)
     serve_parent()
     os.dup2(2, 1)
