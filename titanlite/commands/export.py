@@ -121,8 +121,8 @@ def _load_saved_tokenizer(step_folder: Path) -> Tokenizer:
         UserError: If the checkpoint was imported without a tokenizer, or the tokenizer cannot be
             loaded.
     """
-    from titanlite.checkpoint.find import NoTokenizerError, read_job  # slow
-    from titanlite.data.tokenizer import load_tokenizer
+    from titanlite.checkpoint.find import NoTokenizerError, read_job
+    from titanlite.data.tokenizer import load_tokenizer  # slow
 
     try:
         job = read_job(step_folder)

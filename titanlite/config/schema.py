@@ -1118,9 +1118,8 @@ class JobConfig(RootConfig):
         `validate` is the validation by pydantic, which covers only the built-in sections.
         """
         if not isinstance(values, dict | cls):
-            return cls._validate_with_errors(
-                values, validate, []
-            )  # pydantic reports the wrong type
+            # pydantic reports the wrong type
+            return cls._validate_with_errors(values, validate, [])
 
         tables = cls.without_dropped_defaults(dict(values))
         rename_keys(tables)  # in place

@@ -85,7 +85,8 @@ class Mixture:
             return 0
         m = 2 * num_sources - 2
         candidates = self._find_lagging_sources(m)
-        return min(candidates, key=partial(self._scale_deadline, m))
+        multiple = math.lcm(*filter(None, self.weights))  # the weight of a candidate is not 0
+        return min(candidates, key=partial(self._scale_deadline, m, multiple))
 
     def _find_lagging_sources(self, m: int) -> list[int]:
         """Return the sources with a lag of at least 1/m. There is always such a source.
@@ -101,13 +102,12 @@ class Mixture:
                 sources.append(source)
         return sources
 
-    def _scale_deadline(self, m: int, source: int) -> int:
+    def _scale_deadline(self, m: int, multiple: int, source: int) -> int:
         """Return the deadline of a source, times a factor that makes all deadlines integers.
 
         The deadline is (count + 1 - 1/m) * total_weight / weight sequences. The factor is
         m * multiple / total_weight, where `multiple` is divisible by all weights.
         """
-        multiple = math.lcm(*filter(None, self.weights))  # the weight of `source` is not 0
         return (m * (self.stage_counts[source] + 1) - 1) * (multiple // self.weights[source])
 
     def state_dict(self) -> dict[str, Any]:

@@ -540,8 +540,10 @@ def _exists(pid: int) -> bool:
 
 def _read_process(pid: int) -> tuple[str, float]:
     """Read the state of a process, such as "R" (running), and the Unix time of its start."""
-    # The fields after the program name in parentheses; see proc(5).
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    # The fields come after the program name in parentheses; see proc(5). Linux may cut the name
+    # within a character.
+    stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    fields = stat.rpartition(")")[2].split()
     uptime = float(Path("/proc/uptime").read_text().split()[0])  # seconds since the boot
     boot_time = time.time() - uptime
     seconds_after_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
