@@ -202,7 +202,7 @@ def _check_misspelled(options: type[Options], words: Sequence[str], prog: str) -
         is_job_key = "." in flag
         if is_job_key or not flag.startswith("--"):
             continue
-        similar = difflib.get_close_matches(flag, flags, n=1, cutoff=0.8)
+        similar = difflib.get_close_matches(flag, flags, n=1, cutoff=0.75)
         if similar:
             raise UserError(f"{word}: unknown option of `{prog}`. Did you mean {similar[0]}?")
 
