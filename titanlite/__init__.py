@@ -1,12 +1,12 @@
 """titanlite: pretrain Llama-style language models, from one laptop CPU up to thousands of GPUs.
 
-The names below are the Python API; docs/reference/python.md has examples. Each name is imported
-when it is first used, so that `import titanlite` takes no time.
+The names in `__all__` are the Python API; see docs/reference/python.md for examples. They are
+imported when you access them, so `import titanlite` is fast.
 """
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # importing typing would take longer than the start of Python
+TYPE_CHECKING = False  # importing typing takes longer than starting Python
 if TYPE_CHECKING:
     from titanlite.completion import (
         Completion,
@@ -35,7 +35,7 @@ __all__ = [
     "generate_many", "load_checkpoint", "load_job", "load_plugins", "load_tokenizer",
     "profile_steps", "register",
 ]  # fmt: skip
-# Modules that define the names. Modules without torch come first.
+# Modules that define the names in `__all__`. Modules that do not import torch come first.
 _MODULES = (
     "config.errors", "config.flavors", "config.registry", "config.schema", "config.load",
     "data.tokenizer", "model.llama", "data.loader", "completion", "score", "hooks.profiler",
@@ -44,9 +44,9 @@ _MODULES = (
 
 
 def __getattr__(name: str) -> object:
-    """Import a name of the Python API when it is first used.
+    """Import and return a name of the Python API, such as `titanlite.Trainer`.
 
-    This keeps `import titanlite` fast, because torch is imported only for names that need it.
+    This keeps `import titanlite` fast, because torch is only imported for names that need it.
     """
     import importlib
 

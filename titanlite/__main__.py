@@ -1,9 +1,9 @@
-"""Run the command `titanlite` as `python -m titanlite`.
+"""Run the `titanlite` command as `python -m titanlite`.
 
 The launcher starts each rank this way.
 """
 
-# The module `signal` takes so long to import that Ctrl-C could interrupt it with a traceback.
+# Importing `signal` instead would take so long that Ctrl-C could interrupt it with a traceback.
 import _signal  # pyright: ignore[reportMissingImports]
 
 _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
@@ -14,7 +14,7 @@ from titanlite.runtime import process  # noqa: E402
 
 
 def main() -> None:
-    """Run one subcommand and end this process with its exit code."""
+    """Run the subcommand in `sys.argv` and exit this process with its exit code."""
     process.set_up_process()  # before the other imports, because a signal can arrive while they run
     from titanlite import cli
 

@@ -1,8 +1,8 @@
-"""Implement the command `titanlite`, which runs one of its subcommands.
+"""Implement the `titanlite` command, which runs one of its subcommands.
 
 Invariant: user errors print a message on standard error and return an exit code, without a
-traceback. `titanlite --help` takes less than a tenth of a second, because the modules of
-subcommands are imported only when they run.
+traceback. `titanlite --help` takes less than a tenth of a second, because the module of a
+subcommand is imported only when the subcommand runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from titanlite.runtime.logging import (
 if TYPE_CHECKING:
     from titanlite.config.run import Run
 
-# Name -> "module:function" (default: main), which is called with the options, and a line of help.
+# Subcommand -> function to call with the options, and a line of help. The function is written as
+# "module:function", or as "module" for its function `main`.
 COMMANDS = {
     "train": ("cli:train", "Train a model in this process."),
     "launch": ("launch.launcher:launch", "Train with one process per GPU, or NGPU processes."),
@@ -57,15 +58,15 @@ COMMANDS = {
     "tokenizer": ("commands.data:run_tokenizer_train", "Train a tokenizer: `tokenizer train`."),
 }
 _HEADINGS = {"train": "Training", "watch": "Monitoring", "import": "Conversion", "get": "Data"}
-"""First command of each group in the help -> heading of the group."""
+"""Maps the first subcommand of each group in the help to the heading of the group."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand of `titanlite`, and return its exit code.
+    """Run a subcommand of `titanlite` and return its exit code.
 
     Args:
-        argv: Name and options of the subcommand, such as ["train", "--training.steps", "10"]. None:
-            the command line of this process.
+        argv: Name and options of the subcommand, such as ["train", "--training.steps", "10"].
+            Defaults to the command line of this process.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not os.environ.get("HF_ENDPOINT"):
@@ -76,13 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> object:
-    """Run the subcommand that a command line selects, or print the help or the version.
+    """Run the subcommand that `words` selects, or print the help or the version.
 
     Args:
         words: Name and options of the subcommand.
 
     Returns:
-        The result of the subcommand. An integer is the exit code.
+        The return value of the subcommand. If it is an integer, it is the exit code.
     """
     if not words:
         print(format_usage())
@@ -115,19 +116,19 @@ def _replace_help(words: list[str]) -> list[str]:
 
 
 def _run_command(name: str, arguments: list[str]) -> object:
-    """Run a subcommand, and return the result of its function."""
+    """Run a subcommand and return the return value of its function."""
     process.set_up_torch()
     command = _import_command(name)
     if name not in ("train", "launch"):
-        # Until here, Ctrl-C ends the process silently, because extension modules can turn a
+        # Up to this point, Ctrl-C ends the process silently, because extension modules can turn a
         # KeyboardInterrupt during their import into another exception. `train` and `launch` install
-        # their own handlers.
+        # other handlers.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return command(arguments)
 
 
 def _import_command(name: str) -> Callable[[Sequence[str]], object]:
-    """Import the module of a subcommand, and return the function that runs it."""
+    """Import the module of a subcommand and return the function that runs it."""
     location, _ = COMMANDS[name]
     module_name, _, function_name = location.partition(":")
     module = importlib.import_module(f"titanlite.{module_name}")
@@ -146,7 +147,7 @@ def _print_version() -> int:
 
 
 def _reject_command(name: str) -> int:
-    """Print that a subcommand is unknown, suggest a similar one, and return exit code 2."""
+    """Report an unknown subcommand, suggest a similar one, and return exit code 2."""
     import difflib
 
     if name.startswith("--"):
@@ -179,13 +180,13 @@ def format_usage() -> str:
 def run_quietly(command: Callable[[], object]) -> int:
     """Call a command, print its error if it fails, and return the exit code of the process.
 
-    A user error is printed without a traceback, and has the exit code of its class. Any other
-    exception gives 1, Ctrl-C gives 130, and a closed pipe gives 141.
+    A `UserError` is printed without a traceback, and its class determines the exit code. The exit
+    code is 1 for any other exception, 130 for Ctrl-C, and 141 for a closed pipe.
     """
     _set_up_streams()
     try:
         exit_code = _call(command)
-    except BrokenPipeError:  # for example because of `titanlite runs | head`
+    except BrokenPipeError:  # for example, in `titanlite runs | head`
         drop_output(sys.stdout)
         return 141
     except KeyboardInterrupt:
@@ -200,9 +201,10 @@ def run_quietly(command: Callable[[], object]) -> int:
 
 
 def _call(command: Callable[[], object]) -> int:
-    """Call a command, and return its exit code.
+    """Call a command and return its exit code.
 
-    This is the integer that the command returns or passes to `sys.exit`. Any other value gives 0.
+    The exit code is the integer that the command returns or passes to `sys.exit`, or 0 if it is any
+    other value.
     """
     try:
         result = command()
@@ -216,7 +218,7 @@ def _set_up_streams() -> None:
     """Make standard output and standard error write whole lines.
 
     By default, `print` writes a text and its newline separately, so the output of several ranks
-    could be mixed within a line. Characters that the encoding lacks are escaped.
+    could be mixed within a line. Characters that the encoding cannot represent are escaped.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the shell closed it with `>&-`
@@ -227,11 +229,11 @@ def _set_up_streams() -> None:
 
 
 def _report_error(error: Exception) -> int:
-    """Print and record the error that has ended a command, and return the exit code.
+    """Print and record the error that ended a command, and return the exit code.
 
     Errors that the user can fix are printed without a traceback.
     """
-    # If a disk is full, this error does not name what could not be written: a file, or standard
+    # This error means that a disk is full, but does not name the file. It can also be standard
     # output, as in `titanlite check > /dev/full`.
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
         drop_output(sys.stdout)
@@ -244,7 +246,7 @@ def _report_error(error: Exception) -> int:
         report_end(traceback.format_exc(), "failure")
         return 1
 
-    # Print only the message of an error that the user can fix, and its notes (from `add_note`),
+    # For an error that the user can fix, print only the message and its notes (from `add_note`),
     # which explain how to resume the run.
     notes = getattr(error, "__notes__", [])
     report_end("\n".join([str(error), *notes]), _classify_end(error), error.step)
@@ -252,7 +254,7 @@ def _report_error(error: Exception) -> int:
 
 
 def _classify_end(error: UserError) -> str:
-    """Return how a run has ended, for `titanlite runs`: "stop", "guard" or "user error"."""
+    """Classify how a run ended, for `titanlite runs`: "stop", "guard" or "user error"."""
     if isinstance(error, StoppedBySignal | StoppedUnsaved):
         return "stop"
     return "guard" if isinstance(error, GuardError) else "user error"
@@ -261,7 +263,7 @@ def _classify_end(error: UserError) -> str:
 def train(argv: Sequence[str]) -> None:
     """Validate a job and train it in this process.
 
-    The process is the only rank, or one of several ranks that a launcher has started with the
+    The process is either the only rank, or one of several ranks that a launcher started with the
     environment variables RANK and WORLD_SIZE.
 
     Raises:
@@ -296,8 +298,8 @@ def train(argv: Sequence[str]) -> None:
 def _import_trainer() -> Callable[[Run, Sequence[str]], None]:
     """Import torch and the trainer, and return the function that trains a run.
 
-    To save time, raise the thresholds of garbage collection, which otherwise takes a fifth of the
-    import, and exclude the imported objects from later collections.
+    To save time, raise the garbage collection thresholds, because collections would take a fifth of
+    the import time. Also exclude the imported objects from later collections.
     """
     gc.set_threshold(20_000, 50, 1000)
     from titanlite.train import trainer
@@ -307,7 +309,7 @@ def _import_trainer() -> Callable[[Run, Sequence[str]], None]:
 
 
 def _print_certificate(run: Run) -> None:
-    """Print the result of the certificate for the run, if there is one, on rank 0."""
+    """Print on rank 0 whether the run is proven, if there is a certificate for it."""
     from titanlite.config.certificate import find_certificate
 
     match = find_certificate(run)

@@ -1,7 +1,7 @@
 """Generate text with a checkpoint, in one process.
 
-Invariant: the same checkpoint, prompt, settings and seed give the same text. The key-value cache
-only saves computation, and does not change the text.
+Invariant: the same checkpoint, prompt, settings and seed always produce the same text. The
+key-value cache saves computation, but does not change the text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from titanlite.runtime.logging import note
 
 # Prompt tokens per forward pass. This limits the memory of the logits.
 PREFILL_CHUNK = 512
-# Without cuDNN's kernel, which builds a new execution plan for each length of the cache.
+# This list omits the cuDNN kernel, which builds a new execution plan for each cache length.
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -57,19 +57,18 @@ def load_checkpoint(
 ) -> LoadedCheckpoint:
     """Load the model and the tokenizer of a checkpoint to generate text.
 
-    On a CPU, the weights are converted to float32. On a GPU, they have the compute dtype of
-    training.
+    The weights are converted to float32 on a CPU, and to the compute dtype of training on a GPU.
 
     Args:
         folder: Step folder, checkpoint folder, or output folder of a run. The newest undamaged
             checkpoint is used.
-        device: Device for the model. None: the GPU if there is one, otherwise the CPU.
+        device: Device for the model. Defaults to the GPU if there is one, otherwise to the CPU.
         ema: Whether to use the exponential moving average of the weights.
-        tokenizer: Tokenizer file. None: the tokenizer of the checkpoint.
+        tokenizer: Tokenizer file. Defaults to the tokenizer of the checkpoint.
 
     Raises:
-        UserError: If the folder, the tokenizer or the average does not exist, or the weights belong
-            to another model.
+        UserError: If the folder, the tokenizer or the moving average does not exist, or the weights
+            belong to another model.
         CheckpointError: If there is no undamaged checkpoint, or its tokenizer has changed.
     """
     if device is None:
@@ -85,12 +84,12 @@ def load_checkpoint(
 def _load_step(
     device: torch.device, ema: bool, tokenizer_path: Path | None, step_folder: Path
 ) -> LoadedCheckpoint:
-    """Load the model and the tokenizer in one step folder.
+    """Load the model and the tokenizer from one step folder.
 
     Args:
         device: Device for the model.
         ema: Whether to use the exponential moving average of the weights.
-        tokenizer_path: Tokenizer file. None: the tokenizer of the checkpoint.
+        tokenizer_path: Tokenizer file, or None to use the tokenizer of the checkpoint.
         step_folder: A step folder that has passed `check_checkpoint`.
     """
     job = read_job(step_folder, tokenizer_path)
@@ -103,11 +102,11 @@ def _load_step(
 
 
 def _create_model(run: Run, device: torch.device) -> Llama:
-    """Create a model with uninitialized weights, in float32 on a CPU.
+    """Create a model with uninitialized weights.
 
-    On a GPU, the weights have the compute dtype of training.
+    The weights are float32 on a CPU, and have the compute dtype of training on a GPU.
     """
-    with torch.device("meta"):  # without memory until the dtype is final
+    with torch.device("meta"):  # allocates no memory before the dtype is final
         model: Llama = resolve(run.arch.model)(run.arch)
     if device.type == "cuda":
         training = run.resolve_compute_dtype(on_gpu=True).job.training
@@ -134,20 +133,21 @@ class Completion:
 def generate(
     checkpoint: LoadedCheckpoint, prompt: str = "", max_new_tokens: int = 100, **settings: Any
 ) -> Iterator[str]:
-    """Complete a prompt, and yield the text piece by piece while it is generated.
+    """Complete a prompt and yield the text piece by piece as it is generated.
 
     Args:
         checkpoint: Model and tokenizer.
-        prompt: Text to complete. If empty, a new document begins.
+        prompt: Text to complete. If it is empty, the model generates a new document.
         max_new_tokens: Maximum number of tokens to generate.
         settings: Fields of `config.options.Generation`: temperature, top_k, seed.
 
     Yields:
-        Text of each token. It is empty if the token does not complete a character. The last item is
-        the rest of the text. Joined together, the items are the completion.
+        Text of each token, or an empty string if the token does not complete a character. The last
+        item is the rest of the text. Joined together, the items form the completion.
 
     Raises:
-        UserError: If a setting is invalid, or the prompt does not fit into the model.
+        UserError: If a setting is invalid, the prompt is too long for the model, or it is empty and
+            the tokenizer has no token that begins a document.
         CheckpointError: If the output of the model is not finite.
     """
     options = Generation(max_new_tokens=max_new_tokens, **settings)
@@ -160,7 +160,7 @@ def generate(
 def _generate_pieces(
     checkpoint: LoadedCheckpoint, decoding: Decoding, options: Generation
 ) -> Iterator[str]:
-    """Generate a completion, and yield the text of each token as soon as it is generated.
+    """Generate a completion and yield the text of each token as soon as it is generated.
 
     After the last token, yield the rest of the text, such as an incomplete character.
 
@@ -182,11 +182,11 @@ def _generate_pieces(
 def generate_many(
     checkpoint: LoadedCheckpoint, prompts: Sequence[str], max_new_tokens: int = 100, **settings: Any
 ) -> Iterator[Completion]:
-    """Complete several prompts in batches. This raises the same errors as `generate`.
+    """Complete several prompts in batches, and raise the same errors as `generate`.
 
-    A completion does not depend on the other prompts, except for rounding: the size of the batch
-    can change the order of the sums in a matmul, and so the choice between two tokens that are
-    almost equally likely.
+    A completion does not depend on the other prompts, except for rounding: the batch size can
+    change the summation order in a matmul, and thus the choice between two almost equally likely
+    tokens.
 
     Args:
         checkpoint: Model and tokenizer.
@@ -209,7 +209,7 @@ def generate_many(
 def _generate_completions(
     checkpoint: LoadedCheckpoint, decodings: Sequence[Decoding], options: Generation
 ) -> Iterator[Completion]:
-    """Complete prompts in batches, and yield the completions in the order of the prompts.
+    """Complete prompts in batches and yield the completions in the order of the prompts.
 
     Args:
         checkpoint: Model and tokenizer.
@@ -267,7 +267,7 @@ class Decoding:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether neither the end of the document nor the length limit has been reached."""
+        """Whether the completion has reached neither the end of the document nor `limit`."""
         return not self._document_ended and len(self.ids) < self.limit
 
     def push(self, token: int) -> None:
@@ -279,8 +279,8 @@ class Decoding:
 
     def result(self) -> Completion:
         """Return the completion so far. An incomplete character at the end becomes U+FFFD."""
-        # The text of a token can depend on the token before it. Therefore decode the last token of
-        # the prompt as well, and cut off its text.
+        # The text of a token can depend on the token before it. So also decode the last token of
+        # the prompt, and then cut off its text.
         new_ids = self.ids[self._prompt_size :]
         last_id = self.ids[self._prompt_size - 1]
         last_text = self._tokenizer.decode([last_id])
@@ -305,7 +305,7 @@ def _generate_tokens(
     # The first step processes all tokens of the prompts, and the other steps one token each.
     while any(decoding.is_unfinished for decoding in decodings):
         logits = _next_logits(checkpoint.model, inputs, cache, padding)  # (B, V)
-        # The embedding can have more rows than the tokenizer has tokens. Never sample those.
+        # The vocabulary of the model can exceed the tokenizer. Never sample the extra tokens.
         logits = logits[:, : checkpoint.tokenizer.vocab_size]
         inputs = _append_tokens(decodings, logits, options, generators)
         yield
@@ -318,7 +318,7 @@ def _pad_prompts(decodings: Sequence[Decoding]) -> tuple[list[list[int]], list[i
     [7, 8, 9] and [0, 0, 5].
 
     Returns:
-        The padded prompts, shape (B, T), and the number of padding positions in each of them.
+        The padded prompts, shape (B, T), and the number of padding positions in each prompt.
     """
     longest = max(len(decoding.ids) for decoding in decodings)
     padding = [longest - len(decoding.ids) for decoding in decodings]
@@ -334,10 +334,10 @@ def _append_tokens(
     options: Generation,
     generators: Sequence[torch.Generator],
 ) -> list[list[int]]:
-    """Sample the next token of each unfinished completion, and append it.
+    """Sample the next token of each unfinished completion and append it to the completion.
 
     Args:
-        decodings: The completions. Some may be finished.
+        decodings: The completions. Some may already be finished.
         logits: Logits of the next token, shape (B, V).
         options: Sampling options.
         generators: Random number generator of each completion.
@@ -368,7 +368,7 @@ def _create_cache(model: Llama, batch_size: int, max_length: int) -> list[LayerC
 def _next_logits(
     model: Llama, inputs: list[list[int]], cache: Sequence[LayerCache], padding: list[int]
 ) -> Tensor:
-    """Run the model on new tokens, and return the logits of the token that follows them.
+    """Run the model on new tokens and return the logits of the token that follows them.
 
     The keys and values of the new tokens are added to the cache.
 
@@ -385,7 +385,7 @@ def _next_logits(
     tokens_BT = torch.tensor(inputs, device=device)
     padding_B = torch.tensor(padding, device=device)
 
-    # Process long prompts in chunks, to limit the memory of the logits. Only the logits of the last
+    # Process long prompts in chunks to limit the memory of the logits. Only the logits of the last
     # token are used.
     chunk_length = max(1, PREFILL_CHUNK // len(inputs))
     with torch.inference_mode(), sdpa_kernel(_KERNELS):
@@ -397,7 +397,7 @@ def _next_logits(
 def _forward(
     model: Llama, tokens_BT: Tensor, cache: Sequence[LayerCache], padding_B: Tensor
 ) -> Tensor:
-    """Run the model on new tokens, and add their keys and values to the cache.
+    """Run the model on new tokens and add their keys and values to the cache.
 
     Args:
         model: Model.
@@ -414,8 +414,7 @@ def _forward(
     index_S = torch.arange(num_cached + tokens_BT.shape[1], device=tokens_BT.device)
     index_T = index_S[num_cached:]
 
-    # In some architectures, only a part of the layers has a sliding window. The others use
-    # `full_mask`.
+    # In some architectures, only some layers have a sliding window. The others use `full_mask`.
     mask = _attention_mask(index_T, index_S, padding_B, model.arch.sliding_window)
     full_mask = _attention_mask(index_T, index_S, padding_B, sliding_window=0)
     rope_positions_BT = (index_T - padding_B[:, None]).clamp(min=0)
@@ -429,9 +428,9 @@ def _attention_mask(
 
     Args:
         index_T: Index of each query from the start of the padded sequence, shape (T,).
-        index_S: Index of each key, counted in the same way, shape (S,).
+        index_S: Index of each key from the start of the padded sequence, shape (S,).
         padding_B: Number of padding positions at the front of each sequence, shape (B,).
-        sliding_window: Number of latest positions that a query attends to. 0: all.
+        sliding_window: Number of most recent positions that a query attends to. 0 means all.
     """
     # Attend to the token itself and to earlier ones, but not to padding.
     distance_TS = index_T[:, None] - index_S
@@ -439,7 +438,7 @@ def _attention_mask(
     mask_BTS = (distance_TS >= 0) & ~is_padding_BS[:, None]
     if sliding_window:
         mask_BTS &= distance_TS < sliding_window
-    # Padding attends to itself, because a softmax over nothing is NaN.
+    # Padding attends to itself, because a softmax over no keys is NaN.
     mask_BTS |= distance_TS == 0
     return mask_BTS[:, None]  # the same for all heads
 
@@ -451,9 +450,9 @@ def sample_token(
 
     Args:
         logits: Logits, shape (V,).
-        temperature: Sampling temperature. 0 returns the most likely token.
+        temperature: Sampling temperature. 0 selects the most likely token.
         top_k: Number of most likely tokens to sample from. 0 means all tokens.
-        generator: Random number generator on the CPU. None uses the default generator of torch.
+        generator: Random number generator on the CPU, or None for the default torch generator.
 
     Raises:
         CheckpointError: If the logits are not finite.
@@ -466,7 +465,7 @@ def sample_token(
     token_ids = torch.arange(len(logits))
     if 0 < top_k < len(logits):
         logits, token_ids = logits.topk(top_k)
-    # In fp64 and relative to the maximum, so that no temperature overflows.
+    # Divide in fp64, and relative to the maximum logit, so that low temperatures do not overflow.
     scaled_logits = (logits.double() - logits.max()) / temperature
     probabilities = torch.softmax(scaled_logits, dim=-1)
     index = torch.multinomial(probabilities, 1, generator=generator)

@@ -1,7 +1,7 @@
 """Convert lengths in tokens, such as `training.tokens = "10B"`, to optimizer steps.
 
 Invariant: `titanlite.load_run` converts all lengths when it builds a run. All other code, the
-checkpoints and config.toml only have steps.
+checkpoints and config.toml measure lengths only in steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from titanlite.rules import Problem
 WARMUP = "lr_scheduler.warmup_steps"
 DECAY = "lr_scheduler.decay_steps"
 INTERVALS = ("checkpoint.interval", "validation.freq")
-# Each length depends only on those before it.
+# Lengths are converted in this order, because each may depend on earlier ones.
 KEYS = ("lr_scheduler.total_steps", WARMUP, DECAY, *INTERVALS)
 
 
@@ -31,7 +31,7 @@ class TokenCounter(NamedTuple):
     Attributes:
         run: The run, which determines the batch size of each step.
         progress: Number of steps and sequences that the run trained before it was resumed. These
-            steps may have had other batch sizes.
+            steps may have used other batch sizes.
     """
 
     run: Run
@@ -39,9 +39,9 @@ class TokenCounter(NamedTuple):
 
     @property
     def extra_sequences(self) -> int:
-        """Sequences trained before the resume, minus the sequences these steps would train now.
+        """How many more sequences the steps before the resume trained than they would train now.
 
-        It is 0 if the batch sizes have not changed.
+        It is 0 if the batch sizes have not changed, and negative if they have increased.
         """
         sequences_now = sum(count for _, count in self.run.count_sequences(self.progress.steps))
         return self.progress.sequences - sequences_now
@@ -51,8 +51,8 @@ class TokenCounter(NamedTuple):
 
         Args:
             key: Key that sets the length of the part, such as "lr_scheduler.decay_steps". A decay
-                ends with the schedule. An interval can lie anywhere, so each of its steps counts
-                with the largest batch size. All other parts start with the run.
+                ends with the schedule. An interval can be anywhere in the run, so all its steps
+                count with the largest batch size. All other parts start with the run.
             steps: Number of steps in the part.
         """
         if key in INTERVALS:
@@ -62,7 +62,7 @@ class TokenCounter(NamedTuple):
         return self._count_first(steps)
 
     def _count_last(self, steps: int) -> int:
-        """Return the number of tokens in the last steps of the learning rate schedule."""
+        """Return the number of tokens in the last `steps` steps of the learning rate schedule."""
         job = self.run.job
         total = job.lr_scheduler.total_steps or job.training.steps
         excess_steps = max(0, steps - total)  # `titanlite.rules` reports a decay that is too long
@@ -71,7 +71,7 @@ class TokenCounter(NamedTuple):
         return num_tokens + self._count_first(excess_steps)
 
     def _count_first(self, steps: int) -> int:
-        """Return the number of tokens in the first steps of the run."""
+        """Return the number of tokens in the first `steps` steps of the run."""
         num_sequences = sum(count for _, count in self.run.count_sequences(steps))
         # Distribute the extra sequences evenly over the steps before the resume.
         steps_done = min(steps, self.progress.steps)
@@ -82,12 +82,13 @@ class TokenCounter(NamedTuple):
 def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
     """Convert all lengths that a job sets in tokens to steps, rounded down.
 
-    The number of tokens in a step depends on its batch size, which data stages can change. Steps
-    before a resume may have had other batch sizes, which this takes into account.
+    The number of tokens in a step depends on its batch size, which data stages can change. If the
+    run resumes with other batch sizes, steps before the resume count with their actual size.
 
     Returns:
         The run with all lengths in steps, and a list of problems, such as a length of less than one
-        step. An invalid length is replaced by one step, so that the other lengths can be converted.
+        step. An invalid length is replaced with one step, so that the other lengths can be
+        converted.
     """
     lengths = list(_list_lengths(run))
     if not lengths:
@@ -116,7 +117,7 @@ def _count_steps(counter: TokenCounter, key: str, num_tokens: int) -> int:
         key: Key that sets the length, such as "lr_scheduler.warmup_steps".
         num_tokens: The length in tokens.
     """
-    # Binary search for the first number of steps that takes more tokens. A step takes at least one.
+    # Search for the smallest number of steps that has too many tokens. A step has at least one.
     too_many_steps = bisect_right(range(MAX_TOKENS), num_tokens, key=partial(counter.count, key))
     steps = too_many_steps - 1
     return _keep_completed_warmup(counter, steps) if key == WARMUP else steps
@@ -125,9 +126,9 @@ def _count_steps(counter: TokenCounter, key: str, num_tokens: int) -> int:
 def _keep_completed_warmup(counter: TokenCounter, steps: int) -> int:
     """Return the number of warmup steps, which must not change after the warmup has ended.
 
-    If the run resumes with other batch sizes, the same number of tokens can make a different number
-    of steps, and the learning rate would jump. If the warmup is over, return the number of warmup
-    steps in the checkpoint instead of `steps`.
+    If a run resumes with other batch sizes, the warmup tokens can correspond to a different number
+    of steps, which would make the learning rate jump. If the warmup is over, return the number of
+    warmup steps in the checkpoint instead of `steps`.
 
     Args:
         counter: Counts the tokens of steps.
@@ -149,7 +150,7 @@ def _describe_bad_length(counter: TokenCounter, key: str, steps: int) -> Problem
 
 
 def _set_length(run: Run, key: str, steps: int) -> Run:
-    """Replace a length in tokens by a length in steps, and return the new run.
+    """Replace a length in tokens with a length in steps, and return the new run.
 
     Args:
         run: The run.
@@ -158,14 +159,14 @@ def _set_length(run: Run, key: str, steps: int) -> Run:
     """
     if key in KEYS:
         return with_keys(run, {key: steps})
-    # `training.tokens` and `training.tokens_per_parameter` accept only tokens.
+    # The other keys, `training.tokens` and `training.tokens_per_parameter`, cannot be in steps.
     return with_keys(run, {"training.steps": steps, key: None})
 
 
 def _list_lengths(run: Run) -> Iterator[tuple[str, int]]:
     """Yield the key and the number of tokens of each length that a job sets in tokens.
 
-    A length comes after the lengths that it depends on.
+    Each length is yielded after the lengths that it depends on.
     """
     training = run.job.training
     if training.tokens is not None:
@@ -181,7 +182,7 @@ def _list_lengths(run: Run) -> Iterator[tuple[str, int]]:
 
 
 def _find_repeated_length(run: Run) -> list[Problem]:
-    """Check that a job sets the length of the run by one key only. Return [] or one problem."""
+    """Return a problem if several keys set the length of the run, otherwise an empty list."""
     training = run.job.training
     names = [name for name in LENGTH_KEYS if name in training.model_fields_set]
     names = [name for name in names if getattr(training, name) is not None]

@@ -43,7 +43,9 @@ _LAUNCHER_VARIABLES = {
     "LOCAL_WORLD_SIZE": (1, MOST_RANKS),
     "LOCAL_RANK": (0, MOST_RANKS - 1),
 }
-"""Variables that launchers set for each rank -> smallest and largest value. All are optional."""
+"""Environment variables that launchers set for each rank, with their smallest and largest value.
+All are optional.
+"""
 
 
 def load_run(
@@ -59,15 +61,15 @@ def load_run(
             weights.
 
     Raises:
-        UserError: If anything is invalid (the message lists all mistakes), or the model that
-            `--from` names is not available.
+        UserError: If anything is invalid (the message lists all mistakes), or the model given by
+            `--from` is not available.
     """
     parsed_job = parse_train_options(argv, trusted)
     return build_run(parsed_job, world_size, check_outputs=trains)
 
 
 def parse_train_options(argv: Sequence[str], trusted: bool = True) -> ParsedJob:
-    """Parse the options of `titanlite train`, and return the job with all mistakes in them.
+    """Parse the options of `titanlite train` into a job and a list of all mistakes.
 
     With `--from MODEL`, the model determines the default values of the job.
     """
@@ -82,7 +84,7 @@ def parse_train_options(argv: Sequence[str], trusted: bool = True) -> ParsedJob:
 def check_run(job: JobConfig, world_size: int) -> Run:
     """Validate a job that was created in Python, and return it as a run on `world_size` ranks.
 
-    This validates all values again, in case `model_copy(update=...)` has set invalid ones.
+    All values are validated again, in case `model_copy(update=...)` has set invalid ones.
 
     Raises:
         UserError: If anything is invalid. The message lists all mistakes.
@@ -94,7 +96,7 @@ def check_run(job: JobConfig, world_size: int) -> Run:
 def load_data_job(argv: Sequence[str]) -> JobConfig:
     """Load a job for a command that only reads the training data, such as `titanlite prepare`.
 
-    This validates each value on its own and the section [dataset], but not the rest of the job.
+    This validates individual values and the data in [dataset], but applies no other rules.
 
     Args:
         argv: Options of `titanlite train`.
@@ -112,13 +114,13 @@ def load_data_job(argv: Sequence[str]) -> JobConfig:
 
 
 def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True) -> Run:
-    """Validate a parsed job for `world_size` ranks, and return the resulting run.
+    """Validate a parsed job for `world_size` ranks and return the resulting run.
 
     This loads the tokenizer, converts lengths in tokens to steps, and applies all rules of
     `titanlite.rules`.
 
     Args:
-        parsed: The job with the mistakes that were found so far.
+        parsed: The job and the mistakes found so far.
         world_size: Number of ranks, over all nodes.
         check_outputs: Whether to check the output folder and the initial weights.
 
@@ -128,7 +130,7 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     fitted_run, tokenizer_problems = _fit_to_tokenizer(Run(parsed.job, world_size))
     run, length_problems = resolve_lengths(fitted_run)
 
-    # Leave out problems that are only about the replacement of an invalid value or length.
+    # Omit problems with values or lengths that only replace invalid ones.
     skipped_sections = _find_invalid_sections([*parsed.mistakes, *length_problems])
     problems = [
         *_drop_follow_ups(length_problems, parsed.mistakes),
@@ -145,26 +147,29 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
 
 
 def _drop_follow_ups(length_problems: list[Problem], mistakes: Sequence[Mistake]) -> list[Problem]:
-    """Return the problems of lengths, or [] if tokens per step depend on an invalid value."""
+    """Return `length_problems`, or [] if an invalid value may have caused them.
+
+    This can be any value that affects the number of tokens per step.
+    """
     invalid_sections = _find_invalid_sections(mistakes)
     can_count_tokens = invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset"))
     return length_problems if can_count_tokens else []
 
 
 def _find_invalid_sections(errors: Sequence[Mistake | Problem]) -> set[str]:
-    """Return the sections in which an invalid value was replaced, for example by its default.
+    """Return the sections in which an invalid value was replaced, for example with its default.
 
-    Unknown sections and keys are left out, because they have no value.
+    Errors about unknown sections and keys are ignored, because these have no value.
     """
     known_names = {*SECTIONS, *list_keys()}
     return {error.key.partition(".")[0] for error in errors if error.key in known_names}
 
 
 def _fit_to_tokenizer(run: Run) -> tuple[Run, list[Problem]]:
-    """Load and check the tokenizer of a run. A small test model gets its vocabulary size.
+    """Load and check the tokenizer, which sets the vocabulary size of a small test model.
 
     Returns:
-        The run, and the problems of its tokenizer. If the tokenizer cannot be loaded, the run is
+        The run and the problems with its tokenizer. If the tokenizer cannot be loaded, the run is
         unchanged.
     """
     try:
@@ -179,20 +184,20 @@ def _fit_to_tokenizer(run: Run) -> tuple[Run, list[Problem]]:
 def _apply_rules(
     run: Run, parsed: ParsedJob, skipped_sections: set[str], check_outputs: bool
 ) -> list[Problem]:
-    """Apply the rules of `titanlite.rules` to a run, and return all problems.
+    """Apply the rules of `titanlite.rules` to a run and return all problems.
 
     Args:
         run: The run.
-        parsed: The job from which the run was built.
+        parsed: The parsed job that the run was built from.
         skipped_sections: Sections in which an invalid value was replaced. Rules that read one of
-            them are skipped, so that no error is about a replacement.
+            these sections are skipped, so that they do not report problems with the replacement.
         check_outputs: Whether to check the output folder and the initial weights.
     """
     rules = [*KEY_RULES, *DATA_RULES]
     if check_outputs:
         rules += OUTPUT_RULES
 
-    # This rule is not in a list, because it also depends on which keys the command line sets.
+    # This rule is in no list, because it also depends on which keys the command line sets.
     check_warmup_of_job = partial(check_warmup, is_preview=_is_preview(parsed))
     rules.append(Rule(check_warmup_of_job, ("training", "lr_scheduler")))
 
@@ -204,10 +209,10 @@ def _apply_rules(
 
 
 def fit_vocab_size(job: JobConfig, tokenizer: Tokenizer) -> JobConfig:
-    """Fit the vocabulary size of a small test model to the tokenizer.
+    """Set the vocabulary size of a small test model from the tokenizer.
 
     The size is rounded up to a multiple of 128, which suits matmuls and tensor parallelism. If the
-    job sets `model.vocab_size`, or trains a published architecture, return it unchanged.
+    job sets `model.vocab_size` or trains a published architecture, return the job unchanged.
     """
     if job.model.vocab_size is not None or job.model.flavor not in FITTED_TO_TOKENIZER:
         return job
@@ -219,8 +224,8 @@ def _is_preview(parsed: ParsedJob) -> bool:
     """Return whether a job trains only the first steps of the run that its job file describes.
 
     Such a preview may be shorter than its warmup and decay. The command line of a preview sets the
-    length of the run, such as `training.steps`, but not the number of warmup or decay steps. The
-    config.toml that a preview writes describes a preview as well.
+    length of the run, such as `training.steps`, but not the number of warmup or decay steps. A job
+    that is loaded from the config.toml of a preview is also a preview.
     """
     origins = parsed.origins
     length_origins = {origins.get(f"training.{name}", DEFAULT) for name in LENGTH_KEYS}
@@ -234,7 +239,7 @@ def _is_preview(parsed: ParsedJob) -> bool:
 def _check_environment() -> list[Mistake]:
     """Check the environment variable OMP_NUM_THREADS.
 
-    OpenMP would ignore an invalid value, and all ranks would compete for all CPU cores.
+    OpenMP would ignore an invalid value, so that all ranks would compete for all CPU cores.
 
     Returns:
         A list with one mistake, or [] if the variable is valid or not set.
@@ -247,10 +252,10 @@ def _check_environment() -> list[Mistake]:
 
 
 def read_world_size() -> int:
-    """Return the number of ranks that the launcher has set in WORLD_SIZE, or 1 without a launcher.
+    """Return the number of ranks from the environment variable WORLD_SIZE, by default 1.
 
     Raises:
-        UserError: If WORLD_SIZE or another variable of the launcher is invalid.
+        UserError: If WORLD_SIZE or another variable that launchers set, such as RANK, is invalid.
     """
     values: dict[str, int] = {}
     for name, (smallest, largest) in _LAUNCHER_VARIABLES.items():

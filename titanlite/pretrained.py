@@ -1,7 +1,7 @@
 """Create jobs that start from a pretrained model, for the option `--from FOLDER_OR_NAME`.
 
-Invariant: the job file and the command line take precedence over values that follow from the model.
-A model on the Hugging Face Hub is downloaded once, so that later starts need no network.
+Invariant: the job file and the command line take precedence over values derived from the model. A
+model on the Hugging Face Hub is downloaded once, so that later runs need no network.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ MAX_PEAK_LR = 1e-3
 
 
 def split_from_option(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Separate the option `--from` from the other words of a command line.
+    """Split a command line into the value of the option `--from` and all other words.
 
-    For example, `--from=my_model --training.steps 5` gives "my_model" and
+    For example, `--from=my_model --training.steps 5` is split into "my_model" and
     ["--training.steps", "5"].
 
     Returns:
-        The value of `--from`, or None without this option, and the other words.
+        The value of `--from` (None if the option is not given) and the other words.
 
     Raises:
-        UserError: If `--from` has no value, or occurs twice.
+        UserError: If `--from` has no value or is given twice.
     """
     values: list[str] = []
     other_words: list[str] = []
@@ -62,10 +62,11 @@ def split_from_option(argv: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _find_folder(name: str) -> Path:
-    """Return the local folder of a model. Download it if it is on the Hugging Face Hub.
+    """Return the local folder of a model, after downloading the model if necessary.
 
     Args:
-        name: Folder, or OWNER/NAME on the Hub, which is downloaded to models/OWNER/NAME once.
+        name: Local folder, or OWNER/NAME of a model on the Hugging Face Hub. Such a model is
+            downloaded once, to models/OWNER/NAME.
 
     Raises:
         UserError: If the model is not available or not supported.
@@ -75,7 +76,7 @@ def _find_folder(name: str) -> Path:
         return local_folder
 
     download_folder = Path("models", name)
-    is_downloaded = (download_folder / CONFIG).is_file()  # the last file of a download
+    is_downloaded = (download_folder / CONFIG).is_file()  # downloaded last
     if not is_downloaded:
         _download_model(name, download_folder)
     return download_folder
@@ -84,7 +85,7 @@ def _find_folder(name: str) -> Path:
 def _download_model(name: str, folder: Path) -> None:
     """Download a model from the Hugging Face Hub.
 
-    First download and check config.json, because the weights can be large.
+    Download and check config.json first, because the weights can be large.
 
     Args:
         name: OWNER/NAME of the model.
@@ -114,7 +115,7 @@ def _read_architecture(path: Path) -> Architecture:
 def build_job_tables(name: str) -> dict[str, dict[str, Any]]:
     """Return default values for a job that continues the pretraining of a model.
 
-    The values set architecture, tokenizer, output folder, initial weights, sequence length and
+    They set the architecture, tokenizer, output folder, initial weights, sequence length and
     learning rate. The sequence length is the context length of the model, but at most 4,096 tokens.
 
     Args:
@@ -122,10 +123,10 @@ def build_job_tables(name: str) -> dict[str, dict[str, Any]]:
             checkpoint or output folder of titanlite.
 
     Returns:
-        Sections of a job: section -> key -> value.
+        Default values of each job section, by key.
 
     Raises:
-        UserError: If there is no model, or it is not supported.
+        UserError: If the model does not exist or is not supported.
     """
     folder = _find_folder(name)
     is_hf_folder = (folder / CONFIG).is_file()
@@ -157,7 +158,7 @@ def _choose_output_folder(model_folder: Path, is_hf_folder: bool) -> str:
 
 
 def _choose_learning_rate(num_parameters: int) -> float:
-    """Return a learning rate to continue the pretraining of a model with.
+    """Return the default learning rate for continuing the pretraining of a model.
 
     It is a tenth of the peak learning rate for a new model of N parameters, 3e-4 * (8e9 / N)^(1/3)
     but at most 1e-3. This formula fits Llama 3 (https://arxiv.org/abs/2407.21783): 3e-4 for 8B,
@@ -180,7 +181,7 @@ def _find_tokenizer(folder: Path) -> Path:
 
 
 def _read_job(folder: Path) -> JobConfig:
-    """Return the job configuration of the newest checkpoint in a checkpoint or output folder.
+    """Return the job of the newest checkpoint in a checkpoint or output folder.
 
     If the checkpoint has no tokenizer, use tokenizer.json in `folder`.
 

@@ -1,6 +1,6 @@
 """Rules for jobs that involve several keys, the number of ranks, or files.
 
-A rule is a function that takes a `Run` (a job on a number of ranks) and yields its problems. All
+A rule is a function that takes a `Run` (a job and a number of ranks) and yields its problems. All
 rules run before torch is imported or any folder is created. Rules for single values are in
 `titanlite.config.schema`.
 """
@@ -59,14 +59,14 @@ UNUSED_KEYS = {
     "Lion": ("momentum", "implementation", "eps"),
     "SGD": ("beta1", "beta2", "eps", "implementation"),
 }
-"""Value of optimizer.name -> keys of [optimizer] that this optimizer ignores."""
+"""Maps each value of optimizer.name to the keys of [optimizer] that this optimizer ignores."""
 SOURCES_WITH_KEY = {
     "config": ("huggingface", "c4"),
     "split": ("huggingface", "c4", "arrow"),
     "streaming": ("huggingface", "c4"),
     "token_dtype": ("tokens",),
 }
-"""Key of a data source -> built-in sources that use it. The sources of plugins may use all keys."""
+"""Maps a key of data sources to the built-in sources that use it. Plugins may use all keys."""
 NORMALIZING_OPTIMIZERS = ("AdamW", "AdamW8bit", "Muon", "Lion")
 """Optimizers that normalize the gradient, so that each weight changes by about the learning
 rate.
@@ -79,7 +79,7 @@ SWITCHES = {
     "float8.recipe_name": "enable",
     "samples.prompts": "freq",
 }
-"""Key without effect by default -> key of the same section that switches it on."""
+"""Maps a key that has no effect by default to the key of the same section that enables it."""
 
 
 class Problem(NamedTuple):
@@ -100,8 +100,8 @@ Problems = Iterator[Problem]
 class Rule(NamedTuple):
     """A rule together with the job sections that it reads.
 
-    If one of these sections has an invalid value, the rule is skipped. The job contains the default
-    instead of this value, so the rule could report a problem that the user did not cause.
+    If one of these sections has an invalid value, the rule is skipped. The job then contains the
+    default value instead, so the rule could report a problem that the user did not cause.
 
     Attributes:
         check: Function that yields the problems of a run.
@@ -115,7 +115,7 @@ class Rule(NamedTuple):
 def make_mistake(run: Run, problem: Problem) -> Mistake:
     """Convert a `Problem` to a `Mistake`, which also contains the current value of the key.
 
-    For a key of [model] that the job does not set, this is the value of the model flavor.
+    If the job does not set a key of [model], its current value comes from the model flavor.
     """
     parts = problem.key.split(".")
     section, name, *_ = parts
@@ -130,7 +130,7 @@ def make_mistake(run: Run, problem: Problem) -> Mistake:
 def find_broken_rules(run: Run) -> list[Problem]:
     """Return the problems of a run, except problems with files, warmup and decay.
 
-    The planner, which never changes warmup or decay, uses this to skip layouts that cannot work.
+    The planner, which never changes warmup or decay, uses this to skip invalid layouts.
     """
     return [problem for rule in KEY_RULES for problem in rule.check(run)]
 
@@ -139,13 +139,13 @@ def find_broken_rules(run: Run) -> list[Problem]:
 
 
 def check_model(run: Run) -> Problems:
-    """Check the sizes of attention heads, the limits of RoPE scaling, and the sequence length."""
+    """Check the number and width of attention heads, the RoPE scaling and the sequence length."""
     yield from _check_heads(run)
 
     arch = run.arch
     if arch.rope_scaling == "yarn":
         upper_key, lower_key = "rope_beta_fast", "rope_beta_slow"
-    else:  # "llama3", which is also the value of models without scaling
+    else:  # "llama3", which is also the value for models without scaling
         upper_key, lower_key = "rope_high_freq_factor", "rope_low_freq_factor"
     upper_limit = getattr(arch, upper_key)
     lower_limit = getattr(arch, lower_key)
@@ -161,7 +161,7 @@ def check_model(run: Run) -> Problems:
 
 
 def _check_heads(run: Run) -> Problems:
-    """Check that attention heads have an even width, and share key/value heads evenly."""
+    """Check that attention heads have an even width and share key/value heads evenly."""
     arch = run.arch
     if arch.head_dim % 2 and run.job.model.head_dim:
         yield Problem("model.head_dim", "must be even, because RoPE rotates pairs of channels.")
@@ -175,9 +175,9 @@ def _check_heads(run: Run) -> Problems:
 
 
 def check_attention_backend(run: Run) -> Problems:
-    """Report an attention backend that has no effect, or that does not support the job.
+    """Report an attention backend that has no effect or does not support the job.
 
-    This does not check whether the GPU supports the backend, which is unknown before the start.
+    This does not check whether the GPU supports the backend, which is unknown until the run starts.
     """
     key = "model.attention_backend"
     backend = run.job.model.attention_backend
@@ -212,8 +212,8 @@ def _list_varlen_problems(run: Run) -> Iterator[str]:
 def check_layout(run: Run) -> Problems:
     """Check that the parallelism degrees fit the number of ranks, the model and the batch sizes.
 
-    If the product of the degrees differs from the number of ranks, report this instead of checking
-    the batch sizes, which depend on the degrees.
+    If the product of the degrees differs from the number of ranks, report this problem instead of
+    checking the batch sizes, which depend on the degrees.
     """
     uses_all_ranks = run.degrees.world == run.world_size
     if uses_all_ranks:
@@ -231,8 +231,8 @@ def check_layout(run: Run) -> Problems:
 
 
 def _describe_wrong_world_size(run: Run) -> Problem:
-    """Describe the problem that the product of parallelism degrees is not the number of ranks."""
-    # Name the largest degree, because the user will most likely change this one.
+    """Return the problem that the product of parallelism degrees is not the number of ranks."""
+    # Report the largest degree, because the user will most likely change this one.
     degrees = {key: value for key, value in run.job.parallelism if key.endswith("_degree")}
     largest = max(degrees, key=degrees.__getitem__)
     return Problem(
@@ -311,7 +311,7 @@ def check_stages(run: Run) -> Problems:
 
 
 def _are_valid_cuts(run: Run) -> bool:
-    """Return whether the pipeline schedule can run the stages that the job's split points make.
+    """Return whether the split points divide the model into stages that the schedule can run.
 
     No stage may be empty, and the number of stages must fit the number of pipeline ranks.
     """
@@ -356,10 +356,10 @@ def check_pipeline_schedule(run: Run) -> Problems:
 
 
 def check_microbatches(run: Run) -> Problems:
-    """Check that the pipeline can run the number of microbatches of each global batch size.
+    """Check that the pipeline can run the number of microbatches in each global batch size.
 
-    The problem recommends the nearest multiples of the number of pipeline ranks, which every
-    schedule can run.
+    Every schedule can run a multiple of the number of pipeline ranks, so the reported problem
+    suggests the nearest batch sizes with such a number of microbatches.
     """
     num_ranks = run.degrees.pipeline
     for key, size in _list_batch_sizes(run):
@@ -393,8 +393,8 @@ def _can_run_microbatches(run: Run, count: int) -> bool:
 def _list_batch_sizes(run: Run) -> list[tuple[str, int]]:
     """Return each key that sets a global batch size, with the size in sequences.
 
-    The first key is "training.global_batch_size". Data stages can have one each, such as
-    "dataset.stages.0.global_batch_size".
+    The first key is "training.global_batch_size". It is followed by the keys of data stages that
+    set another size, such as "dataset.stages.0.global_batch_size".
     """
     sizes = [("training.global_batch_size", run.global_batch_size)]
     for number, stage in enumerate(run.job.dataset.stages):
@@ -428,8 +428,8 @@ def check_warmup(run: Run, *, is_preview: bool = False) -> Problems:
 
     Args:
         run: The run.
-        is_preview: Whether the job trains only the first steps of a longer run. If so, warmup and
-            decay may be longer than the run.
+        is_preview: Whether the job trains only the first steps of a longer run. Warmup and decay
+            may then be longer than the schedule.
     """
     schedule = run.job.lr_scheduler
     if schedule.decay_steps is not None and schedule.decay_ratio is not None:
@@ -445,7 +445,7 @@ def _check_schedule_length(run: Run) -> Problems:
     """Check that warmup and decay together are not longer than the learning rate schedule."""
     schedule = run.job.lr_scheduler
     total = schedule.total_steps or run.job.training.steps
-    # A schedule of a plugin may have another default warmup, or none.
+    # A plugin schedule may have another default warmup, or none.
     has_default_warmup = schedule.name == "wsd"
     if has_default_warmup:
         warmup = schedule.count_warmup_steps(total)
@@ -470,7 +470,7 @@ def check_moments(run: Run) -> Problems:
     """Check that optimizer moments stored in bfloat16 are precise enough to follow the gradients.
 
     A step changes a moment by (1 - beta) times its distance to the new value. Rounding to bfloat16
-    drops a change of less than 2^-8 of the moment. With beta = 0.99, a moment can therefore stop at
+    drops changes of less than 2^-8 of the moment. With beta = 0.99, a moment can therefore stop at
     0.72 to 1.64 times the new value. With beta = 0.996, it never decreases.
     """
     optimizer = run.job.optimizer
@@ -485,7 +485,7 @@ def check_moments(run: Run) -> Problems:
 
 
 def check_optimizer(run: Run) -> Problems:
-    """Check the learning rate, and report options that the selected optimizer does not support."""
+    """Check the learning rate and report options that the selected optimizer does not support."""
     optimizer = run.job.optimizer
     if optimizer.name in NORMALIZING_OPTIMIZERS and optimizer.lr > MAX_LR:
         yield Problem(
@@ -516,7 +516,7 @@ def check_optimizer(run: Run) -> Problems:
 
 
 def check_mup(run: Run) -> Problems:
-    """Check that muP is defined for the optimizer and the model of the job."""
+    """Check that muP, if enabled, is defined for the optimizer and the model of the job."""
     arch = run.arch
     if arch.mup_base_dim == arch.mup_base_head_dim == 0:
         return
@@ -538,7 +538,7 @@ def check_optimizer_groups(run: Run) -> Problems:
     if not groups or head_problems:
         return
 
-    # This builds the model, which fails with invalid heads, and imports torch, which is slow.
+    # This builds the model, which fails if heads are invalid, and imports torch, which is slow.
     names = list(parameter_shapes(run.arch))
     for number, group in enumerate(groups):
         for pattern in group.params:
@@ -563,7 +563,7 @@ def _check_membership(run: Run, names: list[str]) -> Problems:
     missing = [name for name in names if counts[name] == 0]
     repeated = [name for name in names if counts[name] > 1]
 
-    # No single group is wrong. Report these problems for the last group.
+    # No single group is at fault, so report these problems for the last group.
     last_key = f"optimizer.groups.{len(groups) - 1}.params"
     if missing:
         yield Problem(
@@ -578,7 +578,7 @@ def _check_membership(run: Run, names: list[str]) -> Problems:
 
 
 def _summarize(names: list[str]) -> str:
-    """Shorten a list of names to the first name and a number, such as "norm.weight and 2 more"."""
+    """Shorten a list of names to the first name and a count, such as "norm.weight and 2 more"."""
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
@@ -600,7 +600,7 @@ def check_float8(run: Run) -> Problems:
 
 
 def _check_float8_sizes(run: Run) -> Problems:
-    """Check that FP8 matmuls support the sizes of the layers, and the number of tokens.
+    """Check that FP8 matmuls support the sizes of the layers and the number of tokens.
 
     On each rank, both must be multiples of a number that depends on the FP8 recipe, such as 16.
     """
@@ -633,7 +633,8 @@ def _check_float8_sizes(run: Run) -> Problems:
 def _list_float8_sizes(run: Run) -> list[int]:
     """Return the distinct sizes of FP8 layers that tensor parallelism divides among the ranks.
 
-    Layers whose size is too small or not a suitable multiple stay in bf16.
+    Layers stay in bf16, and are omitted here, if `float8.filter_fqns` matches them, or if their
+    size is too small or not a suitable multiple.
     """
     arch = run.arch
     float8 = run.job.float8
@@ -657,7 +658,10 @@ def _list_float8_sizes(run: Run) -> list[int]:
 
 
 def check_memory_budget(run: Run) -> Problems:
-    """Check that the compiler supports a memory budget for activation checkpointing."""
+    """Check that a job with activation_checkpoint.mode = "memory_budget" supports this mode.
+
+    The model must be compiled, and a plugin model must not draw random numbers.
+    """
     key = "activation_checkpoint.mode"
     if run.job.activation_checkpoint.mode != "memory_budget":
         return
@@ -683,7 +687,7 @@ def _draws_random_numbers(run: Run) -> bool:
 
 
 def check_profiling(run: Run) -> Problems:
-    """Check that a profile is not longer than its interval, and that the ranks to profile exist."""
+    """Check that a profile fits into its interval, and that the ranks to profile exist."""
     profiling = run.job.profiling
     needed = profiling.profiler_warmup + profiling.profiler_active
     if needed > profiling.profile_freq:
@@ -696,7 +700,7 @@ def check_profiling(run: Run) -> Problems:
 
 
 def check_symmetric_memory(run: Run) -> Problems:
-    """Check that symmetric memory for FSDP has an effect and fits the other options."""
+    """Check that symmetric memory for FSDP has an effect and supports the other options."""
     if not run.job.parallelism.enable_fsdp_symmetric_memory:
         return
     key = "parallelism.enable_fsdp_symmetric_memory"
@@ -728,7 +732,7 @@ def check_effects(run: Run) -> Problems:
     has_bfloat16 = "bfloat16" in (run.state_dtype, job.training.dtype)
     compiles_tensor_parallel = run.degrees.tensor > 1 and run.compiles("model")
 
-    # Key, whether it is set, whether it has an effect, and what it needs.
+    # Key, whether it is set, whether it has an effect, and what it needs to have one.
     effects = [
         ("samples.freq", job.samples.freq, job.samples.prompts, "samples.prompts"),
         ("compile.enable", job.compile.enable, job.compile.components, "compile.components"),
@@ -777,10 +781,11 @@ def check_effects(run: Run) -> Problems:
 
 
 def check_switches(run: Run) -> Problems:
-    """Report keys that have no effect, because the job never mentions the key that they need.
+    """Report keys that have no effect because the job does not set the key that enables them.
 
-    A job that sets the other key, for example `float8.enable = false`, may keep them. Only a run
-    that trains needs this rule: the planner also tries FP8 and compilation by itself.
+    For example, `float8.recipe_name` needs `float8.enable`. If a job explicitly sets
+    `float8.enable = false`, this is no problem. Only runs that train need this rule, because the
+    planner tries FP8 and compilation even if the job does not enable them.
     """
     for key, switch in SWITCHES.items():
         section_name, name = key.split(".")
@@ -793,7 +798,7 @@ def check_switches(run: Run) -> Problems:
 
 
 def check_disabled_checkpoints(run: Run) -> Problems:
-    """Report the keys that have no effect if checkpoint.enable is false."""
+    """Report keys that have no effect because checkpoint.enable is false."""
     checkpoint = run.job.checkpoint
     if checkpoint.enable:
         return
@@ -847,7 +852,7 @@ def _check_sample_prompts(run: Run, tokenizer: Tokenizer) -> Problems:
 def suggest_tokenizer(run: Run) -> str:
     """Return a hint on how to get the tokenizer of a job, to append to an error message.
 
-    If the tokenizer file exists, or its path is a URL, return an empty string.
+    If the tokenizer file exists or its path is a URL, return an empty string.
     """
     path = run.job.tokenizer.path
     if storage.as_url(path) or os.path.isfile(run.tokenizer_path):
@@ -863,7 +868,7 @@ def suggest_tokenizer(run: Run) -> str:
 
 
 def _suggest_training_tokenizer(run: Run) -> str:
-    """Return a hint for the user: the command that trains the missing tokenizer."""
+    """Return a hint with the command that trains the missing tokenizer."""
     # Both my/tokenizer.json and my.json give the folder "my".
     path = run.job.tokenizer.path
     folder, name = os.path.split(path)
@@ -899,7 +904,7 @@ def check_dataset(run: Run) -> Problems:
 def check_validation(run: Run) -> Problems:
     """Check that the validation data exists.
 
-    It is either held out from the training data, or read from other files, but not both.
+    It can be held out from the training data or read from separate data sources, but not both.
     """
     validation = run.job.validation
     if validation.holdout > 0:
@@ -928,7 +933,7 @@ def _check_sources(section: str, dataset: Dataset | Validation) -> Problems:
 
     Args:
         section: "dataset" or "validation".
-        dataset: The section. If it has no list of sources, it describes a single source itself.
+        dataset: The section. Without a list of sources, the section describes a single source.
     """
     if not dataset.sources:
         yield from _check_source(section, dataset)
@@ -953,7 +958,7 @@ def _check_source(table: str, source: TextSource) -> Problems:
     """Check the keys of a data source, and that its files exist.
 
     Args:
-        table: Table of the source, such as "dataset.sources.0", to name its keys in problems.
+        table: Table of the source in the job, such as "dataset.sources.0".
         source: The source.
     """
     kind = source.source
@@ -964,7 +969,7 @@ def _check_source(table: str, source: TextSource) -> Problems:
             f'is not used with {table}.source = "{kind}". Set that too, for example to "text" or '
             '"jsonl".',
         )
-        return  # the other checks need the kind of source that the user wants
+        return  # the other checks depend on `kind`, which is probably wrong
     yield from _check_source_keys(table, source)
     try:
         find_files(source)
@@ -980,7 +985,7 @@ def _check_source_keys(table: str, source: TextSource) -> Problems:
     """Report the keys of a data source that its kind does not support.
 
     Args:
-        table: Table of the source, such as "dataset.sources.0", to name its keys in problems.
+        table: Table of the source in the job, such as "dataset.sources.0".
         source: The source.
     """
     kind = source.source
@@ -1000,7 +1005,7 @@ def _check_source_keys(table: str, source: TextSource) -> Problems:
 
 
 def check_output_folders(run: Run) -> Problems:
-    """Check that the output folders are writable, and that no output would replace other files."""
+    """Check that the output folders are writable and that no output would replace other files."""
     yield from _check_writable(run)
 
     folder = run.dump_folder.absolute()
@@ -1044,7 +1049,7 @@ def _check_writable(run: Run) -> Problems:
 def check_urls(run: Run) -> Problems:
     """Check that the URLs of the mirror and of the initial weights can be accessed.
 
-    Do this only on rank 0, to connect to the storage only once.
+    Only rank 0 checks them, so that a job connects to the storage only once.
     """
     checkpoint = run.job.checkpoint
     if not checkpoint.enable or os.environ.get("RANK", "0") != "0":
@@ -1060,7 +1065,7 @@ def check_urls(run: Run) -> Problems:
 
 
 def check_mirror(run: Run) -> Problems:
-    """Check that `checkpoint.mirror` is a URL whose files outlive the run and its output folder."""
+    """Check that `checkpoint.mirror` is a URL, and that files there outlive the output folder."""
     mirror = run.job.checkpoint.mirror
     if mirror is None:
         return
@@ -1077,7 +1082,7 @@ def check_mirror(run: Run) -> Problems:
 
 
 def _outlives_run(url: str, run: Run) -> bool:
-    """Return whether files at a URL remain after a run has ended and its output folder is lost."""
+    """Return whether files at a URL survive the end of a run and the loss of its output folder."""
     scheme, _, path = url.partition("://")
     if scheme == "file":
         return not Path(path).resolve().is_relative_to(run.dump_folder.resolve())
@@ -1085,7 +1090,7 @@ def _outlives_run(url: str, run: Run) -> bool:
 
 
 def check_checkpoints(run: Run) -> Problems:
-    """Check that the initial weights of a new run and the checkpoint of `load_step` exist."""
+    """Check that the initial weights of a new run, and the checkpoint to load, exist."""
     checkpoint = run.job.checkpoint
     if not checkpoint.enable:
         return
@@ -1101,10 +1106,10 @@ def check_checkpoints(run: Run) -> Problems:
 
 
 def _check_load_step(run: Run, saved: list[Path]) -> Problems:
-    """Check that the run has a checkpoint of step `checkpoint.load_step`, if it is still needed.
+    """Check that the run has a checkpoint of step `checkpoint.load_step`, if it still needs it.
 
     For example, if the run has loaded step 100 and later saved step 200, it now resumes from step
-    200, so the checkpoint of step 100 is no longer needed.
+    200 and no longer needs the checkpoint of step 100.
 
     Args:
         run: The run.
@@ -1150,7 +1155,7 @@ def check_wandb(run: Run) -> Problems:
 
 
 def check_certificate(run: Run) -> Problems:
-    """Check that `titanlite prove` has passed, if `job.require_certificate` is set."""
+    """If `job.require_certificate` is set, check that `titanlite prove` has passed for the run."""
     if not run.job.job.require_certificate:
         return
     match = find_certificate(run)
@@ -1218,7 +1223,7 @@ KEY_RULES = [
     ),
     Rule(check_disabled_checkpoints, ("checkpoint", "guards")),
 ]
-"""Rules that only involve keys and the number of ranks, and read no files."""
+"""Rules that depend only on keys and the number of ranks, and read no files."""
 DATA_RULES = [
     Rule(check_dataset, ("dataset",)),
     Rule(check_validation, ("dataset", "validation")),
@@ -1233,7 +1238,7 @@ OUTPUT_RULES = [
     Rule(check_certificate, ("job",)),
     Rule(check_switches, ("checkpoint", "compile", "float8", "samples")),
 ]
-"""Rules that matter only if the run trains, such as those on output folders and loggers."""
+"""Rules that matter only if the run trains, such as rules about output folders and loggers."""
 
 
 def find_suspicious_values(run: Run) -> list[str]:
@@ -1257,7 +1262,7 @@ def find_suspicious_values(run: Run) -> list[str]:
 
 
 def _list_sources(run: Run) -> list[TextSource]:
-    """Return all sources of the training data and, if there are any, of the validation data."""
+    """Return all training data sources, and the validation data sources if validation uses them."""
     dataset = run.job.dataset
     validation = run.job.validation
     # A section without a list of sources is a source itself.

@@ -1,6 +1,6 @@
 """Evaluate a checkpoint on text, for `titanlite eval` and `titanlite.evaluate_text`.
 
-Invariant: the exported model has the same score in transformers. Every parallelism layout scores
+Invariant: the exported model gets the same score in transformers. Every parallelism layout scores
 the same tokens with the same context.
 """
 
@@ -72,9 +72,7 @@ class TextScore(Score):
     documents: int
     """Number of documents."""
     tokens: int
-    """Number of scored tokens. The first token of each document is context only, and is not
-    scored.
-    """
+    """Number of scored tokens. The first token of each document is only context, so not scored."""
     bytes: int
     """Number of bytes of the documents in UTF-8."""
     window: int
@@ -92,7 +90,7 @@ def evaluate_text(
     log: Callable[[str], None] = lambda line: None,
     **settings: Any,
 ) -> TextScore:
-    """Evaluate a checkpoint on text files, and return the loss, perplexity and bits per byte.
+    """Evaluate a checkpoint on text files and return the loss, perplexity and bits per byte.
 
     Long documents are scored in overlapping windows. Under torchrun, call this function on all
     ranks. It creates and destroys the process group.
@@ -102,8 +100,8 @@ def evaluate_text(
             checkpoint is used.
         data: Files to score: .jsonl (also compressed as .gz or .zst) and .parquet. Other files are
             read as plain text.
-        parallelism: Layout of the ranks. None: the parameters are sharded over all ranks.
-        tokenizer: Tokenizer file. None: the tokenizer of the checkpoint.
+        parallelism: Layout of the ranks. By default, parameters are sharded over all ranks.
+        tokenizer: Tokenizer file. Defaults to the tokenizer of the checkpoint.
         log: Called with one line of text for each progress message.
         settings: Fields of `config.options.Scoring`: window, stride, batch_size, text_column,
             dtype, ema.
@@ -125,7 +123,7 @@ def evaluate_text(
     files = [Path(file) for file in data]
     try:
         sources = [open_source(describe_file(file, options.text_column)) for file in files]
-    except UserError as error:  # of the form "dataset.path = 'a.txt' ..."
+    except UserError as error:  # the message starts with "dataset.path = 'a.txt'"
         raise UserError(str(error).replace("dataset.path =", "--data")) from None
 
     run = _build_run(saved_job, options, window, parallelism or Parallelism())
@@ -158,7 +156,7 @@ def make_score(total: float, tokens: int, num_bytes: int) -> Score:
         num_bytes: Number of bytes of the text in UTF-8.
     """
     mean = total / tokens
-    perplexity = math.exp(mean) if mean < 700 else math.inf  # a float overflows beyond this
+    perplexity = math.exp(mean) if mean < 700 else math.inf  # larger values overflow
     return Score(mean, perplexity, total / num_bytes / math.log(2))
 
 
@@ -201,7 +199,7 @@ def _make_job(
         parallelism: Layout of the ranks.
         training: Section [training] of the evaluation.
     """
-    # A plugin architecture or tokenizer has the options in the section of its name.
+    # Options of a plugin architecture or tokenizer are in the section with its name.
     plugin_sections = {saved_job.model.architecture, saved_job.tokenizer.name or ""}
     sections = saved_job.model_dump(include={"job", "tokenizer", "comm", *plugin_sections})
     sections["model"] = saved_job.model.model_copy(update={"attention_backend": "auto"})
@@ -214,20 +212,20 @@ def _make_job(
 def _make_training_section(
     saved_job: JobConfig, options: Scoring, window: int, degrees: Degrees
 ) -> dict[str, Any]:
-    """Create the section [training] of an evaluation: sequence length, batch sizes and dtype.
+    """Create the section [training] for an evaluation: sequence length, batch sizes and dtype.
 
     Args:
         saved_job: Job that trained the model.
         options: Options of the evaluation.
-        window: Number of tokens per sequence, which is rounded up as the layout requires.
+        window: Number of tokens per sequence. It is rounded up if the layout requires it.
         degrees: Parallelism degrees of the evaluation.
     """
     # Context and tensor parallel ranks divide each sequence, so round up its length.
     divisor = sequence_divisor(degrees)
     sequence_length = math.ceil(window / divisor) * divisor
 
-    # A data-parallel rank scores one batch at a time. With a pipeline, it scores as many batches at
-    # a time as the pipeline has ranks, to keep all of them busy.
+    # A data-parallel rank scores one batch at a time. With a pipeline, it scores one batch per
+    # pipeline rank at a time, to keep all pipeline ranks busy.
     global_batch_size = options.batch_size * degrees.data * degrees.pipeline
 
     dtype = options.dtype or _default_dtype(saved_job)
@@ -242,7 +240,7 @@ def _make_training_section(
 
 
 def _default_dtype(saved_job: JobConfig) -> str:
-    """Return the default dtype of an evaluation: float32 on a CPU, the training dtype on a GPU."""
+    """Return the default dtype: float32 on a CPU, the compute dtype of training on a GPU."""
     if not torch.cuda.is_available():
         return "float32"
     trained_run = Run(saved_job).resolve_compute_dtype(on_gpu=True)
@@ -252,7 +250,7 @@ def _default_dtype(saved_job: JobConfig) -> str:
 def _sum_losses(
     run: Run, checkpoint: Path, texts: TextWindows, use_ema: bool, log: Callable[[str], None]
 ) -> tuple[Path, float]:
-    """Load a checkpoint, and sum the cross entropy of its model over all tokens of `texts`.
+    """Load a checkpoint and sum the cross entropy of its model over all tokens of `texts`.
 
     Call this on all ranks.
 
@@ -264,7 +262,7 @@ def _sum_losses(
         log: Called with one line of text for each progress message.
 
     Returns:
-        Step folder of the weights, and the sum in nats.
+        Step folder that the weights were loaded from, and the summed cross entropy in nats.
 
     Raises:
         UserError: If the folder does not exist, or a record cannot be read.
@@ -276,7 +274,7 @@ def _sum_losses(
         forward_backward = build_forward_backward(sharded, mesh, run, device)
         ranks = RankGroup(run.job.checkpoint.timeout_seconds)
 
-        # `load_newest_of` calls this for the newest step or, if it is damaged, for an older step.
+        # `load_newest_of` calls this for the newest step and, if that is damaged, for older steps.
         def load_step(step_folder: Path) -> Path:
             check_on_all_ranks(step_folder, ranks)
             load_weights(step_folder, sharded.whole, ranks, use_ema)
