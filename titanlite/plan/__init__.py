@@ -1,5 +1,5 @@
-"""Plans: estimates of the memory and time of a run before the run starts.
+"""Estimate the memory and time of a run before it starts.
 
-Invariant: A plan runs the trainer's own step on fake tensors, which have shapes but no data. No
-formula besides the trainer describes what a step computes, stores or sends.
+Invariant: A plan runs the training step of the trainer on fake tensors, which have shapes but no
+data. No separate formulas describe what a step computes, stores or sends.
 """

@@ -1,9 +1,9 @@
-"""Searches for changes of a job that make it fit or run faster.
+"""Search for changes to a job that make it fit into memory or run faster.
 
-The changes are larger batches, options that save memory, and other parallel layouts.
+The changes are other batch sizes, options that save memory, and other parallelism layouts.
 
-Invariant: Every reported number comes from a trace of the changed job, that is, from running one
-step of it on fake tensors. Estimates only decide which jobs are traced.
+Invariant: Every reported number comes from a trace of the changed job, that is, from running one of
+its steps on fake tensors. Estimates only decide which jobs are traced.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from titanlite.plan.trace import RankTrace, trace_run
 from titanlite.rules import find_broken_rules
 from titanlite.runtime.logging import note, working
 
-MAX_TRACED_JOBS = 16  # of a search: one or two minutes for an 8B model on two cores
+MAX_TRACED_JOBS = 16  # per search, which takes one or two minutes for an 8B model on two cores
 MAX_TRACED_TOKENS = 2**22  # per batch; the loss loops over chunks, so a larger trace takes minutes
 MAX_TRACED_BATCHES = 7
 MAX_CHANGES = 5
 
-# Mode of activation checkpointing -> share of the activations of a block that the forward pass
+# Mode of activation checkpointing -> fraction of the activations of a block that the forward pass
 # saves. "full" saves only the input of the block.
 SAVED_SHARES = {"none": 1.0, "selective": 0.4, "memory_budget": 0.4, "full": 0.08}
 # `Work.shape` of estimated work. Only the number of dimensions matters.
 MATMUL_SHAPE = (1, 1, 1)
 ATTENTION_SHAPE = (1, 1, 1, 1, 1)
-BLOCKS_IN_FLIGHT = 3  # blocks whose weights FSDP holds unsharded at the same time, as an estimate
+BLOCKS_IN_FLIGHT = 3  # estimated number of blocks whose weights FSDP holds unsharded at a time
 
 Settings = Mapping[str, Any]
 """Changed options of a job, for example {"training.local_batch_size": 4}."""
 Apply = Callable[..., Iterable[Any]]
-"""Function that runs traces: `map`, or the `map` method of a process pool to run in parallel."""
+"""Function that runs traces: `map`, or the `map` method of a process pool for parallel traces."""
 
 SAVE_NOTHING = {"activation_checkpoint.mode": "full"}
 SAVE_SOME_OPS = {
@@ -57,7 +57,7 @@ BF16_STATE = {"optimizer.state_dtype": "bfloat16", "optimizer.stochastic_roundin
 BF16_WEIGHTS = {"training.dtype": "bfloat16", "optimizer.stochastic_rounding": True}
 CPU_OFFLOAD = {"training.enable_cpu_offload": True}
 POWERS_OF_TWO = (1, 2, 4, 8, 16)
-MIN_CONTEXT_PARALLEL_TOKENS = 16384  # tokens of a sequence on each context parallel rank
+MIN_CONTEXT_PARALLEL_TOKENS = 16384  # per sequence, on each context parallel rank
 
 
 def make_plan(
@@ -68,7 +68,7 @@ def make_plan(
     show: Callable[[Forecast], None] | None = None,
     map_function: Apply = map,
 ) -> Forecast:
-    """Forecast the memory and speed of a run, and search for improvements.
+    """Forecast the memory and speed of a run and search for improvements.
 
     If the run does not fit into memory, search for changes that make it fit. Otherwise, search for
     the largest local batch size that fits.
@@ -77,8 +77,7 @@ def make_plan(
         run: The validated job and the number of ranks.
         gpu: GPU of each rank.
         quick: Skip the search for the largest batch, but not the search for changes.
-        remedies: Search for changes even if the run fits. Then skip the search for the largest
-            batch.
+        remedies: Search for changes even if the run fits, instead of for the largest batch.
         show: Function called with the forecast of the run before the search starts.
         map_function: `map`, or the `map` method of a process pool to trace in parallel.
     """
@@ -99,8 +98,8 @@ def make_plan(
 def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) -> int | None:
     """Search for the largest training.local_batch_size that fits into memory.
 
-    The two largest traced sizes predict the largest size that fits. The search traces this size and
-    predicts again, until it predicts a size that it has traced or cannot trace.
+    The search predicts the largest size that fits from the two largest traced sizes, traces the
+    predicted size, and repeats this until that size is already traced or cannot be traced.
 
     Args:
         run: The run to change.
@@ -125,10 +124,10 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) 
 
 
 def _choose_second_batch_size(run: Run) -> int:
-    """Choose the first local batch size to trace, which is larger than the size of the run.
+    """Choose a local batch size to trace that is larger than the local batch size of the run.
 
-    The loss is computed in chunks of tokens. From the chosen size on, chunks have their full size,
-    so memory is linear in the batch size and can be extrapolated.
+    The loss is computed in chunks of tokens. At the chosen size and above, chunks have their full
+    size, so memory is linear in the batch size and can be extrapolated.
     """
     training = run.job.training
     min_linear_size = math.ceil(TOKENS_OF_FULL_CHUNKS * run.degrees.context / training.seq_len)
@@ -136,7 +135,7 @@ def _choose_second_batch_size(run: Run) -> int:
 
 
 def _trace_batch_size(run: Run, size: int, gpu: Gpu, map_function: Apply) -> Forecast | None:
-    """Trace a run with another local batch size, and log the memory that it takes.
+    """Trace a run with another local batch size and log how much memory it needs.
 
     Return None if the size is out of range or cannot be traced.
 
@@ -160,8 +159,8 @@ def _trace_batch_size(run: Run, size: int, gpu: Gpu, map_function: Apply) -> For
 def _set_batch_size(run: Run, size: int) -> Settings:
     """Return the options that set the local batch size to `size` sequences.
 
-    Keep the global batch size of the run if all microbatches can have this size. Otherwise, set it
-    to -1, which means one microbatch per data-parallel rank.
+    Keep the global batch size of the run if it divides evenly into microbatches of this size.
+    Otherwise, set it to -1, which means one microbatch per data-parallel rank.
     """
     global_size = run.job.training.global_batch_size
     is_divisible = global_size % (size * run.degrees.data) == 0
@@ -177,7 +176,7 @@ def _extrapolate_batch_size(plans: Mapping[int, Forecast], memory: int) -> int:
     The estimate extrapolates the memory of the two largest batch sizes in `plans` linearly.
 
     Args:
-        plans: Batch size -> forecast with this size, for at least two sizes.
+        plans: Forecasts by local batch size, for at least two sizes.
         memory: Bytes available to a rank.
     """
     size1, size2 = sorted(plans)[-2:]
@@ -187,7 +186,7 @@ def _extrapolate_batch_size(plans: Mapping[int, Forecast], memory: int) -> int:
 
 
 def find_remedies(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) -> tuple[str, ...]:
-    """Find changes with which a run fits into GPU memory and needs less memory than before.
+    """Find changes that make a run fit into GPU memory and reduce the memory that it needs.
 
     Combinations of changes are traced only if no single change is sufficient.
 
@@ -215,7 +214,7 @@ def find_remedies(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) -> tu
 
 
 def _describe_change(settings: Settings, new_plan: Forecast, plan: Forecast) -> str:
-    """Describe a change by its options, its memory and its speed relative to the unchanged run.
+    """Describe the options of a change, the memory with it, and its effect on speed.
 
     For example, "--activation_checkpoint.mode full: 61.3 GiB, 20% slower".
     """
@@ -236,7 +235,7 @@ class SearchResult(NamedTuple):
         variants: Changed options and forecast of each traced job that fits into memory, fastest
             first. Jobs that are slower than the run itself are omitted.
         num_traced: Number of jobs selected for tracing.
-        num_candidates: Number of jobs to choose from.
+        num_candidates: Number of jobs that they were selected from.
     """
 
     variants: list[tuple[Settings, Forecast]]
@@ -268,14 +267,14 @@ def search(
     for settings, plan in fastest_first:
         variants.append((settings, plan))
         if settings == unchanged:
-            break  # omit the remaining jobs, which are slower than the run itself
+            break  # omit the remaining jobs, which are slower than the unchanged run
     return SearchResult(variants, len(traced), len(candidates))
 
 
 def _trace_candidates(
     run: Run, candidates: Sequence[Settings], gpu: Gpu, map_function: Apply, text: str
 ) -> list[tuple[Settings, Forecast]]:
-    """Trace a run with each set of changed options, and return those that fit, fastest first.
+    """Trace a run with each set of changed options and return the sets that fit into memory.
 
     Args:
         run: The run to change.
@@ -285,7 +284,7 @@ def _trace_candidates(
         text: Progress message.
 
     Returns:
-        Changed options and the forecast with them, fastest first.
+        Pairs of changed options and the forecast with them, fastest first.
     """
     fitting: list[tuple[Settings, Forecast]] = []
     with working(text) as update_text:
@@ -307,9 +306,9 @@ def _forecast_changed(
 ) -> Forecast | None:
     """Trace one step of a run with some options changed, and forecast its memory and speed.
 
-    Return None if the changed job is invalid, equals the run, or has more weights, gradients and
-    optimizer state than memory. If the trace fails, log the reason and return None, so that a
-    search can continue with other changes.
+    Return None if the changed job is invalid or equal to the job of the run, or if its weights,
+    gradients and optimizer state exceed the memory. If the trace fails, log the reason and return
+    None, so that a search can continue with other changes.
 
     Args:
         settings: Changed options, or {} for the run itself.
@@ -337,11 +336,11 @@ def _forecast_changed(
 def _has_memory_for_state(run: Run, gpu: Gpu) -> bool:
     """Return whether weights, gradients and optimizer state fit into the memory of a rank.
 
-    CPU offload moves them from the GPU to CPU memory, so then they fit into any GPU. The check
-    needs no trace, so a search can quickly discard jobs.
+    With CPU offload, they fit into any GPU, because they are in CPU memory. The check needs no
+    trace, so a search can quickly discard jobs.
     """
     if run.job.training.enable_cpu_offload:
-        return not gpu.cpu  # a CPU has no other memory
+        return not gpu.cpu  # on a CPU, there is no other memory to offload to
     return state_bytes(run) <= gpu.memory
 
 
@@ -400,7 +399,7 @@ def _list_tensor_parallel_degrees(run: Run) -> list[Settings]:
 def _list_combined_remedies(run: Run) -> list[Settings]:
     """List combinations of changes to try if no single change makes a run fit into memory.
 
-    All of them use the smallest local batch size and full activation checkpointing.
+    Every combination uses the smallest local batch size and full activation checkpointing.
     """
     # Without a smaller batch, {} leaves the batch size unchanged.
     smallest_batch = [{}, *_list_smaller_batches(run)][-1]
@@ -418,11 +417,10 @@ def list_layouts(run: Run, gpu: Gpu) -> list[Settings]:
 
     Each combination of the other options is listed with the two local batch sizes that have the
     highest estimated speed. If the job sets a global batch size, all combinations keep it.
-    Combinations are omitted if they break a rule of the configuration or do not fit into the memory
-    of the GPU.
+    Combinations that are invalid, or that do not fit into GPU memory by estimate, are omitted.
 
     Returns:
-        Changed options of each combination, in the order of the estimated speed, fastest first.
+        Changed options of each combination, sorted by estimated speed, fastest first.
     """
     can_use_float8 = is_supported(
         run.job.float8.recipe_name, gpu.capability, has_float8=gpu.fp8 > 0
@@ -442,7 +440,7 @@ def list_layouts(run: Run, gpu: Gpu) -> list[Settings]:
 def _complete_layout(
     degrees: Mapping[str, Any], run: Run, gpu: Gpu, has_float8: bool, mode: str
 ) -> dict[str, Any]:
-    """Add options of FP8, activation checkpointing and compilation to parallel degrees.
+    """Add options for FP8, activation checkpointing and compilation to parallel degrees.
 
     Args:
         degrees: Options that set the parallel degrees, such as
@@ -471,7 +469,7 @@ def _complete_layout(
 def _list_degrees(run: Run, gpus_per_node: int) -> Iterator[dict[str, Any]]:
     """Yield the combinations of parallel degrees to try in a search for faster layouts.
 
-    Tensor parallelism communicates most, so its ranks are on one node. Replicas (HSDP) and
+    Tensor parallelism communicates most, so all its ranks must be on one node. Replicas (HSDP) and
     pipelines save traffic between nodes, so they are tried only with several nodes. Each
     combination with pipeline parallelism is yielded once per pipeline schedule.
 
@@ -507,7 +505,7 @@ def _list_degrees(run: Run, gpus_per_node: int) -> Iterator[dict[str, Any]]:
 
 
 def _powers_of_two(maximum: int) -> list[int]:
-    """Return the powers of two from 1 to `maximum`, but none above 16."""
+    """Return the powers of two from 1 up to `maximum` or 16, whichever is smaller."""
     return [power for power in POWERS_OF_TWO if power <= maximum]
 
 
@@ -520,7 +518,7 @@ def _choose_batch_sizes(run: Run, gpu: Gpu, layout: dict[str, Any]) -> list[tupl
         layout: Options that set the parallel degrees, precision and activation checkpointing.
 
     Returns:
-        At most two pairs of estimated tokens per second and the options to change, fastest first.
+        At most two pairs of estimated tokens per second and changed options, fastest first.
     """
     choices: list[tuple[float, Settings]] = []
     for size in POWERS_OF_TWO:
@@ -541,16 +539,16 @@ def _choose_batch_sizes(run: Run, gpu: Gpu, layout: dict[str, Any]) -> list[tupl
 
 
 def _keep_changes(settings: Settings, run: Run) -> Settings:
-    """Return the settings that differ from the options of a run, and omit all others."""
+    """Return only the settings that differ from the options of a run."""
     return {key: value for key, value in settings.items() if attrgetter(key)(run.job) != value}
 
 
 def _choose_global_batch_size(run: Run, layout: dict[str, Any], local_size: int) -> int:
     """Choose the global batch size of a layout, in sequences.
 
-    Keep the size that the job sets. The default, -1, means one microbatch per data-parallel rank,
-    so a pipeline gets 4 microbatches per pipeline rank instead. It is then idle less than a fifth
-    of the time.
+    Keep the size that the job sets. With a pipeline, replace the default of -1, which means one
+    microbatch per data-parallel rank, with 4 microbatches per pipeline rank. Pipeline ranks are
+    then idle less than a fifth of the time.
     """
     job_size = run.job.training.global_batch_size
     tensor = layout["parallelism.tensor_parallel_degree"]
@@ -577,14 +575,14 @@ def _guess_plan(run: Run, gpu: Gpu) -> Forecast:
         kinds={},
         cpu_peak=0,
         work=_guess_work(run),
-        reserved=int(1.11 * peak),  # of the caching allocator, with unused memory
+        reserved=int(1.11 * peak),  # by the caching allocator, including unused memory
     )
     return forecast(run, [trace], gpu)
 
 
 def _guess_activation_bytes(run: Run) -> float:
     """Estimate the bytes of bfloat16 activations that a rank saves for its backward passes."""
-    values_per_token = activation_values(run.arch, run.degrees.tensor)  # of a block
+    values_per_token = activation_values(run.arch, run.degrees.tensor)  # per block
     saved_share = SAVED_SHARES[run.job.activation_checkpoint.mode]
     block_bytes = 2 * values_per_token * saved_share * run.local_microbatch_tokens
     # A pipeline runs several forward passes before the first backward pass.
@@ -596,7 +594,7 @@ def _guess_unsharded_bytes(run: Run) -> float:
     """Estimate the bytes of the weights and gradients that FSDP holds unsharded on a rank."""
     # Gradients stay unsharded, in float32, while they accumulate over several microbatches.
     gradient_bytes = 4 if run.microbatches > 1 else 0
-    # Weights are gathered in bfloat16: all weights of a pipeline stage, or otherwise a few blocks.
+    # Weights are gathered in bfloat16: all of them with a pipeline, otherwise a few blocks.
     has_pipeline = run.degrees.pipeline > 1
     gathered_share = 1.0 if has_pipeline else BLOCKS_IN_FLIGHT / _count_blocks(run)
     return _count_weights(run) * (gradient_bytes + 2 * gathered_share)
@@ -619,7 +617,7 @@ def _guess_work(run: Run) -> tuple[Work, ...]:
 def _guess_matmuls(run: Run) -> Work:
     """Estimate the work of all matmuls of a step, as if they were one kernel.
 
-    Per weight and token, the forward pass takes 2 FLOPs and the backward pass 4. Full activation
+    Per weight and token, the forward pass needs 2 FLOPs and the backward pass 4. Full activation
     checkpointing adds 2.
     """
     flops_per_weight = 6 + 2 * _recomputed_share(run)
@@ -630,9 +628,9 @@ def _guess_matmuls(run: Run) -> Work:
 
 def _guess_attention(run: Run) -> Work:
     """Estimate the work of attention in a step, as if it were one kernel."""
-    # In a forward pass, a query takes 2 FLOPs per visible key and dimension for its scores, and 2
-    # for its output. The backward pass is counted as three forward passes, and recomputing
-    # everything as another one.
+    # In a forward pass, a query needs 2 FLOPs per visible key and dimension for its scores, and 2
+    # for its output. The backward pass counts as three forward passes, and full recomputation as
+    # one more.
     visible_keys = run.arch.attended(run.job.training.seq_len)
     flops_per_token = 4 * visible_keys * run.arch.q_dim * _count_blocks(run) / run.degrees.tensor
     num_passes = 5 if _recomputed_share(run) == 1 else 4
@@ -645,7 +643,7 @@ def _guess_other_kernels(run: Run) -> Work:
 
     Assume 20 bytes per activation that a block without checkpointing saves for its backward pass.
     """
-    values_per_token = activation_values(run.arch, run.degrees.tensor)  # of a block
+    values_per_token = activation_values(run.arch, run.degrees.tensor)  # per block
     num_bytes = 20 * values_per_token * _step_tokens(run) * _count_blocks(run)
     return Work("backward", "other", bytes=int(num_bytes))
 
@@ -665,8 +663,8 @@ def _guess_tensor_parallel(run: Run) -> Work:
 def _guess_fsdp(run: Run) -> list[Work]:
     """Estimate the all-gathers, reduce-scatters and all-reduces of FSDP and HSDP in a step.
 
-    Each collective transfers the weights or gradients of one block. Like all estimated work, they
-    count as part of the backward pass.
+    Each collective transfers the weights or gradients of one block. Like all estimated work, the
+    collectives count as part of the backward pass.
     """
     degrees = run.degrees
     num_blocks = _count_blocks(run)
@@ -674,9 +672,9 @@ def _guess_fsdp(run: Run) -> list[Work]:
     bytes_per_weight = 1 if run.job.float8.enable else 2  # FP8 or bfloat16
     gradient_bytes = 4 * num_weights  # float32
 
-    # A group shards the weights over `num_shards` ranks. Two consecutive ranks of the group are
-    # `tensor` ranks apart, because tensor parallel ranks are neighbors. `span`, the distance from
-    # the first to the last rank, decides how many nodes the group uses.
+    # A group shards the weights over `num_shards` ranks. Consecutive ranks of the group are
+    # `degrees.tensor` apart, because tensor parallel ranks are neighbors. `span`, the distance from
+    # the first to the last rank, determines how many nodes the group uses.
     num_shards = degrees.shard * degrees.context
     shard_group = Group("fsdp", size=num_shards, span=num_shards * degrees.tensor)
     replicate_group = Group("replicate", size=degrees.replicate, span=run.world_size)
@@ -684,7 +682,7 @@ def _guess_fsdp(run: Run) -> list[Work]:
     # All weights are gathered for the forward and the backward pass of each microbatch. With a
     # pipeline, they stay gathered during all microbatches.
     num_passes = 2 if degrees.pipeline > 1 else 2 * run.microbatches
-    # Assume that all gradients are reduced to shards once per step. HSDP then adds up the gradients
+    # Assume that all gradients are reduce-scattered once per step. HSDP then adds up the gradients
     # of all replicas with an all-reduce, in which each rank has only one shard of the gradients.
     return [
         Work(
@@ -725,7 +723,7 @@ def _step_tokens(run: Run) -> int:
 
 
 def _count_weights(run: Run) -> float:
-    """Return how many weights a rank would hold without FSDP, as the mean over pipeline ranks."""
+    """Return the number of weights on a rank without FSDP, averaged over all pipeline ranks."""
     return num_params(run.arch) / run.degrees.tensor / run.degrees.pipeline
 
 

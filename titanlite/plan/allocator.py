@@ -1,11 +1,11 @@
-"""Simulates the CUDA caching allocator of torch, to predict how many bytes it reserves.
+"""Simulate the CUDA caching allocator of torch to predict how many bytes it reserves.
 
-torch needs more GPU memory than its tensors, because of fragmentation. The simulation follows
-c10/cuda/CUDACachingAllocator.cpp with expandable segments, which the launcher turns on. Each CUDA
-stream has one segment for small blocks and one for large blocks. An allocation takes the smallest
-free block that is large enough, and the remainder of that block stays free. If no free block is
-large enough, the segment grows by whole pages. Segments never shrink, so holes between long-lived
-blocks are lost to fragmentation.
+Because of fragmentation, torch reserves more GPU memory than its tensors use. The simulation
+follows c10/cuda/CUDACachingAllocator.cpp with expandable segments, which the launcher enables. Each
+CUDA stream has one segment for small blocks and one for large blocks. An allocation takes the
+smallest free block that is large enough, and the remainder of that block stays free. If no free
+block is large enough, the segment grows by whole pages. Segments never shrink, so holes between
+long-lived blocks are lost to fragmentation.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ CUBLAS_WORKSPACES = 33 * MIB  # on an H100, allocated by the first matmul and ne
 
 
 class CachingAllocator:
-    """Simulates the CUDA caching allocator of one GPU, to predict how much memory it reserves.
+    """Simulates the CUDA caching allocator of one GPU to predict how much memory it reserves.
 
-    The caller identifies blocks by the number of their owner, such as a storage.
+    Each block belongs to an owner, such as a storage, which the caller identifies by a number.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class CachingAllocator:
 
     @property
     def reserved(self) -> int:
-        """Return the number of reserved bytes, which never decreases."""
+        """Number of reserved bytes, which never decreases."""
         return sum(segment.size for segment in self._segments.values())
 
     def holds(self, owner: int) -> bool:
@@ -52,7 +52,7 @@ class CachingAllocator:
         Args:
             owner: Number of the storage that uses the block. It may have several blocks.
             size: Number of bytes.
-            stream: Index of the CUDA stream. Memory is never shared between streams.
+            stream: Index of the CUDA stream. Streams never share memory.
         """
         size = math.ceil(size / ROUNDING) * ROUNDING
         is_small = size <= MAX_SMALL_BLOCK
@@ -66,7 +66,7 @@ class CachingAllocator:
         segment.free(address, size)
 
     def run_matmul(self) -> None:
-        """At the first matmul, allocate the workspaces of cuBLAS, which are never freed."""
+        """Simulate a matmul. The first one allocates cuBLAS workspaces, which are never freed."""
         if not self._has_workspaces:
             self._has_workspaces = True
             self.allocate(NEVER_FREED, CUBLAS_WORKSPACES, stream=0)
@@ -90,7 +90,7 @@ class ReservedSegment:
     def allocate(self, size: int) -> int:
         """Allocate a block of `size` bytes and return its address.
 
-        If no free block is large enough, the segment grows.
+        Grow the segment if no free block is large enough.
         """
         address = self._best_fit(size)
         if address is None:
@@ -101,7 +101,7 @@ class ReservedSegment:
         return address
 
     def free(self, address: int, size: int) -> None:
-        """Free a block and merge it with adjacent free blocks."""
+        """Free a block of `size` bytes at `address` and merge it with adjacent free blocks."""
         if address in self._start_of:
             left = self._start_of[address]
             size += self._remove(left)
@@ -156,7 +156,7 @@ class ReservedSegment:
         self._start_of[address + size] = address
 
     def _remove(self, address: int) -> int:
-        """Unregister the free block at `address`, and return its size in bytes."""
+        """Unregister the free block at `address` and return its size in bytes."""
         size = self._size_at.pop(address)
         del self._start_of[address + size]
         del self._free[bisect_left(self._free, (size, address))]

@@ -1,11 +1,11 @@
-"""Imitates the memory and kernels of `torch.compile` in a traced step, without compiling.
+"""Imitate the memory and kernels of `torch.compile` in a traced step, without compiling.
 
-Invariant: the torch partitioner chooses the tensors that a graph saves for its backward pass, on
-Inductor's decompositions. A value of a graph is stored in memory only in these cases:
+Invariant: the torch partitioner chooses the tensors that a graph saves for its backward pass, after
+Inductor decompositions. A value in a graph is stored in memory only in these cases:
 
 - A kernel that the compiler does not generate (matmul, attention, collective) reads or writes it.
 - It is a result of the graph.
-- It is small, as the result of a reduction is.
+- It is much smaller than its inputs, such as the result of a reduction.
 
 Generated kernels recompute all other values.
 """
@@ -55,7 +55,7 @@ from titanlite.plan.simulate import FLEX_REPLACEMENT
 Function = Callable[..., Any]
 
 FLEX_ATTENTION = FLEX_REPLACEMENT.default
-REDUCTION_RATIO = 8  # a value this many times smaller than its inputs is a reduction, and stored
+REDUCTION_RATIO = 8  # a value this many times smaller than its inputs counts as a reduction
 
 
 @contextmanager
@@ -90,7 +90,7 @@ def simulate_compiler() -> Iterator[None]:
     def compile_weight_cast() -> None:
         from torchao.float8 import fsdp_utils
 
-        # A run in this process may have compiled the cast.
+        # An earlier run in this process may have compiled the cast already.
         cast_to_float8 = inspect.unwrap(fsdp_utils.hp_tensor_and_scale_to_float8)
         compiled = compile_function(cast_to_float8)
         stack.enter_context(override(fsdp_utils, hp_tensor_and_scale_to_float8=compiled))
@@ -99,11 +99,11 @@ def simulate_compiler() -> Iterator[None]:
         override(torch, compile=compile_function),
         override(nn.Module, compile=compile_module),
         override(activation_checkpoint, checkpoint=_checkpoint),
-        # These functions have a cache, which must not mix graphs with compiled code.
+        # `compile_once` caches compiled code, which must not be mixed with simulated graphs.
         override(losses, compile_once=compile_function),
         override(clip, compile_once=compile_function),
         override(float8, _compile_weight_cast=compile_weight_cast),
-        functorch_config.patch(activation_memory_budget=1.0),  # a job may set it
+        functorch_config.patch(activation_memory_budget=1.0),  # overrides the value of the job
         ExitStack() as stack,
     ):
         yield
@@ -114,7 +114,7 @@ def _flatten_call(
 ) -> tuple[Function, list[Tensor], Any]:
     """Convert a call of a compiled function into a call whose arguments are only tensors.
 
-    A graph can be traced only for tensors. For example, if the module has one parameter, the call
+    Tracing a graph requires this. For example, if the module has one parameter, the call
     `function(x, 3, mask=m)` becomes `call(parameter, x, m)`. The constant 3 becomes a part of the
     key that this function returns.
 
@@ -127,9 +127,9 @@ def _flatten_call(
     Returns:
         - A function of tensors. It keeps no tensor alive, because graphs outlive the call.
         - Its arguments: the parameters of the module, and the tensors in `args` and `kwargs`.
-        - A key that is equal for calls that can share a graph.
+        - A key. Calls with equal keys can share a graph.
     """
-    # Replace each leaf of the nested arguments by its index in a flat list. In the example, the
+    # Replace each leaf of the nested arguments with its index in a flat list. In the example, the
     # leaves are [x, 3, m], the indices ((0, 1), {"mask": 2}), and the constants [None, 3, None].
     leaves: list[Any] = []
 
@@ -158,7 +158,7 @@ def _flatten_call(
         for i, tensor in zip(tensor_indices, tensors[num_parameters:], strict=True):
             values[i] = tensor
 
-        # Restore the nesting: replace each index by the value with this index.
+        # Restore the nesting: replace each index with the value at this index.
         args, kwargs = map_aggregate(indices, lambda index: values[cast(int, index)])
         with override(torch.compiler, is_compiling=lambda: True):
             return functional_call(owned_function, parameters, args, kwargs)
@@ -216,18 +216,18 @@ def _trace_graph(function: Function, tensors: Sequence[Tensor]) -> Function:
     def keep_tensor(tensor: Tensor) -> Tensor:
         return tensor
 
-    # Create the graphs by a call with empty fake tensors, which the planner must not count.
+    # Call the function with empty fake tensors to create the graphs. Do not count this call.
     fake_tensor: Any = next(plain_tensors(tensors[0]))
     with (
         # `functionalize_rng_ops` rewrites the graphs to store the random state of operators such as
         # dropout. This needs a GPU, so leave the graphs as they are.
         override(partitioners, functionalize_rng_ops=keep_graphs),
-        # Activation checkpointing drops the tensors that a block saves. Keep those of this call.
+        # Activation checkpointing drops tensors that a block saves. Keep the tensors of this call.
         torch.autograd.graph.saved_tensors_hooks(keep_tensor, keep_tensor),
-        # Counters of operators and of kernels do not count this call.
+        # These two contexts pause the counters of operators and of generated kernels.
         _disable_current_modes(),
         pause_counters(),
-        # The previous line also disabled the mode that creates fake tensors, so enter it again.
+        # `_disable_current_modes` also disables the mode of fake tensors, so enter it again.
         fake_tensor.fake_mode,
     ):
         examples = [_empty_like(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors]
@@ -252,10 +252,10 @@ def _empty_like(tensor: Any) -> Any:
 def _partition(
     joint: GraphModule, inputs: Sequence[Any], **options: Any
 ) -> tuple[GraphModule, GraphModule]:
-    """Divide a graph of both passes into a forward and a backward graph, as Inductor does.
+    """Split a joint graph into a forward and a backward graph, as Inductor does.
 
-    `aot_function` calls this after it has traced both passes into one graph. Also mark the results
-    of flex attention in `joint` to be saved.
+    `aot_function` calls this after it has traced both passes into `joint`. Before the split, mark
+    the results of flex attention to be saved.
 
     Args:
         joint: Graph of the forward and the backward pass.
@@ -269,28 +269,28 @@ def _partition(
 def _save_flex_attention(graph: Graph) -> None:
     """Mark the results of flex attention to be saved for the backward pass.
 
-    If activation checkpointing recomputes flex attention, change nothing. The torch partitioner
-    reads the marks, which are in the metadata of the nodes.
+    Calls that activation checkpointing must recompute stay unmarked. The torch partitioner reads
+    the marks from the metadata of the nodes.
     """
     for node in graph.nodes:
         must_recompute = node.meta.get("recompute") == CheckpointPolicy.MUST_RECOMPUTE
         if node.target is FLEX_ATTENTION and not must_recompute:
-            # The result of the node is a tuple, and all its users only take a tensor from it. The
-            # partitioner saves tensors, but no tuples, so the users need the mark as well.
+            # The node returns a tuple, and each of its users only takes one tensor from it. The
+            # partitioner saves tensors but not tuples, so the users need the mark as well.
             for saved in (node, *node.users):
                 saved.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _checkpoint(function: Function, *inputs: Any, **options: Any) -> Any:
-    """Run a function with activation checkpointing, also while a graph is traced.
+    """Replace `torch.utils.checkpoint.checkpoint` so that it also works while a graph is traced.
 
-    This replaces `torch.utils.checkpoint.checkpoint`. While a graph is traced, only mark each node
-    of the function to be saved or recomputed. The partitioner of the graph reads these marks.
+    While a graph is traced, this runs the function and only marks each node to be saved or
+    recomputed. The partitioner of the graph reads these marks.
     """
     if not torch.compiler.is_compiling():
         return checkpoint(function, *inputs, **options)
 
-    # The context gives each node a mark, and the number of its checkpointed function. A graph has
+    # The context gives each node a mark and the number of its checkpointed function. A graph has
     # only one such function, with the number 0.
     policy_context = _make_policy_context(options["context_fn"])
     policy_context.ac_graph_id = 0
@@ -305,8 +305,8 @@ def _make_policy_context(context_fn: Callable[[], tuple[Any, Any]]) -> Any:
     Args:
         context_fn: The argument `context_fn` of `torch.utils.checkpoint.checkpoint`.
     """
-    # A block that recomputes everything passes an empty list of operators to save. Replace it by a
-    # policy that also recomputes flex attention, which `_partition` would otherwise save.
+    # A block that recomputes everything passes an empty list of operators to save. Replace it with
+    # a policy that also recomputes flex attention, which `_partition` would otherwise save.
     saves_nothing = isinstance(context_fn, partial) and context_fn.args == ([],)
     if saves_nothing:
         context_fn = partial(create_selective_checkpoint_contexts, _recompute_all)
@@ -331,7 +331,7 @@ class _Kernel:
         is_generated: Whether the compiler generates the kernel. If so, the planner only allocates
             its result instead of running it.
         num_bytes: Bytes that a generated kernel reads and writes. 0 for other kernels.
-        freed: Nodes whose values are freed after the kernel.
+        freed: Nodes whose values are freed after the kernel has run.
     """
 
     node: Node
@@ -342,7 +342,7 @@ class _Kernel:
 
 
 def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
-    """Return a function that allocates memory as the compiled code of a graph would.
+    """Return a function that allocates memory like the compiled code of a graph.
 
     `aot_function` calls this in place of a compiler. Operators that the compiler does not fuse,
     such as matrix products, run as usual. A generated (fused) kernel only allocates its result.
@@ -379,15 +379,15 @@ class _Values:
     """Values of the nodes of a graph while it runs.
 
     Attributes:
-        gm: Module of the graph, which has its constants as attributes.
-        stored: Node -> value, for the values in memory.
+        gm: Module of the graph, which has the constants of the graph as attributes.
+        stored: Values that are in memory, by node.
     """
 
     gm: GraphModule
     stored: dict[Node, Any]
 
     def read(self, node: Node) -> Any:
-        """Return the value of a node. Compute it if it is not in memory, for example a view."""
+        """Return the value of a node, and compute it if it is not in memory (such as a view)."""
         if node in self.stored:
             return self.stored[node]
         if node.op == "get_attr":
@@ -442,13 +442,13 @@ def _find_bases(nodes: Sequence[Node]) -> dict[Node, Node]:
 
 
 def _find_stored(nodes: Sequence[Node], bases: Mapping[Node, Node]) -> set[Node]:
-    """Return the nodes whose values compiled code writes to memory.
+    """Return the nodes whose values are stored in memory by compiled code.
 
-    Kernels that need any other value compute it again instead of reading it.
+    Kernels that need any other value recompute it instead of reading it from memory.
 
     Args:
-        nodes: Nodes of the graph in order, without its output.
-        bases: Node -> node that allocates its memory. For a view, this is the viewed node.
+        nodes: Nodes of the graph in order, without the output node.
+        bases: For each node, the node that allocates its memory (for a view, the viewed node).
     """
     stored: set[Node] = set()
     for node in nodes:
@@ -469,12 +469,12 @@ def _list_kernels(
 ) -> list[_Kernel]:
     """List the kernels that compute the stored values of a graph, in the order in which they run.
 
-    Other values have no kernel: the kernels that use them compute them.
+    Values that are not stored need no separate kernel: the kernels that use them compute them.
 
     Args:
-        nodes: Nodes of the graph in order, without its output.
+        nodes: Nodes of the graph in order, without the output node.
         stored: Nodes whose values are written to memory.
-        stored_inputs: Node -> stored values that a kernel must read to compute the node.
+        stored_inputs: For each node, the stored values that a kernel must read to compute it.
     """
     kernels: list[_Kernel] = []
     for node in nodes:
@@ -507,12 +507,12 @@ def _find_stored_inputs(
 ) -> dict[Node, set[Node]]:
     """Map each node to the stored values that a kernel must read to compute it.
 
-    For example, if `a` is stored and `b` is not, `c = a + b` reads `a` and all values that `b`
-    reads.
+    For example, if `a` is stored and `b` is not, `c = a + b` reads `a` and all values that are read
+    to compute `b`.
 
     Args:
-        nodes: Nodes of the graph in order, without its output.
-        bases: Node -> node that allocates its memory. For a view, this is the viewed node.
+        nodes: Nodes of the graph in order, without the output node.
+        bases: For each node, the node that allocates its memory (for a view, the viewed node).
         stored: Nodes whose values are written to memory.
     """
     stored_inputs: dict[Node, set[Node]] = {}
@@ -522,7 +522,7 @@ def _find_stored_inputs(
             base = bases[source]
             if base in stored:
                 inputs.add(base)
-            else:  # the kernel computes the source again
+            else:  # the kernel recomputes the source
                 inputs |= stored_inputs[source]
         stored_inputs[node] = inputs
     return stored_inputs
@@ -531,14 +531,14 @@ def _find_stored_inputs(
 def _set_freed(
     kernels: Iterable[_Kernel], bases: Mapping[Node, Node], returned_bases: set[Node]
 ) -> None:
-    """Set the nodes whose memory is freed after each kernel, because no later kernel uses it.
+    """Set which nodes each kernel frees, because no later kernel uses their memory.
 
     Results of the graph are never freed. The base of a node is the node that allocates its memory:
     the node itself, unless it is a view or a copy into an existing tensor.
 
     Args:
         kernels: Kernels in the order in which they run.
-        bases: Node -> its base.
+        bases: Base of each node.
         returned_bases: Bases of the results of the graph.
     """
     last_users: dict[Node, _Kernel] = {}  # base -> last kernel that uses its memory
@@ -552,7 +552,7 @@ def _set_freed(
 
 
 def _is_view(node: Node) -> bool:
-    """Return whether a node only returns a view or an existing tensor, and launches no kernel."""
+    """Return whether a node only returns a view or an existing tensor, without a kernel launch."""
     if node.op != "call_function":
         return False
     is_view_op = node.target is operator.getitem or getattr(node.target, "is_view", False)
@@ -566,7 +566,7 @@ def _is_copy(node: Node) -> bool:
 
 
 def _is_reduction(node: Node) -> bool:
-    """Return whether the value of a node is much smaller than the largest input."""
+    """Return whether the value of a node is much smaller than its largest input."""
     input_sizes = [_bytes_of(source) for source in node.all_input_nodes]
     return REDUCTION_RATIO * _bytes_of(node) <= max(input_sizes, default=0)
 
@@ -580,7 +580,7 @@ def _has_library_kernel(node: Node) -> bool:
 
 
 def _operator_name(node: Node) -> str:
-    """Return the name of the operator that a node calls, such as "aten::mm", or "" if none."""
+    """Return the operator that a node calls, such as "aten::mm", or "" if it calls none."""
     if node.op != "call_function" or not hasattr(node.target, "_schema"):
         return ""
     return node.target._schema.name  # pyright: ignore

@@ -1,8 +1,8 @@
-"""Counts the memory, FLOPs and traffic of a training step while it runs.
+"""Count the memory, FLOPs and traffic of a training step while it runs.
 
 Invariant: The counter tracks storages (the memory behind tensors) rather than tensors, so views and
-in-place writes allocate nothing. It works with real and fake tensors on any device and changes
-neither. All other counts follow from shapes, dtypes and operator schemas.
+in-place writes allocate nothing. It works with real and fake tensors on any device and never
+changes them. All other counts follow from shapes, dtypes and operator schemas.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from titanlite.plan.override import override
 
 # Kinds of GPU memory. "loss" is memory that the fused loss allocates: logits and the gradients that
-# it computes with them. "other" is everything else, such as batches, norms and temporaries of the
-# optimizer.
+# it computes with them. "other" is everything else, such as batches, norms and temporary tensors of
+# the optimizer.
 KINDS: tuple[str, ...] = (
     "weights",
     "gradients",
@@ -45,9 +45,9 @@ GENERATED = "compiled"  # `Work.op` of kernels that the compiler generates
 MATMULS_WITH_SUMMAND = {"addmm", "addmm_", "baddbmm"}  # addmm(summand, a, b) = summand + a @ b
 MATMULS = {"mm", "_scaled_mm", "bmm", *MATMULS_WITH_SUMMAND}
 FLEX_OPS = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
-"""Operators that represent flex attention in a trace; see `simulate._flex_attention`."""
+"""Operators that replace flex attention in a trace; see `simulate._flex_attention`."""
 FLEX_WINDOW = "scale"
-"""Argument in which a trace passes the sliding window to `FLEX_OPS`, which have no window."""
+"""Argument of `FLEX_OPS` that holds the sliding window in a trace, as they take no window."""
 VARLEN_OPS = ("torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward")
 """Operators of variable-length attention."""
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
@@ -63,14 +63,14 @@ NO_KERNEL = (
     "c10d::barrier",
     "_c10d_functional::wait_tensor",
 )
-# FSDP2 operators -> kind of memory of their tensors, except those that were marked before.
+# FSDP2 operators -> kind of memory of their tensors, except tensors that were marked before.
 FSDP_KINDS: Mapping[str, str] = {
     "fsdp::all_gather_copy_in": "unsharded parameters",
     "fsdp::split_with_sizes_copy": "unsharded parameters",
     "fsdp::chunk_cat": "gradients",
     "c10d::_reduce_scatter_base_": "gradients",
 }
-# Tensors of other subclasses are counted when they call operators on the tensors that they contain.
+# Other tensor subclasses are counted when they call operators on the tensors that they contain.
 PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor)
 
 GET_DEVICE = torch.ops.prim.device.default
@@ -83,7 +83,7 @@ COPY = torch.ops.aten.copy_.default
 class Location(NamedTuple):
     """A part of the training step, such as the forward pass of the blocks.
 
-    Memory and work are counted separately for each location. At each location they grow linearly
+    Memory and work are counted separately for each location. At each location, they grow linearly
     with the number of blocks, so the counts of a small model can be extrapolated to a large one.
 
     Attributes:
@@ -141,7 +141,7 @@ class Work(NamedTuple):
 
     @property
     def kind(self) -> Work:
-        """Return this work without its amounts. Work of an equal kind is added up."""
+        """Return this work without its amounts. Work of equal kinds can be added up."""
         return self._replace(count=0, flops=0, bytes=0)
 
     @property
@@ -166,7 +166,7 @@ LogEntry = tuple[Location, Work | Allocation]
 ShapeAndFlops = tuple[tuple[int, ...], int]
 """`shape` and `flops` of a `Work`."""
 OperatorArguments = Mapping[str, Any]
-"""Name of each argument of an operator -> value."""
+"""Arguments of an operator by name."""
 
 
 class _GradientSum(NamedTuple):
@@ -189,16 +189,15 @@ class Counter(TorchDispatchMode):
     context manager `watching` to start counting.
 
     Args:
-        groups: Name of a process group -> its description.
+        groups: Descriptions of the process groups, by group name in torch.
 
     Attributes:
         location: Current location in the step, which `step_counts.StepFollower` updates.
         log: Pairs of a location and a piece of work or an allocation, in the order of the step. The
             log starts with the storages that existed before the step.
-        kinds: Number of a storage -> kind of memory, such as "weights". Storages (the memory behind
+        kinds: Kind of memory of each storage, such as "weights". Storages (the memory behind
             tensors) are numbered in the order of their first use.
-        streams: Number of a storage -> index of the stream in which it was allocated. 0 is the
-            compute stream.
+        streams: Index of the stream in which each storage was allocated. 0 is the compute stream.
         forward_starts: Indices in the log at which forward passes start.
     """
 
@@ -208,7 +207,7 @@ class Counter(TorchDispatchMode):
         self.kinds: list[str] = []
         self.streams: list[int] = []
         self._sizes: list[int] = []
-        # Identity of a living storage -> its number, and a reference that reports its end.
+        # `id` of a living storage -> its number, and a weak reference that reports its end.
         self._living: dict[int, tuple[int, Any]] = {}
         self._stream = 0
         self._stream_indices = {torch.cpu.current_stream(): 0}
@@ -217,7 +216,7 @@ class Counter(TorchDispatchMode):
         self.begin()
 
     def begin(self) -> None:
-        """Start an empty log, which describes a new training step.
+        """Start a new log for a new training step.
 
         The new log starts with one allocation for each storage (the memory behind tensors) that
         exists now.
@@ -241,7 +240,7 @@ class Counter(TorchDispatchMode):
         """Set the kind of memory that tensors occupy, for example "gradients".
 
         Args:
-            tensors: Tensors. Values that are not tensors are ignored.
+            tensors: Tensors that occupy the memory. Values that are not tensors are ignored.
             kind: New kind, one of `ALL_KINDS`.
             overwrite: Also change memory that was marked before, such as weights.
         """
@@ -255,7 +254,7 @@ class Counter(TorchDispatchMode):
     def start_recording(self, name: Any) -> None:
         """Record all further log entries under `name`, so that they can be repeated.
 
-        This ends the previous recording, and replaces an earlier one of the same name.
+        This ends the current recording and replaces an earlier recording with the same name.
         """
         self._recording = []
         self._recordings[name] = self._recording
@@ -289,9 +288,9 @@ class Counter(TorchDispatchMode):
     def watching(self) -> Iterator[None]:
         """Count all operators that run within this context.
 
-        As a dispatch mode, the counter receives each operator call. Three functions of torch need
-        a replacement: those that resize a storage or enter a stream call no operator, and DTensor
-        infers shapes with operators that must not be counted.
+        As a dispatch mode, the counter receives each operator call. Three torch functions are also
+        replaced: resizing a storage and entering a stream call no operator, and the operators that
+        DTensor runs to infer shapes must not be counted.
         """
         resize = torch.UntypedStorage.resize_
         infer_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -312,8 +311,8 @@ class Counter(TorchDispatchMode):
             finally:
                 self._is_inferring_shapes = False
 
-        # Memory belongs to the stream in which it is allocated. FSDP2 enters its streams on a CPU
-        # as well, on which they have no effect.
+        # Memory belongs to the stream in which it is allocated. FSDP2 also enters its streams on a
+        # CPU, where they have no effect.
         @contextmanager
         def enter_stream(stream: Any) -> Iterator[None]:
             previous = self._stream
@@ -345,12 +344,12 @@ class Counter(TorchDispatchMode):
         `reshape` call simpler operators, which are counted instead.
         """
         if any(tensor_type not in PLAIN_TYPES for tensor_type in types):
-            return NotImplemented  # a subclass such as DTensor first calls operators on its parts
+            return NotImplemented  # so a subclass such as DTensor calls operators on its parts
 
         if func is GET_DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a shortcut, because this is more than half of all calls
         if func is GET_SCALAR and isinstance(args[0], FakeTensor) and args[0].constant is None:
-            # Some optimizers read a flag that skips their update. With 0, the update is counted.
+            # Some optimizers read a flag that skips their update. Return 0 to count the update.
             return 0
 
         kwargs = kwargs or {}
@@ -361,9 +360,9 @@ class Counter(TorchDispatchMode):
     def _run_view(self, func: Any, args: tuple[Any, ...], kwargs: OperatorArguments) -> Any:
         """Run an operator that returns a view, or a copy if a view is impossible.
 
-        For example, `reshape` only calls simpler operators, which are counted instead.
+        An operator that only calls simpler operators, such as `reshape`, is not counted itself.
         """
-        # torch disables a dispatch mode while the mode handles an operator. Enable this one again,
+        # torch disables a dispatch mode while the mode handles an operator. Enable this mode again,
         # so that it receives and counts the simpler operators.
         with self:
             result = func.decompose(*args, **kwargs)
@@ -381,7 +380,7 @@ class Counter(TorchDispatchMode):
         signature = _signature(func)
         copies_to_itself = func is COPY and args[0] is args[1]
         is_free = signature.is_view_or_annotation or copies_to_itself
-        # To infer shapes, DTensor runs operators on fake tensors, which a real step does not run.
+        # To infer shapes, DTensor runs operators on fake tensors that are not part of the step.
         if is_free or self._is_inferring_shapes:
             return result
 
@@ -393,13 +392,13 @@ class Counter(TorchDispatchMode):
         return result
 
     def _mark_fsdp_tensors(self, op: str, arguments: OperatorArguments) -> None:
-        """Mark the memory of unsharded parameters and gradients if FSDP has called the operator."""
+        """Mark the tensors of an FSDP operator `op` as unsharded parameters or gradients."""
         if op in FSDP_KINDS:
             tensors = _find_tensors(list(arguments.values()))
             self.mark(tensors, FSDP_KINDS[op], overwrite=False)
 
     def _count_work(self, signature: _Signature, arguments: OperatorArguments, result: Any) -> None:
-        """Log the collective or the kernel that an operator has launched, if there is one."""
+        """Log the collective or the kernel that an operator has launched, if any."""
         phase = self.location.phase
         collective = _collective_name(signature.name)
         if collective is not None:
@@ -414,8 +413,8 @@ class Counter(TorchDispatchMode):
         """Log the allocation of each new tensor in the result of an operator.
 
         The sum of two gradients is an exception. If nothing else uses the first gradient, autograd
-        adds the second one to it in place, but never with fake tensors. So wait: if the first
-        gradient is freed before the next operator runs, the sum takes over its memory.
+        adds the second one to it in place, but never with fake tensors. So do not log the sum yet:
+        if the first gradient is freed before the next operator runs, the sum reuses its memory.
         """
         if func is ADD and self._is_adding_gradients():
             first_gradient = args[0].untyped_storage()
@@ -435,7 +434,7 @@ class Counter(TorchDispatchMode):
             self._pending_sum = None
 
     def _is_adding_gradients(self) -> bool:
-        """Return whether the addition that runs now is autograd's sum of two gradients.
+        """Return whether the current addition is a sum of two gradients that autograd computes.
 
         In the backward phase, autograd adds with gradients disabled, while a recomputed forward
         pass runs with gradients enabled.
@@ -453,12 +452,12 @@ class Counter(TorchDispatchMode):
                 group = dist.ProcessGroup.unbox(value)
                 if group is not None:
                     return self._groups.get(group.group_name)
-        # The name of the group is the last string, after the name of a reduction, for example.
+        # The group name is the last string. Another string may precede it, such as a reduction.
         names = [value for value in args if isinstance(value, str)]
         return self._groups.get(names[-1])
 
     def _register_storage(self, tensor: Tensor) -> int:
-        """Log the allocation of a tensor's storage, unless the storage is registered already.
+        """Log the allocation of a tensor's storage, unless the storage is already registered.
 
         Returns:
             Index of the storage in `kinds`, `streams` and `_sizes`.
@@ -492,8 +491,8 @@ class Counter(TorchDispatchMode):
         number, _ = self._living.pop(identity)
         pending_sum = self._pending_sum
         if pending_sum is not None and pending_sum.first_storage == identity:
-            # The storage of the sum continues the freed one under the same number, because a real
-            # step adds in place; see `_count_allocations`.
+            # The storage of the sum gets the number of the freed storage, because a real step adds
+            # in place; see `_count_allocations`.
             self._pending_sum = None
             self._track(pending_sum.result.untyped_storage(), number)
         else:
@@ -515,8 +514,8 @@ class Counter(TorchDispatchMode):
 def _guess_kind(location: Location) -> str:
     """Guess the kind of new memory from the part of the step that allocates it.
 
-    Return "loss", "other" or "activations". Weights, gradients and optimizer state cannot be
-    guessed, and get their kind by `Counter.mark`.
+    Return "loss", "other" or "activations". All other kinds, such as "weights", cannot be guessed
+    and must be set with `Counter.mark`.
     """
     if location.phase == "forward" and location.name == "loss":
         return "loss"
@@ -529,7 +528,7 @@ _active_counters: list[Counter] = []
 
 
 def count_generated_kernel(num_bytes: int) -> None:
-    """Count a compiler-generated kernel in the active counter, if there is one.
+    """Count a compiler-generated kernel in each active counter.
 
     Args:
         num_bytes: Bytes that the kernel reads and writes.
@@ -558,8 +557,8 @@ class _Signature(NamedTuple):
             then needs no memory and no kernel.
         launches_kernel: Whether the operator launches a kernel, unlike `empty`, for example.
         returns_new: Whether the operator allocates a result.
-        accesses: Name of each argument -> how often its memory is accessed: 1 if it is read or
-            written, 2 if both.
+        accesses: How often the memory of each argument is accessed: 1 if it is read or written, 2
+            if both.
     """
 
     name: str
@@ -588,7 +587,7 @@ def _signature(func: Any) -> _Signature:
 
 @cache
 def _collective_name(operator: str) -> str | None:
-    """Return the collective that an operator performs, or None.
+    """Return the collective that an operator performs, or None if it performs none.
 
     For example, return "all_gather" for "c10d::_allgather_base_".
     """
@@ -617,7 +616,7 @@ def _describe_kernel(
 
 
 def _find_inputs(op: str, arguments: OperatorArguments) -> list[Tensor]:
-    """List the tensor arguments of an operator, but without the summand of a matmul.
+    """List the tensor arguments of an operator, except for the summand of a matmul.
 
     For example, the inputs of addmm(summand, a, b) are `a` and `b`.
     """
@@ -626,9 +625,9 @@ def _find_inputs(op: str, arguments: OperatorArguments) -> list[Tensor]:
 
 
 def _describe_dtype(inputs: Sequence[Tensor]) -> str:
-    """Return the dtype of the first floating-point input, or else of the first input.
+    """Return the dtype of the first floating-point input, such as "bfloat16".
 
-    For example, "bfloat16". Without inputs, return "float32".
+    If there is none, return the dtype of the first input. Without inputs, return "float32".
     """
     floating = [tensor for tensor in inputs if tensor.is_floating_point()]
     candidates = floating or inputs
@@ -652,11 +651,11 @@ def _count_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlops:
 
     Args:
         op: Operator without "aten::".
-        arguments: Name of each argument -> value.
+        arguments: Arguments of the operator by name.
     """
     if op in MATMULS:
         a, b, *_ = _find_inputs(op, arguments)
-        *rows, k = a.shape  # `bmm` has several dimensions of rows
+        *rows, k = a.shape  # `bmm` also has a batch dimension
         m = math.prod(rows)
         n = b.shape[-1]
         return (m, k, n), 2 * m * k * n
@@ -672,8 +671,8 @@ def _count_attention_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlo
     """Count the FLOPs of scaled dot-product attention or flex attention with a causal mask.
 
     Args:
-        op: Operator without "aten::", forward or backward.
-        arguments: Name of each argument -> value.
+        op: Forward or backward operator, without "aten::".
+        arguments: Arguments of the operator by name.
 
     Returns:
         (batch, heads, queries, keys, head_dim), and the number of FLOPs.
@@ -681,8 +680,8 @@ def _count_attention_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlo
     batch, heads, num_queries, head_dim = arguments["query"].shape
     num_keys = arguments["key"].shape[2]
     if op in FLEX_OPS:
-        # Context parallelism spreads the queries of a rank over the whole sequence. So they attend
-        # to as many keys, on average, as all queries of the sequence.
+        # Context parallelism spreads the queries of a rank over the whole sequence. On average,
+        # they therefore attend to as many keys as all queries of the sequence.
         window = int(arguments.get(FLEX_WINDOW) or num_keys)  # 0 means no window
         mean_visible_keys = _mean_visible_keys(num_keys, window)
     else:
@@ -697,12 +696,12 @@ def _count_attention_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlo
 def _count_varlen_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlops:
     """Count the FLOPs of variable-length attention.
 
-    The lengths of documents are unknown, because fake tensors have no values. So each sequence
+    Document lengths are unknown, because fake tensors have no values. Each sequence therefore
     counts as one document.
 
     Args:
-        op: Operator in `VARLEN_OPS`, forward or backward.
-        arguments: Name of each argument -> value.
+        op: Forward or backward operator, one of `VARLEN_OPS`.
+        arguments: Arguments of the operator by name.
 
     Returns:
         (batch, heads, queries, keys, head_dim), and the number of FLOPs.
@@ -716,11 +715,11 @@ def _count_varlen_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlops:
 
 
 def _mean_visible_keys(num_keys: int, window: int) -> Fraction:
-    """Return to how many keys a query of a sequence attends on average, with a causal mask.
+    """Return the average number of keys that a query attends to, with a causal mask.
 
-    Queries in the first window attend to half of a window on average, and all others to a whole
-    window. For example, with 8 keys and a window of 4, half of the queries attend to 2 keys, and
-    half to 4, so the mean is 3.
+    Queries in the first window attend to half a window on average, and all other queries to a whole
+    window. For example, with 8 keys and a window of 4, half of the queries attend to 2 keys on
+    average, and the other half to 4, so the mean is 3.
 
     Args:
         num_keys: Number of tokens in the sequence.
@@ -732,12 +731,12 @@ def _mean_visible_keys(num_keys: int, window: int) -> Fraction:
 
 
 def _attention_flops(op: str, shape: tuple[int, ...], mean_visible_keys: Fraction) -> int:
-    """Return the FLOPs of attention, without scores that the mask hides.
+    """Return the FLOPs of attention, excluding scores that are masked out.
 
     Args:
         op: Name of the operator, which contains "backward" for the backward pass.
         shape: (batch, heads, queries, keys, head_dim).
-        mean_visible_keys: Average number of keys to which a query attends.
+        mean_visible_keys: Average number of keys that a query attends to.
     """
     batch, heads, num_queries, _num_keys, head_dim = shape
     num_scores = batch * heads * num_queries * mean_visible_keys
@@ -749,7 +748,7 @@ def _attention_flops(op: str, shape: tuple[int, ...], mean_visible_keys: Fractio
 def plain_tensors(tensor: Any) -> Iterator[Tensor]:
     """Yield the plain tensors inside a tensor subclass, such as the local shard of a DTensor.
 
-    For a plain tensor, yield the tensor. For other values, yield nothing.
+    A plain tensor yields itself, and a value that is not a tensor yields nothing.
     """
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
@@ -759,7 +758,7 @@ def plain_tensors(tensor: Any) -> Iterator[Tensor]:
 
 
 def _find_tensors(value: Any) -> list[Tensor]:
-    """List the tensors in a value, which can be a tensor or nested lists and tuples.
+    """List the tensors in a tensor or in nested lists and tuples.
 
     Any other value contains no tensors.
     """
@@ -771,5 +770,5 @@ def _find_tensors(value: Any) -> list[Tensor]:
 
 
 def bytes_of(value: Any) -> int:
-    """Return the total bytes of all tensors in a value, which can be nested lists and tuples."""
+    """Return the total bytes of all tensors in a tensor or in nested lists and tuples."""
     return sum(tensor.numel() * tensor.element_size() for tensor in _find_tensors(value))

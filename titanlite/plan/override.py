@@ -1,4 +1,4 @@
-"""Temporarily replaces functions that a traced step calls."""
+"""Temporarily replace functions that a traced step calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 def override(owner: Any, **replacements: Any) -> Iterator[None]:
     """Replace attributes of a module, class or instance, and restore them when the context ends.
 
-    For example, `with override(torch, compile=imitation):`.
+    For example, `with override(torch, compile=imitation):` replaces `torch.compile`.
     """
     originals = {name: vars(owner)[name] for name in replacements if name in vars(owner)}
     for name, replacement in replacements.items():
@@ -23,4 +23,4 @@ def override(owner: Any, **replacements: Any) -> Iterator[None]:
             if name in originals:
                 setattr(owner, name, originals[name])
             else:
-                delattr(owner, name)  # it was inherited
+                delattr(owner, name)  # the original is inherited

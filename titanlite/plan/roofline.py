@@ -1,7 +1,7 @@
-"""Converts traces to a forecast: memory including overheads, and time by a roofline model.
+"""Convert traces to a forecast: memory including overheads, and time from a roofline model.
 
 Invariant: The efficiencies of kernels and links are constants of this module, each with its reason,
-and do not depend on the job. The forecast time is accurate to about a third. If you have the
+and do not depend on the job. The forecast time is accurate to within about a third. If you have the
 hardware, a short run is more accurate.
 """
 
@@ -30,38 +30,39 @@ from titanlite.plan.trace import RankTrace
 GPU_CONTEXT_BYTES = 512 * MIB
 GPU_GROUP_BYTES = 100 * MIB
 # Memory of Python, torch and gloo in a CPU process, including its share of the launcher and of the
-# data worker, and the share of tensor memory that heap fragmentation loses.
+# data worker, and the fraction of tensor memory that is lost to heap fragmentation.
 # docs/internals/performance.md has jobs with 370 to 490 MiB. Compiled jobs with a vocabulary of
 # 128,256 take up to 650 MiB more, for an unknown reason.
 CPU_PROCESS_BYTES = 520 * MIB
 CPU_FRAGMENTATION = 0.05
 
-# Shares of the peak FLOP/s that large matmuls reach. On an H100 and an A100, bfloat16 reaches about
-# 70% because the clock falls under full load until the power limit holds. An FP8 matmul draws as
-# much power and has half the time for its memory traffic, so it reaches less.
+# Fractions of the peak FLOP/s that large matmuls reach. On an H100 and an A100, bfloat16 reaches
+# about 70%, because the power limit lowers the clock under full load. An FP8 matmul draws as much
+# power and has half the time for its memory traffic, so it reaches less.
 MATMUL = {"float32": 0.85, "float8": 0.60, "bfloat16": 0.70}
 # Flex attention, which context parallelism uses, is a Triton kernel with the design of
-# FlashAttention 2. On Hopper GPUs that reaches 35% of the peak (https://arxiv.org/abs/2407.08608),
-# and flex attention reaches 90% of it forward and 85% backward
+# FlashAttention 2, which reaches 35% of the peak on Hopper GPUs (https://arxiv.org/abs/2407.08608).
+# Flex attention reaches 90% of its speed in the forward and 85% in the backward pass
 # (https://pytorch.org/blog/flexattention).
 FLEX = 0.31
 # The backward pass of attention is less efficient than the forward pass.
 ATTENTION_BACKWARD = 5 / 6
 BANDWIDTH = 0.80  # of peak memory bandwidth; a copy of large tensors reaches about 85%
-LINK = 0.75  # of peak link bandwidth; NCCL's rings carry 340 to 370 of the 450 GB/s of an H100
-# A ring collective uses about a tenth of the GPU's multiprocessors, which concurrent kernels then
-# lack.
+LINK = 0.75  # of peak link bandwidth; NCCL rings reach 340 to 370 of the 450 GB/s of an H100
+# Slowdown of kernels that overlap with a ring collective, which occupies about a tenth of the
+# multiprocessors of the GPU.
 OVERLAP_PRICE = 0.1
-# Async tensor parallelism hides traffic next to a matmul. That excludes gradients of the inputs of
-# several matmuls, which are added before they are reduced, and the first piece, so about half is
-# hidden.
+# Async tensor parallelism hides traffic behind an adjacent matmul. It cannot hide the first chunk,
+# nor the gradient of an input of several matmuls, which is summed before it is reduced. So about
+# half is hidden.
 ASYNC_HIDES = 0.5
-# Seconds in which a ring passes on its first piece to the next GPU of a node and to the next node,
-# from NCCL's model (src/graph/tuning.cc). `Gpu.latency_us` is the time to start the collective.
+# Seconds that a ring takes to pass its first chunk to the next GPU in a node (HOP) or in the next
+# node, from the NCCL tuning model (src/graph/tuning.cc). Starting the collective takes
+# `Gpu.latency_us`.
 HOP = 3.4e-6
 NETWORK_HOP = 14e-6
-# Seconds in which Python, autograd and the dispatcher launch a kernel. A GPU waits only if it is
-# faster.
+# Seconds that Python, autograd and the dispatcher take to launch a kernel. A GPU waits only if it
+# runs kernels faster than this.
 LAUNCH = 10e-6
 CPU_NETWORK_GB_PER_SECOND = 1.0
 CPU_COLLECTIVE_LATENCY_US = 300.0
@@ -70,7 +71,7 @@ CPU_COLLECTIVE_LATENCY_US = 300.0
 def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
     """Forecast the peak memory, step time and throughput of a run.
 
-    The rank with the highest peak determines the memory, and the slowest rank the step time.
+    The rank with the highest peak determines the memory, and the slowest rank determines the time.
 
     Args:
         run: The validated job and the number of ranks.
@@ -116,7 +117,7 @@ def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
 
 
 def measure_cpu() -> Gpu:
-    """Measure how fast this node's CPU multiplies matrices and copies memory.
+    """Measure how fast the CPU of this node multiplies matrices and copies memory.
 
     The result has the fields of a GPU, so that runs on CPUs can be planned like runs on GPUs.
     """
@@ -127,7 +128,7 @@ def measure_cpu() -> Gpu:
 
     matrix = torch.randn(768, 768)
     bf16_matrix = matrix.bfloat16()
-    tera_flops = 2 * 768**3 / 1e12  # of a matmul of two such matrices
+    tera_flops = 2 * 768**3 / 1e12  # FLOPs of one matmul / 10^12
     return Gpu(
         name=f"{format_count(num_cores, 'CPU core')} (one matmul and one copy, timed now)",
         cpu=True,
@@ -151,7 +152,7 @@ def _count_cores() -> int:
 
 
 def _measure_seconds(function: Callable[[], Tensor], num_threads: int) -> float:
-    """Return the shortest measured time of a function call."""
+    """Return the shortest measured time of a function call, in seconds."""
     timer = Timer("function()", globals={"function": function}, num_threads=num_threads)
     return min(timer.blocked_autorange(min_run_time=0.05).times)
 
@@ -160,7 +161,7 @@ def _estimate_overhead(run: Run, trace: RankTrace, gpu: Gpu) -> int:
     """Estimate the bytes of memory that a rank needs besides its tensors.
 
     On a GPU, these are the CUDA context, NCCL, and memory that the allocator reserves but does not
-    use. On a CPU, they are the process and fragmentation.
+    use. On a CPU, they are the memory of the process and fragmentation.
     """
     if gpu.cpu:
         return CPU_PROCESS_BYTES + int(CPU_FRAGMENTATION * trace.peak)
@@ -168,7 +169,7 @@ def _estimate_overhead(run: Run, trace: RankTrace, gpu: Gpu) -> int:
 
 
 def bytes_outside_allocator(run: Run) -> int:
-    """Estimate the bytes of GPU memory that the CUDA context and NCCL take.
+    """Estimate the bytes of GPU memory that the CUDA context and NCCL use.
 
     The caching allocator of torch does not manage this memory.
     """
@@ -181,7 +182,7 @@ class _StepTime:
     """Estimated time of a training step on one rank, in seconds.
 
     Attributes:
-        parts: Category, such as "matmuls" -> seconds.
+        parts: Seconds by category, such as "matmuls".
         hidden: Seconds of communication that overlap with kernels, and do not lengthen the step.
     """
 
@@ -196,7 +197,7 @@ class _StepTime:
 def _time_step(run: Run, trace: RankTrace, gpu: Gpu) -> _StepTime:
     """Estimate the time of a training step on one rank.
 
-    The time in which a pipeline rank waits for other ranks (the bubble) is not included.
+    This excludes the pipeline bubble, in which a pipeline rank waits for other ranks.
     """
     time = _StepTime(defaultdict(float))
     for phase in ("forward", "backward", "optimizer"):
@@ -227,7 +228,7 @@ def _add_phase(time: _StepTime, phase: str, work: Iterable[Work], run: Run, gpu:
     compute = 0.0  # seconds of kernels
     launches = 0.0  # seconds in which the CPU launches these kernels
     overlapping = 0.0  # seconds of collectives that can run at the same time as kernels
-    exposed = 0.0  # part of them for which the kernels wait: first all-gather, last reduce-scatter
+    exposed = 0.0  # part of them that kernels wait for: the first all-gather, last reduce-scatter
     can_overlap = phase != "optimizer" and not gpu.cpu
     is_async = run.job.parallelism.enable_async_tensor_parallel
     for item in work:
@@ -294,7 +295,7 @@ def _attention_seconds(work: Work, gpu: Gpu) -> float:
 
 
 def _matmul_seconds(work: Work, gpu: Gpu) -> float:
-    """Estimate the seconds that matmuls take if only their FLOPs limit them."""
+    """Estimate the seconds that matmuls take if they are limited only by FLOPs."""
     if work.dtype.startswith("float8") and gpu.fp8:
         flops_per_second = gpu.fp8 * 1e12 * MATMUL["float8"]
     elif work.dtype == "float32":
@@ -308,8 +309,8 @@ def _time_collectives(work: Work, group: Group, gpu: Gpu) -> float:
     """Estimate the total seconds of several collectives, or of sends between two pipeline ranks.
 
     Args:
-        work: Number of the collectives, and their total bytes.
-        group: Process group that they use.
+        work: Number of collectives and their total bytes.
+        group: Process group of the collectives.
         gpu: Specification of the GPU of each rank, or of one rank's share of a CPU.
     """
     if group.size == 1:
@@ -335,7 +336,7 @@ def _time_ring(work: Work, num_ranks: int, num_nodes: int, gpu: Gpu) -> float:
     For example, 16 ranks on 2 nodes gather a tensor. Each link within a node carries the 15/16 that
     its rank lacks. Over the network, a node receives the half that it lacks, or 1/16 per rank.
     """
-    # Links and network work at the same time, so the slower one determines the time.
+    # Links and network transfer data at the same time, so the slower one determines the time.
     link_share = (num_ranks - 1) / num_ranks
     network_share = (num_nodes - 1) / num_ranks
     seconds_per_gigabyte = max(link_share / gpu.link, network_share / gpu.network)
@@ -350,9 +351,9 @@ def _time_transfers(work: Work, seconds_per_gigabyte: float, latency: float) -> 
     """Estimate the total seconds of several transfers over a link.
 
     Args:
-        work: Number of the transfers, and their total bytes.
-        seconds_per_gigabyte: Seconds at the peak bandwidth. Real transfers reach `LINK`, a
-            constant fraction, of this bandwidth.
+        work: Number of transfers and their total bytes.
+        seconds_per_gigabyte: Seconds at the peak bandwidth. Real transfers reach only a fraction
+            of this bandwidth, the constant `LINK`.
         latency: Seconds to start one transfer.
     """
     return work.bytes * seconds_per_gigabyte / (LINK * 1e9) + work.count * latency
@@ -362,9 +363,9 @@ def _bubble_share(run: Run) -> float:
     """Estimate the idle time of a pipeline rank, relative to the busy time of the other ranks.
 
     For p ranks, v stages per rank and m microbatches, it is (p - 1) / (v m)
-    (https://arxiv.org/abs/2104.04473). Zero-bubble schedules delay the gradients of weights to fill
-    two thirds of the idle time (https://arxiv.org/abs/2401.10241). The V-shaped zero-bubble
-    schedule fills all of it if there are at least 2 p microbatches.
+    (https://arxiv.org/abs/2104.04473). Zero-bubble schedules delay weight gradients to fill two
+    thirds of the idle time (https://arxiv.org/abs/2401.10241). The V-shaped zero-bubble schedule
+    fills all of it if there are at least 2 p microbatches.
     """
     num_ranks = run.degrees.pipeline
     schedule = run.job.parallelism.pipeline_parallel_schedule
@@ -378,12 +379,10 @@ def _bubble_share(run: Run) -> float:
 
 
 def _add_bubble(times: Mapping[int, _StepTime], share: float) -> None:
-    """Lengthen the step of each pipeline rank by its idle time, the pipeline bubble.
-
-    A rank is idle while it waits for other ranks.
+    """Add the pipeline bubble, in which a rank waits for other ranks, to the time of each rank.
 
     Args:
-        times: Rank -> time of its step, modified in place.
+        times: Step time of each traced rank, modified in place.
         share: Idle time of a rank, relative to the mean busy time of the other ranks.
     """
     busy = {rank: time.total() - time.parts["optimizer"] for rank, time in times.items()}

@@ -1,6 +1,7 @@
-"""Simulates a GPU and the other ranks, so that the trainer's code runs on fake CPU tensors.
+"""Simulate a GPU and the other ranks, so that the trainer runs on fake CPU tensors.
 
-This module lists everything that a trace replaces in torch and titanlite, except for the compiler.
+This module replaces functions of torch and titanlite that need a GPU or other ranks. The module
+`titanlite.plan.compiled` replaces the compiler.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from titanlite.optim import losses
 from titanlite.parallel import activation_checkpoint, forward_backward
 from titanlite.plan.override import override
 
-# Flash attention has the memory and work of flex attention, and represents it in a trace.
+# In a trace, flash attention replaces flex attention, because both need the same memory and work.
 FLEX_REPLACEMENT = torch.ops.aten._scaled_dot_product_flash_attention
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """RMSNorm with the memory and the traffic of the fused GPU kernels, but with wrong values.
+    """RMSNorm with the memory and traffic of the fused GPU kernels, but with wrong values.
 
-    Values do not matter, because a trace has only fake tensors. The RMSNorm of a CPU would consist
-    of many operators on fp32 tensors.
+    Values do not matter, because a trace has only fake tensors. On a CPU, the usual RMSNorm would
+    run many operators on fp32 tensors.
     """
 
     @staticmethod
@@ -58,16 +59,16 @@ def _cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Ten
 
 
 def _flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: tuple[int], **_: Any) -> Tensor:
-    """Run flash attention in place of flex attention, to simulate its memory and work.
+    """Run flash attention to simulate the memory and work of flex attention.
 
     Both save and return tensors of the same sizes. Flash attention has no sliding window, so pass
-    the window as `scale`, where the counter of FLOPs reads it. Values do not matter in a trace.
+    the window as `scale`, where the FLOP counter reads it. Values do not matter in a trace.
 
     Args:
         q: Queries.
         k: Keys.
         v: Values.
-        block_mask: Result of `_small_mask`: the sliding window in tokens, as its only item.
+        block_mask: Result of `_small_mask`. Its only item is the sliding window in tokens.
     """
     (window,) = block_mask
     return FLEX_REPLACEMENT(q, k, v, 0.0, True, scale=window)[0]
@@ -76,7 +77,7 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: tuple[int], **_
 def _rms_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """Replace `F.rms_norm` by operators that access as much memory as the GPU kernel.
+    """Replace `F.rms_norm` with operators that access as much memory as the GPU kernel.
 
     On a CPU, `F.rms_norm` would run many operators, each with its own memory traffic.
     """
@@ -86,7 +87,7 @@ def _rms_norm(
 
 
 def _small_mask(*args: Any) -> tuple[int]:
-    """Return (sliding window,) in place of a block mask of flex attention.
+    """Return a tuple with the sliding window, in place of a block mask for flex attention.
 
     The memory of a block mask is negligible, so a trace does not need a real one.
 
@@ -97,7 +98,7 @@ def _small_mask(*args: Any) -> tuple[int]:
 
 
 def _allocate_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate the results of the torchao kernel that quantizes blocks of 32 columns.
+    """Allocate the results of the torchao kernel that quantizes blocks of 32 values in a row.
 
     Args:
         x: Tensor of shape (M, K).
@@ -111,7 +112,7 @@ def _allocate_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _allocate_columns(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate the results of the torchao kernel that quantizes blocks of 32 rows.
+    """Allocate the results of the torchao kernel that quantizes blocks of 32 values in a column.
 
     Args:
         x: Tensor of shape (M, K).
@@ -124,8 +125,8 @@ def _allocate_columns(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-# A trace counts each operator as one kernel. Its tensors are fake, so that the operator and its
-# function of shapes are the same.
+# A trace counts each of these operators as one kernel. Because tensors are fake in a trace, the
+# implementation of an operator is also its fake implementation.
 _cast_rows = torch.library.custom_op(
     "titanlite::cast_rows_to_mxfp8", _allocate_rows, mutates_args=()
 )
@@ -170,20 +171,20 @@ def _shard_column_cast(_x: Any) -> list[Sharding]:
 def simulate_mxfp8() -> Iterator[None]:
     """Replace the torchao kernels that quantize to MXFP8, so that a trace needs no Blackwell GPU.
 
-    torchao quantizes blocks of a row with a Triton kernel, and blocks of a column with a CUDA
-    kernel. The replacements only allocate the results: the quantized values and their scales.
+    torchao quantizes blocks within a row with a Triton kernel, and blocks within a column with a
+    CUDA kernel. The replacements only allocate the results: the quantized values and their scales.
     """
     from torchao.prototype.mx_formats import kernels, mx_tensor
 
     def quantize_rows(x: Tensor, **_options: Any) -> tuple[Tensor, Tensor]:
         return _cast_rows(x)
 
-    # The CUDA kernel has results for rows as well, but torchao does not request them.
+    # The CUDA kernel can also return results for rows, but torchao does not request them.
     def quantize_columns(x: Tensor, **_options: Any) -> tuple[None, Tensor, None, Tensor]:
         values, scales = _cast_columns(x)
         return None, values, None, scales  # row values, column values, row scales, column scales
 
-    # Replace each function in the module from which torchao gets it when it quantizes a tensor.
+    # Replace each function in the module where torchao looks it up when it quantizes a tensor.
     with (
         override(mx_tensor, triton_to_mxfp8_dim0=quantize_rows),
         override(kernels, mxfp8_quantize_cuda=quantize_columns),
@@ -195,7 +196,7 @@ def simulate_mxfp8() -> Iterator[None]:
 def simulate_gpu() -> Iterator[None]:
     """Let CPU tensors take the code path of GPU tensors within this context, to plan GPU memory.
 
-    RMSNorm and causal attention call operators that need the same memory as the GPU kernels.
+    RMSNorm and attention call operators that need the same memory as the GPU kernels.
     """
     with (
         override(Tensor, is_cuda=property(lambda _: True)),  # selects the branches for a GPU
@@ -208,9 +209,9 @@ def simulate_gpu() -> Iterator[None]:
 
 @contextmanager
 def _simulate_flex_attention() -> Iterator[None]:
-    """Replace flex attention and its block masks by flash attention within this context."""
-    # Selective activation checkpointing saves the result of flash attention, but recomputes flex
-    # attention.
+    """Replace flex attention with flash attention, which needs no block masks."""
+    # Selective activation checkpointing saves the result of flash attention but recomputes flex
+    # attention. Also recompute the flash attention that replaces it.
     saved_ops = activation_checkpoint.ALWAYS_SAVED - {FLEX_REPLACEMENT.default}
     with (
         override(attention, flex_function=lambda _: _flex_attention),
@@ -224,8 +225,8 @@ def _simulate_flex_attention() -> Iterator[None]:
 def simulate_ranks(world_size: int, rank: int) -> Iterator[None]:
     """Let this process run as a rank of a large job within this context.
 
-    Collectives return immediately, without other ranks. As in training, the garbage collector of
-    Python is disabled. On exit, it is enabled, and the simulated process group is destroyed.
+    Collectives return immediately, without other ranks. As in training, the Python garbage
+    collector is disabled. On exit, it is enabled, and the simulated process group is destroyed.
     """
     assert not dist.is_initialized()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -236,15 +237,16 @@ def simulate_ranks(world_size: int, rank: int) -> Iterator[None]:
     finally:
         gc.enable()
         dist.destroy_process_group()
-        # The cache of DTensor contains meshes with the names of their process groups. Meshes of the
-        # next trace compare equal to these, so DTensor would use them and fail to find the groups.
+        # The DTensor cache contains meshes with the names of their process groups. Meshes of the
+        # next trace compare equal to them, so DTensor would use the old names and fail to find the
+        # groups.
         _clear_sharding_prop_cache()
 
 
 def disable_profiler_ranges() -> AbstractContextManager[None]:
     """Return a context in which `record_function` does nothing.
 
-    The trainer names the parts of a step for the profiler with it, which takes 6% of the time of a
+    The trainer uses it to label the parts of a step in a profile, which takes 6% of the time of a
     trace.
     """
     return override(record_function, __enter__=lambda self: self, __exit__=lambda *_: None)

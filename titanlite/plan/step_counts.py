@@ -1,4 +1,4 @@
-"""Runs a training step under a `Counter` and adds up its memory and work.
+"""Run a training step under a `Counter` and add up its memory and work.
 
 Microbatches are alike, so only some of them run, and the counts of one are repeated for the others.
 """
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
 DEVICE = torch.device("cpu")  # torch without CUDA cannot run a backward pass on fake CUDA tensors
 MIN_MICROBATCHES = 6  # a pipeline with fewer microbatches runs all of them
-OFFLOAD_STREAM = -1  # stream of FSDP2 in which gradients wait for their copy to the CPU
+OFFLOAD_STREAM = -1  # FSDP2 stream in which gradients wait to be copied to the CPU
 
-# Methods of a pipeline stage -> phase
+# Method of a pipeline stage -> phase of the training step
 PIPELINE_ACTIONS = {
     "forward_one_chunk": "forward",
     "backward_one_chunk": "backward",
@@ -62,9 +62,9 @@ PIPELINE_ACTIONS = {
 # Methods of a pipeline stage that torch calls between an action and its communication. In torch
 # 2.15 they allocate the tensors to receive.
 PIPELINE_RECEIVES = ("get_fwd_recv_ops", "get_bwd_recv_ops")
-# Replacements for the methods of a pipeline stage in which ranks exchange messages before the first
-# step, to vote on whether they have the shapes of the tensors to receive. torch reads the result as
-# a tensor: `vote.item()` is 1 if all ranks agree.
+# Replacements for the methods of a pipeline stage with which ranks vote, before the first step, on
+# whether they know the shapes of the tensors to receive. torch reads the result as a tensor:
+# `vote.item()` is 1 if all ranks agree.
 UNANIMOUS_SHAPE_VOTE: dict[str, Callable[..., Any]] = {
     "_warmup_forward_vote": lambda *_, **__: None,
     "_warmup_backward_result": lambda *_, **__: SimpleNamespace(item=lambda: 1),
@@ -75,10 +75,11 @@ class StepCounts(NamedTuple):
     """Memory and work of one training step on one rank.
 
     Attributes:
-        peaks: Location in the step -> bytes of each of `KINDS` when GPU memory peaks there.
+        peaks: For each location in the step, the bytes of each of `KINDS` when GPU memory is at its
+            peak there.
         offloaded_peak: Peak bytes of CPU memory that CPU offload uses.
-        stream_peaks: (CUDA stream, location) -> peak bytes of GPU memory allocated in the stream.
-        work: Kind of work (`Work.kind`) -> number of calls, FLOPs and bytes.
+        stream_peaks: Peak bytes of GPU memory by (CUDA stream, location).
+        work: Number of calls, FLOPs and bytes of each kind of work (`Work.kind`).
         reserved: Bytes that the caching allocator of a GPU reserves, or None if its allocations
             were not simulated: with pipeline parallelism, or if not all blocks ran.
     """
@@ -97,17 +98,18 @@ def count_step(
     train_step: TrainStep,
     run_all_microbatches: bool = False,
 ) -> StepCounts:
-    """Run two training steps, and count the memory and work of the second one.
+    """Run two training steps and count the memory and work of the second one.
 
-    The first step only allocates what persists, such as optimizer state. Similar microbatches are
-    skipped: the counts of one that runs are repeated for them. Tensors may be real or fake.
+    The first step only allocates memory that persists, such as optimizer state. Similar
+    microbatches are skipped, and the counts of a microbatch that runs are repeated for them.
+    Tensors may be real or fake.
 
     Args:
         run: The validated job and the number of ranks.
         mesh: Layout of the ranks.
         sharded: This rank's part of the model.
         train_step: Training step of the model.
-        run_all_microbatches: Skip no microbatches.
+        run_all_microbatches: Do not skip any microbatches.
     """
     counter = Counter(_describe_groups(mesh))
     allocator = CachingAllocator()
@@ -127,8 +129,8 @@ def count_step(
     stream_peaks = _find_stream_peaks(counter)
     if run.job.training.enable_cpu_offload:
         # The counter counts all gradients as CPU memory. However, FSDP2 computes each gradient on
-        # the GPU, and copies them to the CPU one at a time. So the largest needs GPU memory, as
-        # much as its parameter.
+        # the GPU and copies them to the CPU one at a time. So the largest gradient also needs GPU
+        # memory, as much as its parameter.
         parameters = train_step.model.parameters()
         num_bytes = max(local_shard(parameter).nbytes for parameter in parameters)
         stream_peaks[OFFLOAD_STREAM, Location("backward", "end")] = num_bytes
@@ -151,7 +153,7 @@ def _run_steps(
     train_step: TrainStep,
     skipped: range,
 ) -> None:
-    """Run two training steps on tokens of 0, so that `counter` holds the log of the second one.
+    """Run two training steps on blank tokens, so that `counter` holds the log of the second one.
 
     Args:
         counter: Counter that is watching.
@@ -183,7 +185,7 @@ def _run_steps(
                 train_step(microbatches, 1, learning_rate, hooks)
         return
 
-    # The first step needs only one microbatch to allocate what persists.
+    # The first step needs only one microbatch to allocate memory that persists.
     remaining = [microbatch for i, microbatch in enumerate(microbatches) if i not in skipped]
     for microbatches_now in (microbatches[-1:], remaining):
         counter.begin()
@@ -194,9 +196,9 @@ def _run_steps(
 def _skippable_microbatches(run: Run) -> range:
     """Return the indices of microbatches that need not run, because they repeat an earlier one.
 
-    The first two microbatches (three with a pipeline) and the last one always run, because a part
-    of the memory of a microbatch is freed while the next one runs. For example, of the microbatches
-    0 to 7 without a pipeline, 2 to 6 can be skipped. Return an empty range if all must run.
+    The first two microbatches (three with a pipeline) and the last one always run, because some
+    memory of a microbatch is freed only while the next one runs. For example, without a pipeline,
+    the microbatches 2 to 6 of 0 to 7 can be skipped. Return an empty range if all must run.
     """
     if run.degrees.pipeline == 1:
         return range(2, run.microbatches - 1)
@@ -206,13 +208,13 @@ def _skippable_microbatches(run: Run) -> range:
 
 
 def _has_equal_microbatches(run: Run) -> bool:
-    """Return whether all microbatches of a pipeline take the same memory in a given stage."""
+    """Return whether all microbatches use the same amount of memory in a given pipeline stage."""
     # In a V-shaped schedule, stages on one rank hand their results to each other.
     is_v_shaped = run.job.parallelism.pipeline_parallel_schedule in V_SHAPED
     # With many stages on a rank, torch unshards and reshards some while others run.
     has_many_stages = len(run.stages) > 3 * run.degrees.pipeline
     # If stages reshard after each forward pass, a backward pass gathers its weights unless it
-    # directly follows another one.
+    # directly follows another backward pass.
     reshards = run.job.parallelism.fsdp_reshard_after_forward == "always"
     return not (is_v_shaped or has_many_stages or reshards)
 
@@ -221,7 +223,7 @@ def _describe_groups(mesh: Mesh) -> dict[str, Group]:
     """Describe all process groups of a mesh.
 
     Returns:
-        Name of the group in torch -> its mesh dimension, size and span.
+        Mesh dimension, size and span of each group, by group name in torch.
     """
     groups = {
         "stage": mesh.stage_group,
@@ -249,7 +251,7 @@ def _add_up_work(log: Iterable[LogEntry]) -> dict[Work, np.ndarray]:
     """Add up the work in a part of the log of a step.
 
     Returns:
-        Kind of work (`Work.kind`) -> number of calls, FLOPs and bytes.
+        Number of calls, FLOPs and bytes of each kind of work (`Work.kind`).
     """
     totals: dict[Work, np.ndarray] = {}
     for _location, entry in log:
@@ -262,7 +264,7 @@ def _find_peaks(counter: Counter) -> dict[Location, np.ndarray]:
     """Find the peak of the GPU memory at each location, such as the forward pass of the blocks.
 
     Returns:
-        Location -> bytes of each of `KINDS` when GPU memory is at its peak there.
+        For each location, the bytes of each of `KINDS` when GPU memory is at its peak there.
     """
     allocated = dict.fromkeys(ALL_KINDS, 0)
     peak_bytes = defaultdict[Location, int](int)
@@ -293,7 +295,7 @@ def _find_stream_peaks(counter: Counter) -> dict[tuple[int, Location], int]:
     """Find the peak of the GPU memory in each CUDA stream, at each location of a step.
 
     Returns:
-        (stream, location) -> largest number of bytes that were allocated in this stream.
+        Largest number of bytes that were allocated in a stream, by (stream, location).
     """
     allocated = defaultdict[int, int](int)
     peaks = defaultdict[tuple[int, Location], int](int)
@@ -316,7 +318,7 @@ def _replay_allocations(counter: Counter, allocator: CachingAllocator) -> None:
         storage, num_bytes = entry
         if counter.kinds[storage] == OFFLOADED:
             continue
-        # The log starts with existing storages. The previous step has allocated most of them.
+        # The log starts with existing storages. Most of them were allocated in the previous step.
         is_allocated = location == START and allocator.holds(storage)
         if num_bytes < 0:
             allocator.free(storage)
@@ -325,10 +327,10 @@ def _replay_allocations(counter: Counter, allocator: CachingAllocator) -> None:
 
 
 class StepFollower(Hook):
-    """Hook that keeps a `Counter` informed about the parts of the training step.
+    """Hook that keeps track of the current part of the training step for a `Counter`.
 
-    It sets the location in the step, and marks the memory of weights, gradients and optimizer
-    state. The hook changes no tensor, and keeps none alive.
+    It sets the location in the step and marks the memory of weights, gradients and optimizer state.
+    The hook neither changes tensors nor keeps them alive.
 
     Attributes:
         state_kind: Kind of memory of the optimizer state.
@@ -337,13 +339,14 @@ class StepFollower(Hook):
     def __init__(
         self, counter: Counter, sharded: ShardedModel, train_step: TrainStep, run: Run
     ) -> None:
-        """Set the memory kind of weights and optimizer state, and register hooks in the model."""
+        """Mark the memory of weights and optimizer state, and register hooks in the model."""
         self._counter = counter
         self._train_step = train_step
         is_offloaded = run.job.training.enable_cpu_offload
         self._gradient_kind = OFFLOADED if is_offloaded else "gradients"
         self.state_kind = OFFLOADED if is_offloaded else "optimizer state"
-        # Before FP8 weights get scales, which torchao compares.
+        # Mark weights before they get FP8 scales. torchao would then read the value of the scale,
+        # which a fake tensor does not have.
         counter.mark(train_step.model.parameters(), OFFLOADED if is_offloaded else "weights")
         self._mark_state()
         for stage, module in sharded.stages.items():
@@ -353,7 +356,7 @@ class StepFollower(Hook):
             _add_offloaded_gradient_hooks(counter, train_step.model.parameters())
 
     def gradients(self, step: int) -> None:
-        """Set the memory kind of the gradients, and the location to "gradient norm".
+        """Mark the memory of the gradients, and set the location to "gradient norm".
 
         The trainer calls this before it clips the gradients.
         """
@@ -366,12 +369,12 @@ class StepFollower(Hook):
         self._counter.location = Location("optimizer", "optimizer")
 
     def updated(self, step: int) -> None:
-        """Set the memory kind of new optimizer state, and the location to "end"."""
+        """Mark the memory of new optimizer state, and set the location to "end"."""
         self._mark_state()
         self._counter.location = Location("optimizer", "end")
 
     def _mark_state(self) -> None:
-        """Set the memory kind of all optimizer state that exists now."""
+        """Mark the memory of all current optimizer state."""
         for state in self._train_step.optimizer.state.values():
             self._counter.mark(state.values(), self.state_kind)
 
@@ -379,9 +382,9 @@ class StepFollower(Hook):
 def _add_stage_hooks(counter: Counter, stage: int, module: Llama) -> None:
     """Register hooks in the model so that memory and work are counted separately for its parts.
 
-    When the model starts a forward pass, a hook notes the position in the log. When the embedding,
-    a block or the final norm starts its forward or backward pass, a hook sets the location. Other
-    hooks mark unsharded parameters and gradients.
+    When the model starts a forward pass, a hook records the position in the log. When the
+    embedding, a block or the final norm starts its forward or backward pass, a hook sets the
+    location. Other hooks mark unsharded parameters and gradients.
 
     Args:
         counter: Counter of the step.
@@ -391,7 +394,7 @@ def _add_stage_hooks(counter: Counter, stage: int, module: Llama) -> None:
 
     def start_forward(*_: Any) -> None:
         counter.forward_starts.append(len(counter.log))
-        # This location applies outside of the parts below, which set their location themselves.
+        # This location applies outside of the parts below, which have other locations.
         counter.location = Location("forward", "forward", stage)
 
     module.register_forward_pre_hook(start_forward, prepend=True)
@@ -399,10 +402,10 @@ def _add_stage_hooks(counter: Counter, stage: int, module: Llama) -> None:
     blocks = [("block", block) for block in module.layers.values()]
     parts = [("embedding", module.tok_embeddings), *blocks, ("norm", module.norm)]
     for name, part in parts:
-        if part is not None:  # else it belongs to another stage
+        if part is not None:  # otherwise, it belongs to another stage
             _add_location_hooks(counter, part, Location("forward", name, stage))
             _add_parameter_hooks(counter, part)
-    # The loss function calls the output layer, so the location of its work is the loss.
+    # The loss function calls the output layer, so its work is counted at the location "loss".
     if module.output is not None:
         _add_parameter_hooks(counter, module.output)
 
@@ -472,7 +475,7 @@ def _add_backward_hook(counter: Counter, result: Tensor, location: Location) -> 
 def _wrap_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> None:
     """Wrap the loss function of a training step, so that its memory and work count as "loss".
 
-    A function has no hooks, so replace it by one that sets the location of the counter.
+    A function has no hooks, so replace it with one that sets the location of the counter.
 
     Args:
         counter: Counter of the step.
@@ -486,7 +489,7 @@ def _wrap_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> None
     def compute_loss_at_location(
         hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor
     ) -> Tensor:
-        counter.mark([scale], "loss")  # allocated at an earlier location, as activations
+        counter.mark([scale], "loss")  # was allocated earlier and counted as activations
         counter.location = loss_location
         loss = compute_loss(hidden, weight, labels, scale)
         _add_backward_hook(counter, loss, loss_location)
@@ -499,7 +502,7 @@ def _wrap_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> None
 
 
 def _add_offloaded_gradient_hooks(counter: Counter, parameters: Iterable[nn.Parameter]) -> None:
-    """Register hooks that mark the gradients of each microbatch, which CPU offload adds up.
+    """Register hooks that mark the gradients of each microbatch as offloaded to the CPU.
 
     Args:
         counter: Counter of the step.
@@ -520,7 +523,7 @@ def _skip_microbatches(
     """Let pipeline stages skip some microbatches within this context.
 
     A skipped microbatch computes nothing. Instead, the log entries of an earlier microbatch are
-    appended to the log again.
+    appended to the log of the counter again.
 
     Args:
         counter: Counter of the step.
@@ -536,9 +539,9 @@ def _skip_microbatches(
 
 @dataclass
 class _MicrobatchSkipper:
-    """Replaces methods of pipeline stages, to skip some microbatches.
+    """Replaces methods of pipeline stages to skip some microbatches.
 
-    A replacement calls the original method, and the counter records what it logs. For a skipped
+    A replacement calls the original method, and the counter records the log entries. For a skipped
     microbatch, the replacement appends the latest recording to the log instead. So the log has the
     memory and work of all microbatches, although only some of them run.
 
@@ -554,8 +557,8 @@ class _MicrobatchSkipper:
     last_loss: Tensor
 
     def list_replacements(self, stage: PipelineStage) -> dict[str, Any]:
-        """Return the name of each method to replace -> the function that replaces it."""
-        replacements = dict(UNANIMOUS_SHAPE_VOTE)  # the other ranks do not exist, so none can vote
+        """Return a mapping from the names of methods to their replacement functions."""
+        replacements = dict(UNANIMOUS_SHAPE_VOTE)  # other ranks do not exist, so they cannot vote
         for name in PIPELINE_ACTIONS:
             replacements[name] = partial(self._run_action, stage, name, getattr(stage, name))
         for name in PIPELINE_RECEIVES:
@@ -573,9 +576,9 @@ class _MicrobatchSkipper:
     ) -> Any:
         """Compute or send a microbatch, unless it is skipped.
 
-        The counter records the memory and work of the method, and of all operators until the next
-        action, such as the communication. For a skipped microbatch, it logs the latest recording of
-        the method again.
+        The counter records the memory and work of the method and of all operators until the next
+        action, such as communication. For a skipped microbatch, it logs the latest recording of the
+        method again.
 
         Args:
             stage: The pipeline stage.
@@ -599,7 +602,7 @@ class _MicrobatchSkipper:
         return result
 
     def _choose_skipped_result(self, stage: PipelineStage, name: str) -> Any:
-        """Return a result that torch accepts from a method that was skipped.
+        """Return a result that torch accepts in place of the result of a skipped method.
 
         Args:
             stage: The pipeline stage.
@@ -617,7 +620,7 @@ class _MicrobatchSkipper:
         """List the receive operations of a microbatch, unless it is skipped.
 
         The method may allocate the tensors to receive. The counter records these allocations. For a
-        skipped microbatch, it logs the latest ones again.
+        skipped microbatch, it logs the latest recording again.
 
         Args:
             stage: The pipeline stage.

@@ -1,6 +1,6 @@
-"""Traces one optimizer step of the trainer on fake tensors, which have shapes but no data.
+"""Trace one optimizer step of the trainer on fake tensors, which have shapes but no data.
 
-Invariant: The traced code is the trainer's own, from `build_mesh` to the optimizer. Blocks are
+Invariant: The traced code is the code that trains, from `build_mesh` to the optimizer. Blocks are
 alike, so only a few of them run, and the counts are extrapolated to all blocks.
 """
 
@@ -35,13 +35,13 @@ from titanlite.plan.simulate import (
 from titanlite.plan.step_counts import DEVICE, StepCounts, count_step
 from titanlite.train.step import TrainStep
 
-# Fragmentation loses about as much memory as the largest tensors take, such as the gradient of the
-# output matrix. In a small model that can be 10% of the memory, so all blocks of a small model run
-# and their allocations are replayed. For larger models a constant share is accurate enough.
+# Fragmentation wastes about as much memory as the largest tensors use, such as the gradient of the
+# output matrix. In a small model, that can be 10% of the memory, so all blocks of a small model run
+# and their allocations are replayed. For larger models, a constant fraction is accurate enough.
 MAX_REPLAYED_BLOCKS = 40
 FRAGMENTATION = 0.01
-# A model is small if its blocks have fewer parameters than this number of minimal FSDP groups. This
-# is the limit of `fsdp._should_reshard`.
+# A model is small if its blocks have fewer parameters than this many FSDP groups of minimum size.
+# `fsdp._should_reshard` uses the same limit.
 SMALL_MODEL_GROUPS = 16
 
 
@@ -50,10 +50,10 @@ class RankTrace:
     """Memory and work of one optimizer step on one rank, independent of the speed of any hardware.
 
     Attributes:
-        rank: The rank, which represents all ranks with the same pipeline stages.
+        rank: The traced rank, which represents all ranks with similar pipeline stages.
         peak: Peak GPU memory in bytes.
         moment: Part of the step with the peak, such as "backward of a block" or "optimizer".
-        kinds: Kind of memory -> bytes at the peak.
+        kinds: Bytes of each kind of memory, such as "weights", at the peak.
         cpu_peak: Peak CPU memory in bytes that CPU offload uses for weights, gradients and
             optimizer state.
         work: All kernels and collectives.
@@ -85,8 +85,8 @@ def trace_run(
         run: The validated job and the number of ranks. Neither data nor GPUs are needed.
         gpu: The GPU of each rank. None means a CPU.
         map_function: `map`, or the `map` method of a process pool to trace in parallel.
-        whole: Run all blocks and microbatches on all pipeline ranks. The result is the same, but
-            takes longer.
+        whole: Run all blocks and microbatches on all pipeline ranks. This gives the same counts,
+            but takes longer.
 
     Returns:
         One trace per kind of pipeline rank.
@@ -108,13 +108,13 @@ def trace_run(
     if run.job.model.uses_document_bounds:
         importlib.import_module("torch.nn.attention.varlen")  # as `attention_kernels` does
 
-    # Choose the blocks to run. A small model on a GPU runs all; see `MAX_REPLAYED_BLOCKS`.
+    # Choose the blocks to run: all blocks of a small model on a GPU; see `MAX_REPLAYED_BLOCKS`.
     is_small = run.degrees.pipeline == 1 and run.arch.n_layers <= MAX_REPLAYED_BLOCKS
     runs_all_blocks = whole or (on_gpu and is_small)
     num_removed = 0 if runs_all_blocks else _count_removable_blocks(run)
 
-    # Count the work of each rank in a short model, and again in a model with one block more. The
-    # difference is the cost of one block.
+    # Count the work of each rank in a short model, and again in a model with one more block in each
+    # pipeline stage. The difference is the cost of these blocks.
     ranks = _choose_ranks(run, whole)
     short_run = _remove_blocks(run, num_removed)
     tasks = [(short_run, rank, on_gpu, has_float8, whole) for rank in ranks]
@@ -136,8 +136,8 @@ def trace_run(
 def _choose_ranks(run: Run, whole: bool) -> list[int]:
     """Choose the ranks to trace: the first pipeline rank of each kind.
 
-    Pipeline ranks are of the same kind if their stages are alike. The first one of a kind holds the
-    most microbatches at a time, so it needs the most memory.
+    Pipeline ranks are of the same kind if their stages are alike. The first rank of a kind holds
+    the most microbatches at a time, so it needs the most memory.
 
     Args:
         run: The validated job and the number of ranks.
@@ -184,13 +184,13 @@ def _describe_pipeline_ranks(run: Run) -> list[list[Any]]:
 
 
 def _count_removable_blocks(run: Run) -> int:
-    """Return how many blocks a trace can leave out of each pipeline stage.
+    """Return how many blocks a trace can omit from each pipeline stage.
 
-    With the remaining blocks, the counts can still be extrapolated exactly to all blocks.
+    The counts of the remaining blocks can still be extrapolated exactly to all blocks.
     """
     # In a pipeline stage that stays unsharded, each block adds the same memory and work, so one is
     # enough. If FSDP unshards one block at a time, two neighbors are in memory together, so keep
-    # two blocks at each end of the stage, where memory differs from the middle.
+    # two blocks at each end of the stage, where memory use differs from the middle.
     reshards = run.job.parallelism.fsdp_reshard_after_forward == "always"
     num_kept = 1 if run.degrees.pipeline > 1 and not reshards else 4
     if not _has_equal_blocks(run) or _may_shard_differently(run, num_kept):
@@ -200,7 +200,7 @@ def _count_removable_blocks(run: Run) -> int:
 
 
 def _has_equal_blocks(run: Run) -> bool:
-    """Return whether all blocks of a rank take the same memory and work."""
+    """Return whether all blocks of a rank need the same amount of memory and work."""
     checkpointing = run.job.activation_checkpoint
     recomputes_some_blocks = (
         checkpointing.mode == "selective" and checkpointing.selective_ac_option != "op"
@@ -211,10 +211,10 @@ def _has_equal_blocks(run: Run) -> bool:
 
 
 def _may_shard_differently(run: Run, num_blocks: int) -> bool:
-    """Return whether FSDP may treat a model with few blocks in another way than the full model.
+    """Return whether FSDP may treat a model with few blocks differently from the full model.
 
-    The counts of the full model then do not follow from a model with few blocks. If unsure, return
-    True: the full model is traced instead, which is exact but takes longer.
+    If so, the counts of the full model cannot be extrapolated from a model with few blocks. In case
+    of doubt, return True. The full model is then traced, which is exact but takes longer.
 
     Args:
         run: The validated job of the full model, and the number of ranks.
@@ -222,7 +222,7 @@ def _may_shard_differently(run: Run, num_blocks: int) -> bool:
     """
     min_group_size = run.job.parallelism.fsdp_min_num_params
     block_size = _underestimate_block_size(run)
-    joins_blocks = block_size < min_group_size  # FSDP puts several small blocks into one group
+    joins_blocks = block_size < min_group_size  # FSDP combines several small blocks into one group
     if joins_blocks:
         return True
 
@@ -233,9 +233,9 @@ def _may_shard_differently(run: Run, num_blocks: int) -> bool:
 
 
 def _underestimate_block_size(run: Run) -> float:
-    """Return a number of parameters that every block is assumed to exceed.
+    """Return a low estimate of the number of parameters in a block.
 
-    This is half of the mean over all blocks, because the mean also contains the embedding and the
+    It is half of the mean over all blocks, because the mean also includes the embedding and the
     output layer.
     """
     mean_size = num_params(run.arch) // run.arch.n_layers
@@ -259,7 +259,7 @@ def _remove_blocks(run: Run, num_removed: int) -> Run:
 def _count_rank(
     run: Run, rank: int, on_gpu: bool, has_float8: bool, run_all_microbatches: bool
 ) -> StepCounts:
-    """Run one training step of a simulated rank on fake tensors, and count its memory and work.
+    """Run a training step of a simulated rank on fake tensors and count its memory and work.
 
     Args:
         run: The validated job and the number of ranks.
@@ -280,7 +280,7 @@ def _count_rank(
 
 
 def _count_fake_step(run: Run, has_float8: bool, run_all_microbatches: bool) -> StepCounts:
-    """Count a training step of this rank on fake tensors, which have shapes but no values.
+    """Count the memory and work of a training step of this rank on fake tensors.
 
     Args:
         run: The validated job and the number of ranks.
@@ -288,7 +288,7 @@ def _count_fake_step(run: Run, has_float8: bool, run_all_microbatches: bool) -> 
         run_all_microbatches: Run all microbatches instead of repeating the counts of one.
     """
     mesh = build_mesh(run.degrees, DEVICE.type)
-    # Some tensors are not fake: weights before they become fake, and constants of AdamW8bit.
+    # Some tensors are not fake: meta weights, before they become fake, and constants of AdamW8bit.
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     sharded = _build_fake_model(run, mesh, has_float8, fake_mode)
     # Leave the fake mode here, because the constructor of AdamW8bit reads its constants.
@@ -300,7 +300,7 @@ def _count_fake_step(run: Run, has_float8: bool, run_all_microbatches: bool) -> 
 def _build_fake_model(
     run: Run, mesh: Mesh, has_float8: bool, fake_mode: FakeTensorMode
 ) -> ShardedModel:
-    """Build the part of the model on this rank, with fake weights.
+    """Build this rank's part of the model with fake weights.
 
     Args:
         run: The validated job and the number of ranks.
@@ -308,7 +308,7 @@ def _build_fake_model(
         has_float8: Whether the GPU of the rank supports the FP8 recipe of the job.
         fake_mode: Mode in which the fake weights are created.
     """
-    meta = torch.device("meta")  # meta weights take no memory
+    meta = torch.device("meta")  # meta weights need no memory
     sharded = build_model(run, mesh, meta, log=lambda _: None, has_float8=has_float8)
     with fake_mode:
         sharded.whole.to_empty(device=DEVICE)
@@ -342,10 +342,10 @@ def _extrapolate(short: StepCounts, longer: StepCounts, num_removed: int) -> Ste
 
 
 def _summarize(rank: int, counts: StepCounts, on_gpu: bool) -> RankTrace:
-    """Convert the counts of a rank to its trace: peak memory, reserved memory and work.
+    """Convert the counts of a rank to a trace with its peak memory, reserved memory and work.
 
     Args:
-        rank: Number of the rank.
+        rank: The traced rank.
         counts: Counts for all blocks of the rank.
         on_gpu: Whether the rank has a GPU.
     """
@@ -371,9 +371,9 @@ def _list_work(counts: StepCounts) -> Iterator[Work]:
 
 
 def _predict_reserved(counts: StepCounts) -> int:
-    """Return the bytes that the caching allocator of a GPU reserves.
+    """Return how many bytes the caching allocator of a GPU reserves.
 
-    If the allocations were not replayed on a simulated allocator, estimate the result.
+    If the allocations were not replayed on a simulated allocator, estimate the number.
     """
     if counts.reserved is not None:
         return counts.reserved

@@ -1,15 +1,15 @@
-"""Estimates how long a training run takes, with an interval from published measurements.
+"""Estimate how long a training run takes, with an interval based on published measurements.
 
-Invariant: The interval depends on nothing but published measurements. The estimate itself comes
-from the roofline model, which is not fitted to these measurements.
+Invariant: The interval depends only on published measurements. The estimate itself comes from the
+roofline model, which is not fitted to these measurements.
 """
 
 from __future__ import annotations
 
 from titanlite.observe.forecast import Forecast, TrainingTime
 
-# 90% interval of the actual training time divided by the planned time. `benchmarks/published.py`
-# computes it from the last column of the table in docs/internals/planner.md#time-accuracy.
+# 90% interval of the ratio of actual to planned training time. `benchmarks/published.py` computes
+# it from the last column of the table in docs/internals/planner.md#time-accuracy.
 RATIO_LOW = 0.8912017292082024
 RATIO_HIGH = 1.3153074414876675
 
@@ -17,8 +17,8 @@ RATIO_HIGH = 1.3153074414876675
 def estimate_training(plan: Forecast, tokens: int) -> TrainingTime:
     """Estimate the days and GPU hours that a job needs to train on `tokens` tokens.
 
-    The low and high estimates are the ends of a 90% interval. It follows from measurements that
-    others have published: the ratio of the planned speed of a job to the published speed.
+    The low and high estimates are the ends of a 90% interval. The interval is based on the ratio of
+    planned to published speed, for jobs whose speed others have published.
     """
     tokens_per_second = plan.tokens_per_second * plan.world_size  # a plan has the speed per rank
     seconds = tokens / tokens_per_second

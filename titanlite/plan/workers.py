@@ -1,4 +1,4 @@
-"""Starts processes that trace jobs in parallel."""
+"""Start processes that trace jobs in parallel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def workers() -> Iterator[Executor]:
     """Fork a process pool that traces jobs, and stop it on exit.
 
     Import the planner before you enter this context, so that the forked processes need not import
-    it again. The processes print to standard error only, and exit with this process, even if it is
+    it again. They print only to standard error, and exit when this process exits, even if it is
     killed.
 
     Yields:
@@ -49,20 +49,20 @@ def workers() -> Iterator[Executor]:
 def _kill_workers() -> None:
     """Kill all worker processes, so that nothing waits for their traces.
 
-    The wait might never end: a process that is killed while it takes a task keeps the lock of the
-    queue, and the others wait for the lock.
+    The wait might never end: if a process was killed while it took a task, it still holds the lock
+    of the task queue, and the other processes wait for this lock.
     """
     for process in active_children():  # all are workers, because a plan starts no other processes
         process.kill()
 
 
 def _set_up_worker(parent: int) -> None:
-    """Prepare a worker process: exit with the parent, print to standard error, log no warnings.
+    """Set up a worker process to exit with its parent, print to stderr, and log no warnings.
 
     Args:
-        parent: Process id of the parent.
+        parent: Process ID of the parent.
     """
-    # Exclude all imported modules from garbage collection, which each trace would repeat.
+    # Exclude all imported modules from garbage collection, which each trace runs again.
     gc.freeze()
     os.environ[PARENT] = str(parent)
     serve_parent()
