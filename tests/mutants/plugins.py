@@ -29,6 +29,19 @@ class DropoutArchitecture(Architecture):
     architecture: str = "dropout_blocks"
 
 
+class FrozenLlama(Llama):
+    def __init__(self, arch: Architecture, blocks: range | None = None) -> None:
+        super().__init__(arch, blocks)
+        self.norm.weight.requires_grad_(False)
+
+
+@register("architecture", "frozen_norm")
+@dataclass(frozen=True)
+class FrozenArchitecture(Architecture):
+    model: ClassVar = "mutants.plugins:FrozenLlama"
+    architecture: str = "frozen_norm"
+
+
 class ParallelBlock(TransformerBlock):
     """A block whose feed-forward network reads the same hidden states as its attention."""
 

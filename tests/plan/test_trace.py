@@ -3,6 +3,7 @@
 import gc
 from typing import Any
 
+import mutants.plugins  # noqa: F401  # registers the architecture "frozen_norm"
 import pytest
 import torch
 import torch.distributed as dist
@@ -256,6 +257,17 @@ def test_offloaded_gradients_of_microbatches_are_added_up_in_host_memory():
 
     # Each weight has a gradient in the sum, and one of the latest microbatch.
     assert offloaded.cpu_peak == state + 2 * kept.kinds["weights"]
+
+
+def test_frozen_parameters_have_no_offloaded_gradients():
+    options = (
+        "model.architecture = 'frozen_norm' ; "
+        "training.enable_cpu_offload = true ; parallelism.fsdp_reduce = 'microbatch'"
+    )
+    (frozen,) = trace_run(tiny_run(options, 2))
+    (trained,) = trace_run(tiny_run(options.replace("frozen_norm", "llama"), 2))
+
+    assert frozen.cpu_peak < trained.cpu_peak
 
 
 @pytest.mark.long

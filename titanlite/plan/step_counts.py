@@ -513,7 +513,8 @@ def _add_offloaded_gradient_hooks(counter: Counter, parameters: Iterable[nn.Para
         counter.mark([parameter.grad], OFFLOADED)
 
     for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(mark_gradient)
+        if parameter.requires_grad:  # plugins may freeze parameters
+            parameter.register_post_accumulate_grad_hook(mark_gradient)
 
 
 @contextmanager
