@@ -1,4 +1,4 @@
-"""Certificates: the results of `titanlite prove` as JSON files, and how a start finds them."""
+"""Define certificates, the JSON results of `titanlite prove`, and find a valid one for a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titanlite.config.run import Degrees, Run
 from titanlite.config.schema import LENGTH_KEYS, JobConfig
 
 FOLDER = "proof"
-"""Folder of the certificates in job.dump_folder."""
+"""Subfolder of job.dump_folder that contains the certificates."""
 HASHED_SECTIONS = (
     "model",
     "training",
@@ -28,17 +28,17 @@ HASHED_SECTIONS = (
     "float8",
     "ema",
 )
-"""Sections of a job that decide what a step computes."""
+"""Sections of a job that determine what a step computes."""
 KEYS_LEFT_OUT = {
     "training": (*LENGTH_KEYS, "seed", "num_threads", "gc_freq"),
     "lr_scheduler": ("warmup_steps", "total_steps", "decay_steps"),
     "model": ("vocab_size",),  # a proof always uses a small vocabulary
 }
-"""Keys in these sections that a certificate does not depend on, by section."""
+"""Keys of these sections that do not affect whether a certificate is valid, by section."""
 
 
 class Row(FileModel):
-    """Summary of all comparisons of one kind in `titanlite prove`, a line of its result table.
+    """Summary of all comparisons of one kind: one line of the `titanlite prove` result table.
 
     Attributes:
         check: Kind of comparison.
@@ -47,7 +47,7 @@ class Row(FileModel):
         tolerance: Tolerance of the worst comparison. 0 if it is bitwise.
         worst: Step and parameter or rank of the worst comparison.
         count: Number of comparisons.
-        passed: Whether all comparisons of this kind have passed.
+        passed: Whether all comparisons of this kind passed.
     """
 
     check: str
@@ -62,7 +62,7 @@ class Certificate(FileModel):
     """Result of `titanlite prove`, which compares the steps of a small job with a reference.
 
     Attributes:
-        proven: Whether all comparisons have passed.
+        proven: Whether all comparisons passed.
         first_difference: Description and likely cause of the first failed comparison, or "".
         job_hash: Result of `hash_job` for the job.
         job: Name of the job file, or "".
@@ -73,7 +73,7 @@ class Certificate(FileModel):
         optimizer_reference: Description of the expected optimizer updates.
         versions: Versions of titanlite, torch, torchao and Python.
         commit: Git commit of titanlite, or "".
-        changes: Keys that the small job sets to other values than the job.
+        changes: Keys whose values in the small job differ from the job.
         not_kept: Descriptions of the parts of the job that the small job leaves out.
         rows: One row per kind of comparison.
     """
@@ -95,7 +95,7 @@ class Certificate(FileModel):
 
     @property
     def is_valid(self) -> bool:
-        """Whether the proof as a whole has passed, and every kind of comparison in it."""
+        """Whether the proof as a whole passed, and also each kind of comparison in it."""
         return self.proven and all(row.passed for row in self.rows)
 
     def covers(self, degrees: Degrees) -> bool:
@@ -119,9 +119,9 @@ class Certificate(FileModel):
 def hash_job(job: JobConfig) -> str:
     """Return a hash of everything that determines what a training step of a job computes.
 
-    A result of `titanlite prove` is valid only for jobs with the same hash. The hash covers keys of
-    the job, library versions, and the source code of titanlite and of plugins. It does not cover
-    other modules that a plugin imports.
+    A certificate is valid only for jobs with the same hash. The hash covers keys of the job,
+    library versions, and the source code of titanlite and of plugins. It does not cover other
+    modules that a plugin imports.
     """
     values = job.model_dump(mode="json")
     hashed: dict[str, object] = {}
@@ -164,7 +164,7 @@ def _hash_module(name: str) -> str:
     origin = Path(spec.origin)
     files = [origin]
     if origin.name == "__init__.py":
-        # Editors create links such as ".#x.py" that are not files.
+        # Skip broken links such as ".#x.py", which editors create.
         files = sorted(path for path in origin.parent.rglob("*.py") if path.is_file())
     digest = hashlib.sha256()
     for file in files:

@@ -29,9 +29,9 @@ def cpu_has_bfloat16() -> bool:
 
 
 def fast_compute_dtype(on_gpu: bool) -> ComputeDtype:
-    """Return "bfloat16" if the hardware computes it fast, and otherwise "float32".
+    """Return "bfloat16" if the hardware supports fast bfloat16, and "float32" otherwise.
 
     Args:
-        on_gpu: Whether the ranks compute on GPUs, which all count as fast.
+        on_gpu: Whether the ranks compute on GPUs. All GPUs are assumed to support fast bfloat16.
     """
     return "bfloat16" if on_gpu or cpu_has_bfloat16() else "float32"

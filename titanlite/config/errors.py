@@ -8,7 +8,7 @@ import re
 ERROR_FOLDER = "TITANLITE_ERROR_FOLDER"
 """Environment variable with the folder in which ranks report problems to the launcher.
 
-A failing rank writes its error there as RANK.json, and a hanging rank its stack as RANK.hang.json.
+A failing rank writes its error to RANK.json, and a hanging rank writes its stack to RANK.hang.json.
 """
 
 # Control characters except tab and line feed, line and paragraph separators, bidirectional
@@ -42,7 +42,7 @@ def format_count(number: int, noun: str) -> str:
 class UserError(Exception):
     """An error that the user can fix, such as an invalid job file, option or input file.
 
-    The message describes the problem and how to fix it.
+    The message states the problem and how to fix it.
 
     Attributes:
         exit_code: Exit code of a command that raises the error.
@@ -80,7 +80,7 @@ class Damage(CheckpointError):
 
 
 class StoppedBySignal(UserError):
-    """Raised when a signal such as SIGTERM has stopped a run, after it saved a checkpoint.
+    """Raised when a signal such as SIGTERM has stopped a run and the run has saved a checkpoint.
 
     If you start the run again, it resumes from this checkpoint.
     """

@@ -25,7 +25,7 @@ STEP_FOLDER = re.compile(r"step-(\d{8,})")
 MANIFEST = "manifest.json"
 """Name of the file that makes a step folder a checkpoint. It is written last."""
 INCOMPLETE = f"{MANIFEST}.incomplete"
-"""Name of the manifest while files of the checkpoint are being removed, or copied to a mirror."""
+"""Name of the manifest while the checkpoint is being removed, or copied to a mirror."""
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 exists = os.path.lexists
@@ -86,7 +86,7 @@ def find_write_problem(folder: Path) -> str | None:
 
 
 def _find_checkpoint_around(folder: Path) -> Path | None:
-    """Return the checkpoint that contains `folder`, or None. A checkpoint also contains itself."""
+    """Return the checkpoint that `folder` is or is inside of, or None."""
     real_path = Path(os.path.realpath(folder))
     for parent in (real_path, *real_path.parents):
         if STEP_FOLDER.fullmatch(parent.name) and os.path.lexists(parent / MANIFEST):
@@ -153,7 +153,7 @@ def parse_json(path: Path, content: bytes, model: type[AnyModel], kind: str = ""
         path: Path of the file, for error messages.
         content: Content of the file.
         model: Pydantic model of the content.
-        kind: What the file should be, for error messages, such as "a manifest".
+        kind: Expected kind of file for error messages, such as "a manifest".
 
     Raises:
         UserError: If the content is not JSON or does not fit `model`. The message lists up to ten

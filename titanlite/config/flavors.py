@@ -20,7 +20,7 @@ SWITCHES = (
     "no_rope_interval",
     "logit_softcap",
 )
-"""Fields of `Architecture` in which other model families differ from Llama."""
+"""Fields of `Architecture` that distinguish other model families from Llama."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Architecture:
     If `head_dim` is 0, it becomes dim / n_heads.
 
     A plugin with a different architecture registers a subclass. A job sets the additional fields of
-    the subclass in a section with the name of the architecture. The subclass must also override
+    the subclass in a section that is named after the architecture. The subclass must also override
     `block_matrices` and `block_vectors`, which determine plans, MFU and memory checks.
 
     Attributes:
@@ -76,9 +76,10 @@ class Architecture:
     architecture: str = "llama"
 
     def __post_init__(self) -> None:
-        """Set `head_dim` to dim / n_heads, if it is 0.
+        """If `head_dim` is 0, set it to dim / n_heads.
 
-        If `dim` is not divisible by `n_heads`, set it to -1, which a later validation reports.
+        If `dim` is not divisible by `n_heads`, set `head_dim` to -1, which a later validation
+        reports.
         """
         if not self.head_dim:
             divides = self.dim % self.n_heads == 0
@@ -108,8 +109,9 @@ class Architecture:
         """Return the factors by which muP scales a parameter's initial values and learning rate.
 
         The model is m = dim / mup_base_dim times as wide as the base model, and its heads are
-        k = head_dim / mup_base_head_dim times as wide. Without muP, both are 1. q is 1 / sqrt(k)
-        for the queries, and 1 for all other parameters. docs/guides/mup.md gives the reasons.
+        k = head_dim / mup_base_head_dim times as wide. Without muP, m and k are 1. The factor q is
+        1 / sqrt(k) for the queries, and 1 for all other parameters. docs/guides/mup.md explains
+        the factors.
 
             Parameter                Initial values    Learning rate
             Matrices of blocks       q / sqrt(m)       q / m
@@ -150,9 +152,9 @@ class Architecture:
         return interval > 0 and (layer + 1) % interval == 0
 
     def attended(self, seq_len: int, is_causal: bool = True) -> float:
-        """Return the number of tokens to which a token attends, averaged over tokens and blocks.
+        """Return how many tokens a token attends to, averaged over all tokens and blocks.
 
-        This determines the FLOPs of attention. Sliding windows reduce it.
+        This number determines the FLOPs of attention. Sliding windows reduce it.
 
         Args:
             seq_len: Sequence length in tokens.
@@ -267,18 +269,18 @@ HUB_NAMES = {
     "allenai/Olmo-3-1025-7B": "olmo3-7b",
     "allenai/Olmo-3-1125-32B": "olmo3-32b",
 }
-"""Model on the Hugging Face Hub -> flavor with the same architecture."""
+"""Flavor with the same architecture, by name of the model on the Hugging Face Hub."""
 
-# These flavors are not published models, so their vocabulary size follows the tokenizer. The size
-# above is for jobs that were saved without one.
+# These flavors are not published models, so their vocabulary size follows the tokenizer. The
+# `vocab_size` above applies only to jobs that were saved without one.
 FITTED_TO_TOKENIZER = ("debugmodel", "150m")
 
 
 def find_flavor(name: str) -> str:
     """Return the model flavor for a name such as "8b", "Llama-3.1-8B" or "Qwen/Qwen3-8B-Base".
 
-    Names of models on the Hugging Face Hub are accepted with or without their owner, with suffixes
-    such as "-Instruct", and in upper or lower case.
+    Names of models on the Hugging Face Hub may omit the owner, and may have a suffix such as
+    "-Instruct". Case is ignored.
 
     Raises:
         ValueError: If the name is unknown. The message is the rest of a sentence that starts with
@@ -300,7 +302,7 @@ def find_flavor(name: str) -> str:
 
 
 def _list_names() -> dict[str, str]:
-    """Return the flavor for each known name in lower case.
+    """Return a mapping from all known names, in lower case, to their flavors.
 
     For example, "8b", "meta-llama/llama-3.1-8b" and "llama-3.1-8b" all have the flavor "8b".
     """

@@ -70,7 +70,7 @@ def _list_topics() -> list[str]:
 
 
 def _print_overview() -> None:
-    """Print the usage, and the names of all keys by section. Advanced keys are listed last."""
+    """Print the usage, and the names of all keys by section, with advanced keys last."""
     print(wrap_text(_USAGE), end="\n\n")
     for section, model in SECTIONS.items():
         common = [key for key in model.model_fields if key not in model.advanced]
@@ -82,7 +82,7 @@ def _print_overview() -> None:
 
 
 def _print_section(job: JobConfig, section: str, topics: set[str]) -> None:
-    """Print the help on a section, or on those of its keys that are topics, advanced keys last.
+    """Print the help on a section, or only on the keys in `topics`. Advanced keys come last.
 
     Args:
         job: Job whose values are printed as the defaults.

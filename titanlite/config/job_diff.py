@@ -1,8 +1,8 @@
 """Compare the job of a checkpoint with the job that resumes from it.
 
 Each changed key is classified as compatible, affecting training, or incompatible. Keys that this
-module does not list affect training. Changes of the data are found by the data loader, which
-compares its contents.
+module does not list affect training. The data loader detects changes of the data, because it
+compares the contents.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _EFFECTS_IN_OLD_PLUGINS: dict[str, Effect] = {
     "changes the curve": AFFECTS_TRAINING,
     "refused": INCOMPATIBLE,
 }
-"""Value of `on_resume` in plugins written for titanlite 0.2 -> current value."""
+"""Current value for each value of `on_resume` in plugins written for titanlite 0.2."""
 
 Change = tuple[Effect, str]
 """Effect and description of a difference between two jobs."""
@@ -72,7 +72,7 @@ _COMPATIBLE_KEYS = {
 }
 # Exceptions: keys in compatible sections that affect training.
 _AFFECTING_KEYS = {"checkpoint.exclude_from_loading", "job.hooks", "validation.holdout"}
-# Location and order of the data. `Loader.compare` compares what follows from these keys.
+# Keys for the location and order of the data. `Loader.compare` compares the resulting data instead.
 _DATA_KEYS = {
     "dataset.config",
     "dataset.loss_mask_column",
@@ -108,12 +108,12 @@ def compare_jobs(
 ) -> list[Change]:
     """List the differences between the job in a checkpoint and the job that resumes from it.
 
-    Keys that only one of the jobs has are not compared: another version of titanlite has saved the
-    checkpoint, or plugins have changed. If the data differs, its differences replace the keys that
-    determine it, such as dataset.path.
+    Keys that only one of the jobs has are not compared. They exist if another version of titanlite
+    saved the checkpoint, or if plugins have changed. If the data differs, the result lists its
+    differences instead of the keys that determine it, such as dataset.path.
 
     Args:
-        before: Job in the checkpoint: section -> key -> value. The section "model" contains all
+        before: Job in the checkpoint, as a dictionary of sections. The section "model" contains all
             fields of the architecture.
         now: Job that resumes from the checkpoint, in the same form.
         data: Differences of the data, from `Loader.compare`. None if the run does not resume from
@@ -145,7 +145,7 @@ def compare_jobs(
 
 
 def _classify_data_changes(data: DataChanges, new_values: dict[str, Any]) -> list[Change]:
-    """Return the effect and description of each difference of the data.
+    """Return the effect and description of each difference in the data.
 
     Args:
         data: Differences of the data, from `Loader.compare`.
@@ -218,7 +218,7 @@ def flatten(table: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _is_ignored(name: str, new_values: dict[str, Any]) -> bool:
-    """Return whether a changed key does not count as a difference, for example "auto".
+    """Return whether to ignore a changed key, for example because its new value is "auto".
 
     Args:
         name: Full name of the key, such as "model.dim".
@@ -226,7 +226,7 @@ def _is_ignored(name: str, new_values: dict[str, Any]) -> bool:
     """
     if name in ("tokenizer.path", "tokenizer.name"):
         return True  # token IDs are compared instead
-    # "auto" keeps the dtype of the checkpoint, and chooses a backend for the device.
+    # "auto" keeps the dtype of the checkpoint, or chooses an attention backend for the device.
     has_auto = name in ("training.mixed_precision_param", "model.attention_backend")
     if has_auto and new_values[name] == "auto":
         return True
@@ -275,7 +275,8 @@ def _classify(
 def _get_local_batch_effect(old_values: dict[str, Any]) -> Effect:
     """Return the effect of another local batch size.
 
-    It determines the global batch size, unless `training.global_batch_size` sets it.
+    The local batch size determines the global batch size, unless `training.global_batch_size` is
+    set.
     """
     # Old checkpoints do not have this key. Its default, -1, means that it is not set.
     global_batch_size = old_values.get("training.global_batch_size", -1)
@@ -283,7 +284,7 @@ def _get_local_batch_effect(old_values: dict[str, Any]) -> Effect:
 
 
 def _get_content_effect(new_values: dict[str, Any]) -> Effect:
-    """Return the effect of changed contents of the data, which `dataset.on_change` can forbid."""
+    """Return the effect of changed data contents, which `dataset.on_change` can forbid."""
     is_forbidden = new_values["dataset.on_change"] == "error"
     return INCOMPATIBLE if is_forbidden else AFFECTS_TRAINING
 

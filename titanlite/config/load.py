@@ -54,7 +54,7 @@ PLUGINS = "job.plugins"
 DEFAULT = "default"
 
 Tables = dict[str, Any]
-"""Sections of a job as in a TOML job file: section -> key -> value."""
+"""Sections of a job as in a TOML job file: a table of keys and values for each section name."""
 
 
 class ParsedJob(NamedTuple):
@@ -63,7 +63,7 @@ class ParsedJob(NamedTuple):
     Attributes:
         job: The job, in which invalid values are replaced by their defaults.
         mistakes: Descriptions of all invalid values. If there are any, do not use the job.
-        origins: Where each key was set: "section.key" -> path of the job file, `COMMAND_LINE` or
+        origins: Where each "section.key" was set: the path of the job file, `COMMAND_LINE` or
             `DEFAULT`.
         lines: Number of the line in the job file that sets each key or table, by its full name.
         source: Path of the job file, or another description of where the job comes from, such as
@@ -112,7 +112,7 @@ class Arguments(NamedTuple):
 def load_job(argv: Sequence[str], trusted: bool = True) -> JobConfig:
     """Load the job described by a command line such as `["--job.config_file", "llama_8b.toml"]`.
 
-    This validates only single values. Use `titanlite.load_run.load_run` to apply also the rules
+    This validates only single values. Use `titanlite.load_run.load_run` to also apply the rules
     that involve several keys, the number of ranks, or files.
 
     Args:
@@ -135,7 +135,7 @@ def parse_job(
     trusted: bool = True,
     build_base: Callable[[], Mapping[str, Tables]] | None = None,
 ) -> ParsedJob:
-    """Read the job file and the command line, and return the job with all mistakes in them.
+    """Read the job file and the command line, and return the job and all mistakes in them.
 
     An invalid value does not raise an error. If `argv` contains `--help`, print the help and exit
     with code 0.
@@ -143,9 +143,10 @@ def parse_job(
     Args:
         argv: Words of the command line.
         trusted: Whether to import the plugins that the job file lists, as in `load_job`.
-        build_base: Returns values that replace the defaults of the schema: section -> key ->
-            value. `--from` passes values that follow from a pretrained model. Called after plugins
-            are imported. Without it, the default job file is read if `argv` names none.
+        build_base: Function that returns sections with values to use instead of the schema
+            defaults. `--from` uses it for values that follow from a pretrained model. It is called
+            after plugins are imported. If it is None and `argv` names no job file, the default job
+            file is read.
 
     Raises:
         UserError: If the job file cannot be read, or one of its plugins cannot be imported.
@@ -194,7 +195,7 @@ def _find_origins(tables: Tables, arguments: Arguments, source: str) -> dict[str
         source: Path of the job file.
 
     Returns:
-        "section.key" -> `source`, `COMMAND_LINE` or `DEFAULT`.
+        `source`, `COMMAND_LINE` or `DEFAULT` for each "section.key".
     """
     origins = dict.fromkeys(list_keys(), DEFAULT)
     for section, table in tables.items():
@@ -209,7 +210,7 @@ def _find_origins(tables: Tables, arguments: Arguments, source: str) -> dict[str
 
 
 def _add_defaults(tables: Tables, defaults: Mapping[str, Tables]) -> None:
-    """Add the keys that `tables` lacks from `defaults`, in place.
+    """Add the keys in `defaults` that are missing in `tables`, in place.
 
     If a section in `tables` is not a table, skip it. A later validation reports it.
     """
@@ -220,10 +221,10 @@ def _add_defaults(tables: Tables, defaults: Mapping[str, Tables]) -> None:
 
 
 def _set_values(tables: Tables, values: Mapping[str, Any]) -> None:
-    """Set the values of the command line in the sections of a job file, in place.
+    """Override values of a job file with values of the command line, in place.
 
-    If the command line sets the length of the run, first remove the length in the job file. For
-    example, "training.steps" removes "training.tokens".
+    If the command line sets the length of the run, ignore the length in the job file. For example,
+    "training.steps" on the command line removes "training.tokens".
 
     Args:
         tables: Sections of the job file.
@@ -325,7 +326,7 @@ def find_key_lines(text: str) -> dict[str, int]:
     """
     lines: dict[str, int] = {}
     list_lengths: Counter[str] = Counter()  # number of [[table]] headers so far, by name
-    prefix = ""  # of keys in the current table, such as "dataset.sources.0."
+    prefix = ""  # of all keys in the current table, such as "dataset.sources.0."
     for number, line in enumerate(text.splitlines(), start=1):
         table = _TABLE.match(line)
         list_table = _LIST_TABLE.match(line)
@@ -402,7 +403,7 @@ def _split_options(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, list
 
 
 def _find_key(name: str, keys: Collection[str]) -> tuple[str, bool]:
-    """Return the key that an option sets, which may not exist, and whether the option negates it.
+    """Return the key that an option sets, and whether the option negates it. The key may not exist.
 
     For example, "training.steps" gives ("training.steps", False). Both "no_compile.enable" and
     "compile.no_enable" give ("compile.enable", True).
@@ -443,7 +444,7 @@ def _get_annotation(key: str, flag: str, keys: Mapping[str, FieldInfo]) -> Any:
 
 
 def _build_unknown_error(name: str) -> _OptionError:
-    """Create the error that a job has no key called `name`, which suggests a similar key."""
+    """Create an error about the unknown key `name`. Its message suggests a similar key."""
     return _OptionError(describe_unknown_name(JobConfig, name).problem)
 
 
@@ -459,7 +460,7 @@ def _parse_option(key: str, is_negated: bool, words: list[str], annotation: Any)
         annotation: Type annotation of the key.
 
     Raises:
-        _OptionError: If the option does not suit the type of the key, or has a wrong number of
+        _OptionError: If the option does not suit the type of the key, or has the wrong number of
             values.
     """
     section, name = key.split(".")
@@ -479,7 +480,8 @@ def _parse_words(words: list[str], annotation: Any) -> Any:
     """Convert the words after an option to the value of its key.
 
     Args:
-        words: The words. A key that is a list takes any number of words, any other key takes one.
+        words: The words. A key that is a list takes any number of words, and any other key takes
+            one.
         annotation: Type annotation of the key.
 
     Raises:
@@ -494,7 +496,7 @@ def _parse_words(words: list[str], annotation: Any) -> Any:
 
 
 def _warn_about_renamed_keys(former_keys: Collection[str]) -> None:
-    """Log the current name of each renamed key that a job uses, on rank 0 only.
+    """Warn about each renamed key that a job uses, with its current name. Only rank 0 logs.
 
     Args:
         former_keys: Keys that the job sets by their former names.
@@ -526,7 +528,7 @@ def _parse_value(word: str, types: set[type]) -> Any:
 
 
 def dump_config(job: JobConfig, without: Collection[str] = ()) -> str:
-    """Format a job as the text of a TOML job file. Loading it gives an equal job.
+    """Format a job as the text of a TOML job file. Loading this text gives an equal job.
 
     Args:
         job: Job to format.

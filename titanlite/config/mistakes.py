@@ -25,10 +25,10 @@ from titanlite.config.errors import UserError
 from titanlite.config.registry import SECTIONS
 
 COMMAND_LINE = "command line"
-UNKNOWN_NAME = "extra_forbidden"  # type of pydantic's error for an unknown name
+UNKNOWN_NAME = "extra_forbidden"  # type of the pydantic error for an unknown name
 REMOVED_NAME = "removed"  # for names that earlier versions of titanlite had
 _SYNONYMS = Path(__file__).with_name("synonyms.toml")
-# Parts of pydantic's messages, and what titanlite writes instead.
+# Phrases in pydantic messages, with the phrases that replace them.
 _PHRASES = {
     "Value error, ": "",
     "Input should be ": "must be ",
@@ -50,8 +50,8 @@ class Mistake(NamedTuple):
     """One invalid value in a job, in the options of a command, or in a file.
 
     Attributes:
-        key: "section.key", or only the section if all of it is invalid. Empty if the value belongs
-            to no key.
+        key: "section.key", or only the section if the whole section is invalid. Empty if the value
+            belongs to no key.
         name: Name that the message uses, such as dataset.sources.0.path, [modle] or --step.
         value: The invalid value, as written in a job file. Empty if the message does not need it.
         problem: Rest of the sentence that starts with the name, such as "must be an integer."
@@ -85,8 +85,8 @@ class ConfigError(UserError):
         mistakes: All mistakes.
         source: Path of the file that contains the values, or another description of where they come
             from.
-        origins: "section.key" -> file and line that set the key, or "command line". For all other
-            keys, the message names `source`.
+        origins: File and line that set each "section.key", or "command line". For all other keys,
+            the message names `source`.
     """
 
     def __init__(
@@ -107,7 +107,8 @@ class ConfigError(UserError):
 def _find_origin(name: str, origins: Mapping[str, str]) -> str | None:
     """Return the file and line that set a key, for example "train.toml:14".
 
-    If this is unknown, return the line of the innermost known table around the key, or None.
+    If the line of the key is unknown, return the line of the innermost known table around it, or
+    None.
 
     Args:
         name: Full name of the key, such as "dataset.sources.0.path".
@@ -121,7 +122,7 @@ def _find_origin(name: str, origins: Mapping[str, str]) -> str | None:
 
 
 def format_value(value: object) -> str:
-    """Format a value as in a TOML file. None, which TOML does not have, becomes "none"."""
+    """Format a value as in a TOML file. None becomes "none", because TOML has no null."""
     if value is None:
         return "none"
     if isinstance(value, float):
@@ -144,20 +145,20 @@ def build_mistake(root: type[BaseModel], error: ErrorDetails) -> Mistake:
     location = [str(part) for part in error["loc"]]  # such as ["dataset", "sources", "0", "path"]
     if error["type"] == UNKNOWN_NAME:
         unknown = _find_unknown_name(root, location)
-        # None: the model has a field of this name, but files must use its alias. Then the message
-        # of pydantic is used, as for any other error.
+        # It is None if the model has a field of this name, but files must use its alias. Then the
+        # pydantic message is used, as for any other error.
         if unknown is not None:
             return _describe_unknown(unknown, root, location, error["input"])
     return _describe_invalid(root, location, error)
 
 
 def _describe_invalid(root: type[BaseModel], location: list[str], error: ErrorDetails) -> Mistake:
-    """Describe the mistake that a value is invalid or missing.
+    """Create a `Mistake` for a value that is invalid or missing.
 
     Args:
         root: Model of a job, the options of a command, or the content of a file.
         location: Names that lead to the value, such as ["training", "steps"].
-        error: The error of pydantic.
+        error: The pydantic error.
     """
     value = error["input"]
     is_missing = error["type"] == "missing"
@@ -185,7 +186,7 @@ def _get_displayed_name(root: type[BaseModel], location: list[str]) -> str:
 
 
 def describe_unknown_name(root: type[BaseModel], name: str) -> Mistake:
-    """Describe the mistake that a name is unknown, and suggest a similar name.
+    """Create a `Mistake` for an unknown name, and suggest a similar name.
 
     Args:
         root: Model of a job, the options of a command, or the content of a file.
@@ -273,7 +274,7 @@ def _list_annotations(table: type[BaseModel]) -> dict[str, Any]:
 def _describe_unknown(
     unknown: _UnknownName, root: type[BaseModel], location: list[str], value: object
 ) -> Mistake:
-    """Describe the mistake that a value or table has an unknown name.
+    """Create a `Mistake` for a value or table with an unknown name.
 
     Args:
         unknown: The first unknown name in `location`.
@@ -296,7 +297,7 @@ def _describe_unknown(
 
 
 def _rephrase(message: str) -> str:
-    """Convert an error message of pydantic to the style of titanlite.
+    """Convert a pydantic error message to the style of titanlite messages.
 
     For example, "Input should be a valid integer" becomes "must be an integer".
     """
@@ -348,7 +349,7 @@ def _suggest_choice(problem: str, value: str) -> str:
     """
     if not problem.startswith("must be "):
         return ""
-    # Choices are quoted, or listed after "one of". Words after the first sentence are no choices.
+    # Choices are quoted, or listed after "one of". Only the first sentence lists choices.
     requirement = problem.partition(". ")[0]
     words = re.findall(r"['\"]([\w.-]+)['\"]", requirement)
     words += re.findall(r"[\w.-]+", requirement.partition(" one of ")[2])
@@ -364,7 +365,7 @@ def explain_error(model: type[BaseModel], failure: ValidationError) -> str:
 
     Args:
         model: Pydantic model of the content.
-        failure: Error that the validation of the content has raised.
+        failure: Error that was raised when the content was validated.
     """
     descriptions = []
     for error in failure.errors(include_url=False)[:10]:
@@ -375,7 +376,7 @@ def explain_error(model: type[BaseModel], failure: ValidationError) -> str:
 
 
 def shorten(text: str) -> str:
-    """Return `text`, cut after 160 characters if it is longer."""
+    """Truncate `text` to its first 160 characters, followed by "...", if it is longer."""
     return text if len(text) <= 160 else text[:160] + "..."
 
 
@@ -403,7 +404,7 @@ def _explain_unknown_name(unknown: _UnknownName, root: type[BaseModel], last_nam
     For example, "stepz" in [training] gives "is unknown. Did you mean training.steps?".
 
     Args:
-        unknown: The unknown name: a key or, as "trainin" in "trainin.steps", a table around it.
+        unknown: The unknown key, or table around it, such as "trainin" in "trainin.steps".
         root: Model of a job, the options of a command, or the content of a file.
         last_name: Name of the key without its tables, such as "steps" for "trainin.steps".
     """
@@ -420,7 +421,7 @@ def _suggest_names(unknown: _UnknownName, root: type[BaseModel], last_name: str)
     """Return known names that the user may have meant instead of an unknown name, best first.
 
     Args:
-        unknown: The unknown name: a key or, as "trainin" in "trainin.steps", a table around it.
+        unknown: The unknown key, or table around it, such as "trainin" in "trainin.steps".
         root: Model of a job, the options of a command, or the content of a file.
         last_name: Name of the key without its tables, such as "steps" for "trainin.steps".
     """

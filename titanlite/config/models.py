@@ -30,18 +30,17 @@ class Section(FileModel):
     model_config = ConfigDict(use_attribute_docstrings=True, revalidate_instances="always")
 
     dropped: ClassVar[dict[str, tuple[object, str]]] = {}
-    """Keys of earlier versions: name -> (default, error message for any other value).
+    """Former default of each key that was removed, and the error message for any other value.
 
-    Earlier versions saved every key of a job. A dropped key that has its default is therefore
-    ignored.
+    Earlier versions saved every key of a job, so a removed key that has its default is ignored.
     """
     advanced: ClassVar[tuple[str, ...]] = ()
-    """Rarely used keys, which the help lists last."""
+    """Rarely used keys. The help lists them last."""
     on_resume: ClassVar[Literal["compatible", "affects training", "incompatible"]] = (
         "affects training"
     )
-    """Whether a run can resume with changed values in this section. Used for sections of
-    plugins.
+    """Effect of changed values in this section on a run that resumes. Plugins set it for their
+    sections.
     """
 
     @classmethod
@@ -53,14 +52,14 @@ class Section(FileModel):
     @model_validator(mode="before")
     @classmethod
     def _ignore_dropped_defaults(cls, values: Any) -> Any:
-        """Remove the keys that `without_dropped_defaults` removes, before the validation."""
+        """Call `without_dropped_defaults` on the values before they are validated."""
         return cls.without_dropped_defaults(values) if isinstance(values, dict) else values
 
     @classmethod
     def without_dropped_defaults(cls, values: dict[Any, Any]) -> dict[Any, Any]:
         """Return `values` without `dropped` keys that have their former default.
 
-        A dropped key with another value is kept, so that the validation reports it.
+        A dropped key with another value is kept, so that validation reports it.
         """
         kept = {}
         for key, value in values.items():

@@ -2,7 +2,7 @@
 
 The docstring of a field is its help text.
 
-Invariant: an invalid option ends the command with exit code 2, by a UserError or a message of tyro.
+Invariant: an invalid option ends the command with exit code 2, with a UserError or a tyro message.
 Commands import this module only when they run, because importing tyro and pydantic takes a tenth of
 a second.
 """
@@ -42,10 +42,8 @@ AsJson = Annotated[bool, tyro.conf.arg(name="json")]
 # A number of ranks.
 OptionRanks = Annotated[PositiveInt, Field(le=MOST_RANKS)]
 
-_STYLE = (
-    tyro.conf.FlagCreatePairsOff,
-    tyro.conf.DisallowNone,
-)  # --json alone; PATH, and not {None}|PATH
+# Accept --json without a --no-json, and write PATH instead of {None}|PATH in the help.
+_STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
 
 
 class Options(RootConfig):
@@ -55,7 +53,7 @@ class Options(RootConfig):
 
     @classmethod
     def name_on_command_line(cls, field: str) -> str:
-        """Return the name of a field in the help: "--step", or "PATH" for a positional argument."""
+        """Return the name of a field in the help, such as "--step" or, if positional, "PATH"."""
         metadata = cls.model_fields[field].metadata
         if tyro.conf.Positional in metadata:
             return field.upper()
@@ -71,15 +69,15 @@ class CheckpointOptions(Options):
     """
 
     plugins: Annotated[tuple[str, ...], Field(strict=False), tyro.conf.arg(name="job.plugins")] = ()
-    """Plugins that the checkpoint was trained with, to import before it is read."""
+    """Plugins that the checkpoint was trained with. They are imported before it is read."""
 
 
 class TextModelOptions(CheckpointOptions):
     """Base class for the options of a command that reads or writes text with a checkpoint."""
 
     tokenizer_path: Annotated[OptionPath | None, tyro.conf.arg(name="tokenizer.path")] = None
-    """Tokenizer file, which a checkpoint needs if it was imported without one. Default: the
-    tokenizer of the checkpoint."""
+    """Tokenizer file. Required if the checkpoint was imported without one. Default: the tokenizer
+    of the checkpoint."""
 
 
 AnyOptions = TypeVar("AnyOptions", bound=Options)
@@ -108,7 +106,7 @@ def parse_options_and_job(
 ) -> tuple[AnyOptions, list[str]]:
     """Parse the options of a command that also accepts the keys of a job as options.
 
-    tyro parses the options, but these functions report common mistakes more clearly. Plugins that
+    tyro parses the options, but common mistakes are reported with clearer messages. Plugins that
     the options name are loaded, because they can add keys to a job.
 
     Args:
@@ -159,7 +157,8 @@ def _check_required(options: type[Options], argv: Sequence[str], prog: str) -> N
         prog: Name of the command for the error message, such as "titanlite plan".
 
     Raises:
-        UserError: If an option is missing. Unlike tyro's message, this one explains the option.
+        UserError: If an option is missing. Unlike the tyro message, this message explains the
+            option.
     """
     given_flags = {_normalize_flag(word) for word in argv}
     for flag, field in _list_flags(options).items():
@@ -211,7 +210,7 @@ def _check_numbers(options: type[Options], argv: Sequence[str]) -> None:
     """Check the values of all options that take a number, such as `--steps 5`.
 
     Raises:
-        UserError: If a value is not a number. This message is clearer than the message of tyro.
+        UserError: If a value is not a number. This message is clearer than the tyro message.
     """
     fields = _list_flags(options)
     for flag, value in _list_values(argv):
@@ -255,7 +254,7 @@ def _normalize_flag(word: str) -> str:
 
 
 class Generation(Options):
-    """Sampling of completions."""
+    """Options for sampling completions."""
 
     dropped: ClassVar = {
         "stop": (None, "was removed. Cut the completion yourself."),
@@ -263,32 +262,32 @@ class Generation(Options):
     }
 
     max_new_tokens: PositiveInt = 100
-    """Maximum number of tokens of a completion. It ends earlier at the end of the document, or at
+    """Maximum number of tokens in a completion. It ends earlier at the end of the document, or at
     the maximum sequence length of the model."""
     temperature: NonNegativeFloat = 0.8
-    """Sampling temperature. 0: always the most likely token."""
+    """Sampling temperature. 0 always selects the most likely token."""
     top_k: NonNegativeInt = 50
-    """Sample from the k most likely tokens only. 0: from all."""
+    """Number of most likely tokens to sample from. 0: sample from all tokens."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
-    """Seed of the sampling, the same for each prompt."""
+    """Random seed for sampling, used for each prompt."""
     batch_size: PositiveInt = 8
     """Number of prompts to complete at once."""
 
 
 class Scoring(Options):
-    """Evaluation of text."""
+    """Options for evaluating text."""
 
     window: Annotated[int, Field(ge=2)] | None = None
-    """Number of tokens per sequence. If omitted, training.seq_len of the checkpoint."""
+    """Number of tokens per window. Default: training.seq_len of the checkpoint."""
     stride: PositiveInt | None = None
-    """Number of tokens between the starts of two windows. Each token is scored with at least window
-    - stride tokens before it. If omitted, half a window."""
+    """Number of tokens between the starts of consecutive windows. After the first window, each
+    token is scored with at least window - stride tokens before it. Default: half a window."""
     batch_size: PositiveInt = 8
     """Number of windows per forward pass of a rank."""
     text_column: str = "text"
     """Name of the field that contains the text in .jsonl and .parquet files."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of weights and computation. If omitted, float32 on a CPU, and that of training on a
+    """Dtype of weights and computation. Default: float32 on a CPU, and the training dtype on a
     GPU."""
     ema: bool = False
     """Use the exponential moving average of the weights: see `titanlite help ema`."""

@@ -11,8 +11,8 @@ import tomli
 
 from titanlite.config.mistakes import shorten
 
-# A word that needs quotation marks in TOML, such as llama or /data/c4. It does not start like a
-# number, a list, a table or a string.
+# A word that needs quotation marks in TOML, such as llama or /data/c4. A word that starts like a
+# number, a list, a table or a string does not match.
 _BARE_WORD = re.compile(r"[^\s\d.+\[\]{}'\"-][^\s\[\]{}'\"]*")
 _PYTHON_STATEMENTS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
@@ -22,7 +22,7 @@ def parse_toml(content: bytes) -> dict[str, Any]:
 
     Raises:
         ValueError: If the content is not TOML in UTF-8. The message explains how to fix the invalid
-            line, or how to use a file of another format, such as a Hugging Face config.json.
+            line, or how to use a file in another format, such as a Hugging Face config.json.
     """
     try:
         text = content.decode("utf-8-sig")
@@ -33,7 +33,7 @@ def parse_toml(content: bytes) -> dict[str, Any]:
         # Not UTF-8, a number with thousands of digits, or lists that are nested too deeply.
         problem = f"not valid TOML in UTF-8: {error}."
 
-    # If the whole file is in another format, explaining this helps more than the first wrong line.
+    # If the whole file is in another format, this helps more than the first invalid line.
     raise ValueError(explain_other_format(content) or problem)
 
 
@@ -103,7 +103,7 @@ def _is_toml(text: str) -> bool:
 
 
 def explain_other_format(content: bytes) -> str | None:
-    """Explain to the user what to do with a JSON or Python file that was passed as a job file.
+    """Explain how to use a JSON or Python file that was passed as a job file.
 
     Returns:
         One or several sentences, or None if the file is neither JSON nor Python.
@@ -140,7 +140,7 @@ def parse_json(content: bytes) -> dict[str, Any] | None:
 
 
 def _explain_json(table: dict[str, Any]) -> str:
-    """Explain to the user what kind of JSON file was passed as a job file, and how to use it."""
+    """Explain what kind of JSON file was passed as a job file, and how to use it."""
     if "model_type" in table or "architectures" in table:
         return (
             "this is the config.json of a Hugging Face model, not a job file. To train the model, "

@@ -30,12 +30,12 @@ Kind = Literal[
     "architecture", "optimizer", "schedule", "loss", "source", "tokenizer", "metrics_logger", "hook"
 ]
 RENAMED_KINDS: dict[str, Kind] = {"writer": "metrics_logger"}
-"""Former name of a kind of entry, which plugins can still use -> current name."""
+"""Current name of each renamed kind of entry. Plugins can still use the former name."""
 ENTRY_POINTS = "titanlite.plugins"
 """Entry point group in which installed packages declare their plugins."""
 SECTIONS: dict[str, type[Section]] = {}
-"""Job section -> its model. `titanlite.config.schema` adds the built-in sections, and `register`
-adds the sections of plugins.
+"""Pydantic model of each job section. `titanlite.config.schema` adds the built-in sections, and
+`register` adds the sections of plugins.
 """
 _loaded: set[str] = set()
 
@@ -46,7 +46,7 @@ class Registry:
     A pydantic field of type `Annotated[str, REGISTRY]` accepts only names in the registry.
 
     Args:
-        built_in: Built-in entries, name -> "module:name".
+        built_in: Built-in entries: the location ("module:name") of each, by its name.
     """
 
     def __init__(self, **built_in: str) -> None:
@@ -68,7 +68,7 @@ class Registry:
             name: Name of the entry.
             inputs: Positional arguments for the class or function.
             job: The job. If the entry was registered with a section, this section of the job is
-                passed to it as the last argument.
+                passed as the last argument.
         """
         if name in self._names_with_section:
             # Do not use getattr: the job may have a method of this name, such as `copy`.
@@ -107,7 +107,7 @@ class Registry:
     def __get_pydantic_core_schema__(
         self, source: Any, handler: Callable[[Any], Any]
     ) -> core_schema.CoreSchema:
-        """Let pydantic accept only registered names in fields that this registry annotates."""
+        """Make pydantic accept only registered names in fields annotated with this registry."""
         return core_schema.no_info_after_validator_function(self.check_name, handler(source))
 
 
@@ -186,7 +186,8 @@ def register(kind: Kind, name: str, section: type[Section] | None = None) -> Cal
             entry is called, it gets the section as the last argument.
 
     Raises:
-        ValueError: If `kind` is unknown. If `name` is already registered, the decorator raises it.
+        ValueError: If `kind` is unknown. The decorator also raises it if `name` is already
+            registered.
     """
     kind = RENAMED_KINDS.get(kind, kind)
     if kind not in REGISTRIES:
@@ -202,7 +203,7 @@ def register(kind: Kind, name: str, section: type[Section] | None = None) -> Cal
 
 
 def load_plugins(names: Iterable[str]) -> None:
-    """Import plugins that are not loaded yet. Their code registers classes and functions.
+    """Import plugins that are not loaded yet. When imported, they register classes and functions.
 
     Args:
         names: Names of modules, or of entry points in the group "titanlite.plugins".
@@ -226,7 +227,7 @@ def _import_plugin(name: str) -> None:
     try:
         with _without_current_folder():
             importlib.import_module(modules.get(name, name))
-    except (Exception, SystemExit) as error:  # importing runs the plugin's code
+    except (Exception, SystemExit) as error:  # the import runs the code of the plugin
         reason = one_line(str(error) or repr(error)).rstrip(".")
         raise UserError(
             f'job.plugins: cannot import the plugin "{name}": {reason}. It must be a module on '
@@ -237,7 +238,7 @@ def _import_plugin(name: str) -> None:
 
 @contextlib.contextmanager
 def _without_current_folder() -> Iterator[None]:
-    """Remove the current folder from Python's module search path during the `with` block.
+    """Remove the current folder from the Python module search path during the `with` block.
 
     By default, `python -m` imports modules from the current folder, which may contain files of
     other users. A folder in PYTHONPATH is trusted and kept.

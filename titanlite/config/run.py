@@ -1,7 +1,7 @@
-"""Derive from a job and a number of ranks all values that the rest of the program needs.
+"""Derive all values that the rest of the program needs from a job and a number of ranks.
 
-A `Run` combines both. It contains, for example, the model architecture, the parallelism degrees,
-the pipeline stages and the batch sizes.
+A `Run` contains the job, the number of ranks, and derived values such as the model architecture,
+the parallelism degrees, the pipeline stages and the batch sizes.
 
 Invariant: a `Run` is immutable and does not import torch. `titanlite.load_run` creates it and
 rejects invalid jobs. All other code takes the `Run` as an argument and never derives these values a
@@ -45,11 +45,9 @@ weight gradients need. With donated buffers disabled, the fp32 loss is off by 1.
 in torch 2.13.
 """
 LONGEST_DEFAULT_SEQUENCE = 4096
-"""Upper limit, in tokens, for the default sequence length of a job that starts from a pretrained
-model.
-"""
+"""Maximum default sequence length, in tokens, of a job that starts from a pretrained model."""
 SMALL_GRADIENTS = 2**28
-"""Size up to which unsharded gradients count as small for `fsdp_reduce = "auto"`, in bytes."""
+"""Maximum size, in bytes, of unsharded gradients that count as small for `fsdp_reduce = "auto"`."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +83,8 @@ class Degrees:
 class Run:
     """A job together with the number of ranks that run it, and all values derived from both.
 
-    Values are derived on first access, so that validation can use some values of a job that is only
-    partly valid.
+    Values are derived on first access, so that validation can use valid parts of an otherwise
+    invalid job.
 
     Attributes:
         job: The complete configuration, merged from the job file, the command line and defaults.
@@ -119,7 +117,7 @@ class Run:
         return [range(first, end) for first, end in pairwise(boundaries)]
 
     def _choose_cuts(self) -> tuple[int, ...]:
-        """Choose the first block of pipeline stages 1, 2, ..., so that the stages are balanced."""
+        """Choose the first block of pipeline stages 1, 2, ..., to balance the stages."""
         num_stages = self.degrees.pipeline * self.stages_per_rank
         times = forward_flops(self.arch, self.job.training.seq_len)
         memory = tuple(stage_memory(self, num_stages))
@@ -161,14 +159,14 @@ class Run:
 
     @property
     def sequence_counts(self) -> list[tuple[int, int]]:
-        """First step, from 0, and number of training sequences of each data stage of the run."""
+        """First step (counted from 0) and number of training sequences of each data stage."""
         return self.count_sequences(self.job.training.steps)
 
     def count_sequences(self, steps: int) -> list[tuple[int, int]]:
-        """Count the training sequences in each data stage of a run that ends after `steps` steps.
+        """Count the training sequences in each data stage, if the run ends after `steps` steps.
 
         Returns:
-            First step, from 0, and number of sequences of each stage.
+            First step (counted from 0) and number of sequences of each stage.
         """
         starts = {0, *(stage.start_step for stage in self.job.dataset.stages)}
         starts_in_run = sorted(start for start in starts if start < steps)
@@ -192,7 +190,7 @@ class Run:
 
     @property
     def local_microbatch_tokens(self) -> int:
-        """Number of tokens of a microbatch that a rank processes.
+        """Number of tokens that a rank processes per microbatch.
 
         A context-parallel rank processes only its share of each sequence.
         """
@@ -215,12 +213,12 @@ class Run:
         return "step"
 
     def _can_reduce_microbatches(self) -> bool:
-        """Return whether reducing gradients per microbatch saves memory without more rounding."""
+        """Return whether reducing per microbatch saves memory without more rounding errors."""
         if self.degrees.pipeline > 1:  # not supported
             return False
 
         training = self.job.training
-        if training.dtype != training.mixed_precision_reduce:  # rounds the sum in each reduction
+        if training.dtype != training.mixed_precision_reduce:  # each reduction would round the sum
             return False
 
         is_sharded = self.degrees.shard * self.degrees.context > 1 or training.enable_cpu_offload
@@ -267,15 +265,15 @@ class Run:
         return self.dump_folder / self.job.checkpoint.folder
 
     def resolve_compute_dtype(self, on_gpu: bool, resumed: ComputeDtype | None = None) -> Run:
-        """Replace "auto" in `training.mixed_precision_param` by a dtype, and return the new run.
+        """Return a run in which "auto" in `training.mixed_precision_param` is replaced by a dtype.
 
         If the job already sets a dtype, return the run unchanged. Call this after the ranks have
         started, because the dtype depends on their hardware.
 
         Args:
             on_gpu: Whether the ranks compute on GPUs.
-            resumed: Compute dtype of the checkpoint from which the run resumes, to keep it. None
-                for a new run.
+            resumed: Compute dtype of the checkpoint from which the run resumes, which the run
+                keeps. None for a new run.
         """
         if self.job.training.mixed_precision_param != "auto":
             return self
@@ -289,11 +287,11 @@ class Run:
         return self.job.dataset.document_mask or has_window
 
     def resolve_attention_backend(self, on_gpu: bool) -> Run:
-        """Replace "auto" in `model.attention_backend` by a backend, and return the new run.
+        """Return a run in which "auto" in `model.attention_backend` is replaced by a backend.
 
-        On a GPU, choose flex attention if attention needs a mask, because no other kernel is
-        confirmed for masks. Documents, a sliding window and context parallelism need a mask. In all
-        other cases, choose scaled dot-product attention.
+        On a GPU, choose flex attention if attention needs a mask for documents, a sliding window or
+        context parallelism, because no other kernel is confirmed for masks. In all other cases,
+        choose scaled dot-product attention.
 
         Args:
             on_gpu: Whether the ranks compute on GPUs.
@@ -319,7 +317,7 @@ def with_keys(run: Run, settings: Mapping[str, Any]) -> Run:
 
     Args:
         run: The run to change.
-        settings: "section.key" -> new value, for example {"model.n_layers": 4}.
+        settings: New value of each key, by "section.key". For example, {"model.n_layers": 4}.
     """
     job = run.job
     for key, value in settings.items():
@@ -329,7 +327,7 @@ def with_keys(run: Run, settings: Mapping[str, Any]) -> Run:
 
 
 def sequence_divisor(degree: Degrees) -> int:
-    """Return the number by which the sequence length must be divisible for a parallel layout.
+    """Return the number that must divide the sequence length in a parallel layout.
 
     Context parallelism splits each sequence into two chunks per rank, to balance the work under a
     causal mask. Tensor parallelism then splits the tokens of each rank again.
@@ -342,25 +340,25 @@ def sequence_divisor(degree: Degrees) -> int:
 
 
 def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
-    """Estimate the bytes that the embedding, a block and the output take in each pipeline stage.
+    """Estimate the bytes of the embedding, a block and the output in each pipeline stage.
 
-    All numbers are per rank. With 1F1B, blocks take more bytes in early stages, which keep more
-    activations.
+    All numbers are per rank. With 1F1B, blocks take more memory in early stages, because these keep
+    more activations.
 
     Args:
         run: The run.
         num_stages: Total number of pipeline stages.
 
     Returns:
-        The bytes in each stage. To get the total, `PieceCosts.add_up` selects the parts that the
+        Bytes of the three parts for each stage. `PieceCosts.add_up` adds up only the parts that a
         stage contains: only the first has the embedding, and only the last has the output.
     """
     arch = run.arch
     microbatch_tokens = run.local_microbatch_tokens
     bytes_per_parameter = _bytes_per_parameter(run)  # after sharding and tensor parallelism
 
-    # The embedding and the output have a matrix each. The loss also stores the logits of a chunk of
-    # tokens, which tensor parallelism splits along the vocabulary.
+    # The embedding and the output have one matrix each. The loss also stores the logits of a chunk
+    # of tokens. Tensor parallelism splits these along the vocabulary.
     embedding_bytes = arch.vocab_size * arch.dim * bytes_per_parameter
     chunk_tokens = min(microbatch_tokens, LOSS_TOKENS)
     num_logits = chunk_tokens * arch.vocab_size / run.degrees.tensor
@@ -380,7 +378,8 @@ def _bytes_per_parameter(run: Run) -> float:
     """Estimate the bytes per parameter that a rank uses in a step with pipeline parallelism.
 
     Each rank has shards of the parameter, the gradient and two optimizer moments. Until the last
-    microbatch, it also keeps the unsharded parameter and gradient. Tensor parallelism divides both.
+    microbatch, it also keeps the unsharded parameter and gradient. Tensor parallelism divides all
+    of these.
     """
     bytes_of = {"float32": 4, "bfloat16": 2}
     sharded = 2 * bytes_of[run.job.training.dtype] + 2 * bytes_of[run.state_dtype]
@@ -404,10 +403,10 @@ def _kept_values_per_token(run: Run) -> float:
 
 
 def _microbatches_in_flight(run: Run, stage: int) -> int:
-    """Return how many microbatches have activations in memory in a pipeline stage at one time.
+    """Return the maximum number of microbatches whose activations a pipeline stage keeps at once.
 
-    This depends on the schedule. With GPipe, these are all microbatches of a step. With 1F1B, early
-    stages have more of them than late stages.
+    With GPipe, a stage keeps the activations of all microbatches of a step. With 1F1B, early stages
+    keep more than late stages.
     """
     schedule = run.job.parallelism.pipeline_parallel_schedule
     if schedule == "GPipe":
@@ -453,11 +452,11 @@ def compute_degrees(parallelism: schema.Parallelism, world_size: int) -> Degrees
 
 
 def build_architecture(model: schema.Model, job: schema.JobConfig | None = None) -> Architecture:
-    """Return the model architecture that a job describes: its flavor with the overrides in [model].
+    """Return the model architecture of a job: its flavor with the overrides in [model].
 
     Args:
         model: The [model] section.
-        job: Job that contains the section of a plugin architecture. Not needed for the built-in
+        job: The whole job, for the section of a plugin architecture. Not needed for the built-in
             architecture.
     """
     values = _get_flavor_values(model.flavor)
@@ -477,8 +476,8 @@ def build_architecture(model: schema.Model, job: schema.JobConfig | None = None)
 def _get_flavor_values(name: str) -> dict[str, Any]:
     """Return the fields of the flavor called `name`, which a job may override.
 
-    If `head_dim` is dim / n_heads, it becomes 0. Then `Architecture` computes it after the job has
-    overridden `dim` or `n_heads`.
+    If `head_dim` is dim / n_heads, return it as 0, so that `Architecture` computes it after the job
+    has overridden `dim` or `n_heads`.
     """
     flavor = FLAVORS[name]
     values = asdict(flavor)
@@ -491,8 +490,8 @@ def model_tables(arch: Architecture) -> dict[str, dict[str, Any]]:
     """Return the sections that a job needs to train a model of the given architecture.
 
     Returns:
-        Section name -> key -> value. The sections are [model] and, for a plugin architecture with
-        additional keys, the section of the plugin.
+        The keys and values of each section, by its name: [model] and, for a plugin architecture
+        with additional keys, the section of the plugin.
     """
     model_keys = {field.name for field in fields(Architecture)}
     values = asdict(arch)

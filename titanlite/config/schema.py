@@ -1,6 +1,6 @@
-"""All keys of a job file with their types, constraints, defaults and help texts.
+"""Define all keys of a job file with their types, constraints, defaults and help texts.
 
-Invariant: a `JobConfig` is immutable, and each value in it is valid on its own. Rules that involve
+Invariant: a `JobConfig` is immutable, and each value in it is valid by itself. Rules that involve
 several keys, the world size or files are in `titanlite.rules`.
 """
 
@@ -143,7 +143,7 @@ def _check_ac_option(value: str) -> str:
 
 T = TypeVar("T")
 ListOf = Annotated[tuple[T, ...], Field(strict=False)]
-"""Type of a list. It is a list in TOML, and a tuple in a section, so that the section is
+"""Type of a list key. It is a list in TOML, but a tuple in a section, so that the section is
 immutable.
 """
 AutoInt = Annotated[int, AfterValidator(_check_auto_or_positive)]
@@ -151,19 +151,19 @@ PathText = Annotated[str, AfterValidator(check_path)]
 Steps = Annotated[int, Field(gt=0, le=MAX_STEPS)]
 AsWritten = PlainSerializer(lambda length: length)
 Tokens = Annotated[int, Field(gt=0, le=MAX_TOKENS), WrapValidator(_check_tokens), AsWritten]
-"""Type of a number of tokens, also as a string such as "10B", which error messages then show."""
+"""Type of a number of tokens: an integer, or a string such as "10B", which is kept as written."""
 OrTokens = Annotated[T, WrapValidator(_allow_tokens), AsWritten]
-"""Type of a number of steps, or of tokens as a string such as "500M".
+"""Type of a number of steps, or of a number of tokens as a string such as "500M".
 
-Type checkers treat it as a number of steps, because `load_run` converts all others to steps.
+Type checkers treat it as a number of steps, because `load_run` converts tokens to steps.
 """
 Seconds = Annotated[int, Field(gt=0, le=10**9)]  # timedelta cannot hold much more
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 MupSize = Annotated[int, Field(ge=0, lt=2**31)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
-# The limits of these numbers and of some keys below reject only mistakes, with which float32
-# overflows, divides by zero or rounds to zero.
+# These limits, and the limits of some keys below, reject only values with which float32 would
+# overflow, divide by zero or round to zero.
 Moderate = Annotated[float, Field(ge=0.0, le=1e6)]
 PositiveModerate = Annotated[float, Field(ge=1e-30, le=1e6)]
 ZeroOrModerate = Annotated[float, Field(ge=0.0, le=1e15), AfterValidator(_check_not_tiny)]
@@ -175,10 +175,10 @@ Component = Literal["model", "loss", "optimizer", "clip"]
 
 
 def _drop_unused_keys(**defaults: object) -> dict[str, tuple[object, str]]:
-    """Reject keys that earlier versions accepted but never used.
+    """Return a table of dropped keys that earlier versions accepted but never used.
 
     Args:
-        defaults: Former default of each key. A job that still has this value is accepted.
+        defaults: Former default of each key. A job that still has this value remains valid.
 
     Returns:
         Value for the class variable `dropped` of a section.
@@ -193,26 +193,27 @@ class Job(Section):
     dropped: ClassVar = {"plan": (False, "was removed. Run `titanlite profile` instead.")}
 
     config_file: PathText | None = None
-    """Job file (TOML). A bare name is looked up in the current folder, then in train_configs/."""
+    """Job file (TOML). It is looked up in the current folder, then in train_configs/, then among
+    the job files that are installed with titanlite. You can omit the suffix .toml."""
     dump_folder: Annotated[PathText, AfterValidator(_default_dump_folder)] = Field(
         default="", validate_default=True
     )
-    """Folder for all outputs. If empty, outputs/NAME with the name of the job file, or
-    outputs/python for a job that is created in Python."""
+    """Folder for all outputs. If empty, it is outputs/NAME, where NAME is the name of the job file
+    without .toml, or outputs/python for a job that is created in Python."""
     description: str = ""
     """Description of the run, logged at the start."""
     plugins: ListOf[str] = ()
     """Plugins to import before the rest of the job is read: Python modules, or names that installed
     packages offer as entry points in the group titanlite.plugins. See docs/reference/plugins.md."""
     hooks: Annotated[ListOf[Annotated[str, HOOKS]], AfterValidator(_check_unique)] = ()
-    """Hooks of plugins to run in the training loop, in this order, after the built-in hooks."""
+    """Plugin hooks to run in the training loop, in this order, after the built-in hooks."""
     require_certificate: bool = False
     """Start only if `titanlite prove` has written a certificate for this job to the folder `proof`
     in job.dump_folder."""
 
 
 class Model(Section):
-    """Model architecture. Keys that you omit have the values of the flavor."""
+    """Model architecture. Omitted keys default to the values of the flavor."""
 
     dropped: ClassVar = {
         "name": (
@@ -245,11 +246,11 @@ class Model(Section):
     )
 
     architecture: Annotated[str, ARCHITECTURES] = "llama"
-    """Model class: the built-in one, or one that a plugin registered. Plugins use the keys of this
-    section and of their own section."""
+    """Model class: the built-in llama, or a class that a plugin registered. A plugin model uses the
+    keys of this section and of the section with its name."""
     flavor: Annotated[str, AfterValidator(find_flavor)] = "debugmodel"
-    """Name of a model size in titanlite/config/flavors.py, such as debugmodel, 150m, 8b or
-    qwen2.5-0.5b, or name of such a model on the Hugging Face Hub, such as
+    """Name of an architecture in titanlite/config/flavors.py, such as debugmodel, 150m, 8b or
+    qwen2.5-0.5b, or of the corresponding model on the Hugging Face Hub, such as
     meta-llama/Llama-3.1-8B."""
     dim: PositiveInt | None = None
     """Width of the residual stream."""
@@ -262,9 +263,9 @@ class Model(Section):
     ffn_dim: PositiveInt | None = None
     """Hidden width of the SwiGLU feed-forward network."""
     vocab_size: PositiveInt | None = None
-    """Number of rows of the embedding, at least the vocabulary size of the tokenizer. If omitted,
-    the value of the flavor; for debugmodel and 150m, the vocabulary size rounded up to a multiple
-    of 128."""
+    """Number of rows of the embedding. It must be at least the vocabulary size of the tokenizer. If
+    omitted, it is the value of the flavor or, for debugmodel and 150m, the vocabulary size of the
+    tokenizer rounded up to a multiple of 128."""
     max_seq_len: PositiveInt | None = None
     """Maximum sequence length of the model, in tokens."""
     norm_eps: PositiveModerate | None = None
@@ -272,7 +273,7 @@ class Model(Section):
     rope_theta: RopeTheta | None = None
     """Base of the RoPE frequencies."""
     rope_scaling_factor: RopeScalingFactor | None = None
-    """Factor by which rope_scaling extends the context. 1: no scaling."""
+    """Factor by which rope_scaling extends the context. 1 disables scaling."""
     rope_low_freq_factor: RopeTurns | None = None
     """Frequencies with fewer turns than this in the original context are divided by the full
     scaling factor."""
@@ -288,45 +289,48 @@ class Model(Section):
     rope_beta_slow: RopeTurns | None = None
     """YaRN divides frequencies with fewer turns than this by the full scaling factor."""
     rope_attention_factor: Annotated[ZeroOrModerate, Field(le=1e6)] | None = None
-    """YaRN multiplies rotated queries and keys by this. 0: 0.1 ln(rope_scaling_factor) + 1."""
+    """Factor by which YaRN multiplies rotated queries and keys. 0: use 0.1 ln(rope_scaling_factor)
+    + 1."""
     tied_embeddings: bool | None = None
     """Share the embedding matrix with the output projection."""
     head_dim: PositiveInt | None = None
-    """Width of a head, an even number. If omitted, the value of the flavor, or dim / n_heads if
-    that is how the flavor defines it."""
+    """Width of a head. It must be even. If omitted, it is dim / n_heads if this also holds for the
+    flavor, and otherwise the value of the flavor."""
     qkv_bias: bool | None = None
     """Add a bias to queries, keys and values, as in Qwen2."""
     qk_norm: Literal["none", "head", "projection"] | None = None
-    """RMSNorm of queries and keys before RoPE: per head, as in Qwen3, or over all heads
-    (projection), as in OLMo 2."""
+    """Apply RMSNorm to queries and keys before RoPE. head: to each head, as in Qwen3. projection:
+    over all heads together, as in OLMo 2."""
     norm_placement: Literal["before", "after"] | None = None
-    """Where a block normalizes. before: the inputs of attention and feed-forward network. after:
-    their outputs, before they are added to the residual stream, as in OLMo 2."""
+    """What a block normalizes. before: the inputs of the attention and the feed-forward network.
+    after: their outputs, before they are added to the residual stream, as in OLMo 2."""
     sliding_window: NonNegativeInt | None = None
-    """Number of most recent tokens that a token attends to, itself included, as in the first
-    Mistral 7B. 0: all preceding tokens."""
+    """Number of most recent tokens that each token attends to, including itself, as in the first
+    Mistral 7B. 0: attend to all preceding tokens."""
     full_attention_interval: NonNegativeInt | None = None
-    """Every n-th block has no sliding window, as in OLMo 3, where n is 4. 0: all blocks have it."""
+    """Disable the sliding window in every n-th block, where n is this value. OLMo 3 uses 4. 0: all
+    blocks have the window."""
     no_rope_interval: NonNegativeInt | None = None
-    """Every n-th block has no RoPE, as in SmolLM3, where n is 4. 0: all blocks have it."""
+    """Disable RoPE in every n-th block, where n is this value. SmolLM3 uses 4. 0: all blocks have
+    RoPE."""
     logit_softcap: ZeroOrModerate | None = None
-    """Replace each logit x by softcap * tanh(x / softcap), as in Gemma 2, where softcap is 30. 0:
-    keep x."""
+    """Replace each logit x by c * tanh(x / c), where c is this value. Gemma 2 uses 30. 0 leaves the
+    logits unchanged."""
     mup_base_dim: MupSize | None = None
-    """Value of dim for which optimizer.lr was tuned. Initial weights and learning rates are scaled
-    from it to dim by muP. 0: no muP."""
+    """Value of dim for which optimizer.lr was tuned. muP scales initial weights and learning rates
+    from this width to dim. 0 disables this scaling."""
     mup_base_head_dim: MupSize | None = None
-    """Value of head_dim for which optimizer.lr was tuned, to scale attention by muP. 0: the same
-    head_dim."""
+    """Value of head_dim for which optimizer.lr was tuned. muP scales attention from this width to
+    head_dim. 0 disables this scaling."""
     attention_backend: Literal["auto", "sdpa", "flex", "varlen", "fa3", "fa4"] = "auto"
     """Attention kernels. sdpa: scaled dot-product attention, with a boolean mask for documents and
     windows. flex: flex attention for these masks. varlen: variable-length FlashAttention for these
-    masks. fa3 and fa4: sdpa and varlen with the kernels of FlashAttention 3 or 4. auto: flex on a
-    GPU if a mask needs it, otherwise sdpa."""
+    masks. fa3 and fa4: sdpa and varlen with FlashAttention 3 or 4 kernels. auto: flex on a GPU if
+    attention needs a mask, otherwise sdpa."""
 
     @property
     def uses_document_bounds(self) -> bool:
-        """Whether masks are document bounds for variable-length attention."""
+        """Whether the attention kernels take document boundaries instead of a mask."""
         return self.attention_backend in ("varlen", "fa3", "fa4")
 
 
@@ -359,31 +363,33 @@ class Training(Section):
     steps: Steps = 10000
     """Number of optimizer steps."""
     tokens: Tokens | None = None
-    """Number of training tokens instead of steps, such as "10B". It is converted to whole steps,
-    rounded down."""
+    """Number of training tokens, such as "10B", to set instead of steps. It is converted to a
+    number of steps, rounded down."""
     tokens_per_parameter: PositiveModerate | None = None
-    """Number of training tokens divided by the number of model parameters, instead of steps. 20 is
-    compute-optimal according to Chinchilla."""
+    """Number of training tokens per model parameter, to set instead of steps. 20 is compute-optimal
+    according to Chinchilla."""
     seq_len: PositiveInt = 2048
     """Sequence length in tokens."""
     local_batch_size: PositiveInt = 8
     """Number of sequences per forward pass of a data-parallel rank (a microbatch)."""
     global_batch_size: AutoInt = -1
     """Number of sequences per optimizer step, over all ranks. -1: local_batch_size times the
-    data-parallel degree. A larger multiple of that accumulates gradients over several forward
-    passes."""
+    data-parallel degree. With a larger multiple of this product, gradients are accumulated over
+    several forward passes."""
     max_norm: ZeroOrModerate = 1.0
-    """Maximum L2 norm of all gradients. Larger gradients are scaled down. 0: no clipping."""
+    """Maximum L2 norm of all gradients together. If the norm is larger, gradients are scaled down.
+    0 disables clipping."""
     loss: Annotated[str, LOSSES] = "cross_entropy"
     """Training loss. cross_entropy: fused with the output projection, so that only a part of the
-    logits is in memory at a time. reference: plain cross entropy of all logits, for comparison; it
-    needs much more memory. Plugins can register more. Validation always reports the cross
+    logits is in memory at a time. reference: plain cross entropy of all logits, for comparison,
+    which needs much more memory. Plugins can register more. Validation always reports the cross
     entropy."""
     z_loss: Moderate = 0.0
-    """Weight of the z-loss, log(Z)^2 per token with the softmax denominator Z, which keeps logits
-    from growing. PaLM used 1e-4. 0: none. The validation loss does not include it."""
+    """Weight of the z-loss, which keeps logits from growing. It is log(Z)^2 per token, where Z is
+    the softmax denominator. PaLM used 1e-4. 0 disables it. The validation loss does not include
+    it."""
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Dtype of computation and of all-gathered parameters. auto: bfloat16 on GPUs and on CPUs with
+    """Dtype of computations and all-gathered parameters. auto: bfloat16 on GPUs and on CPUs with
     bfloat16 instructions (AVX512-BF16, AMX or ARM bf16), float32 on other CPUs, where bfloat16 is
     many times slower. A resumed run keeps the dtype of its checkpoint."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
@@ -393,14 +399,14 @@ class Training(Section):
     rounds small updates away: see optimizer.stochastic_rounding."""
     init_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which weights are initialized and sharded before the cast to dtype. bfloat16 halves
-    peak memory at startup, without loss for loaded weights that were published in bfloat16."""
+    peak memory at startup. Loading weights that were published in bfloat16 remains lossless."""
     enable_cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer state in CPU memory. Slow, but fits larger
     models."""
     seed: Seed = 0
     """Seed of the initial weights and, unless dataset.seed is set, of the data order."""
     deterministic: bool = False
-    """Use deterministic kernels only. They are slower on a GPU. CPU runs are always
+    """Use only deterministic kernels, which are slower on a GPU. CPU runs are always
     deterministic."""
     gc_freq: PositiveInt = 50
     """Number of steps between Python garbage collections. All ranks collect at the same step, so
@@ -414,15 +420,15 @@ class TextSource(Section):
     """A source of documents."""
 
     source: Annotated[str, SOURCES] = "python_stdlib"
-    """Kind of source. python_stdlib: .py files of Python's standard library. jsonl: files with one
-    JSON object per line, also .gz and .zst. text: plain UTF-8 files. parquet: Parquet files. arrow:
-    a folder that `datasets` saved. huggingface: anything that `datasets` loads. c4: English
+    """Kind of source. python_stdlib: .py files of the Python standard library. jsonl: files with
+    one JSON object per line, also .gz and .zst. text: plain UTF-8 files. parquet: Parquet files.
+    arrow: a folder that `datasets` saved. huggingface: anything that `datasets` loads. c4: English
     allenai/c4, streamed by `datasets`. shards: a folder that `titanlite prepare` created. tokens:
-    token files of Megatron (.bin), OLMo (.npy) or datatrove (.ds). Plugins can register more."""
+    Megatron (.bin), OLMo (.npy) or datatrove (.ds) token files. Plugins can register more."""
     path: PathText | None = None
-    """Where the data is. jsonl, text, parquet and tokens: a file or a pattern like "data/*.jsonl".
-    arrow and shards: a folder. huggingface: a dataset on the Hub or a local folder. All but
-    huggingface also take a URL such as "s3://bucket/data/*.jsonl"."""
+    """Location of the data. jsonl, text, parquet and tokens: a file or a pattern like
+    "data/*.jsonl". arrow and shards: a folder. huggingface: a dataset on the Hub or a local folder.
+    All of these except huggingface also accept a URL such as "s3://bucket/data/*.jsonl"."""
     config: str | None = None
     """Name of the dataset configuration (huggingface)."""
     split: str = "train"
@@ -430,8 +436,8 @@ class TextSource(Section):
     text_column: str = "text"
     """Name of the field that contains the text."""
     loss_mask_column: str | None = None
-    """Name of the field with the parts of the text that count in the loss (jsonl and parquet): a
-    list of [start, end] in characters. If omitted, the whole text counts."""
+    """Name of the field that lists which parts of the text count in the loss, as [start, end] pairs
+    in characters (jsonl and parquet). If omitted, the whole text counts."""
     token_dtype: Literal["uint8", "uint16", "uint32", "uint64"] | None = None
     """Data type of the token ids in .npy files without a header (tokens)."""
     streaming: bool = False
@@ -458,9 +464,9 @@ class DataSource(ValidationSource):
 
 
 class DataStage(Section):
-    """Change of data, batch size or learning rate from a step on, for example for annealing.
+    """Changes to data, batch size or learning rate from a given step on, for example to anneal.
 
-    Keys that you omit keep the values of the stage before. `titanlite check --plot` draws all
+    Omitted keys keep their values from the previous stage. `titanlite check --plot` draws all
     stages.
     """
 
@@ -472,7 +478,7 @@ class DataStage(Section):
     """Number of sequences per optimizer step, over all ranks, instead of
     training.global_batch_size."""
     lr_factor: PositiveModerate | None = None
-    """Factor for the learning rate of [lr_scheduler]."""
+    """Factor by which to multiply the learning rate of [lr_scheduler]."""
 
 
 class Dataset(TextSource):
@@ -506,8 +512,7 @@ class Dataset(TextSource):
     """Seed of the data order. If omitted, training.seed."""
     packing: Literal["concat", "best_fit"] = "concat"
     """How documents fill sequences. concat: documents are joined and cut, so that no token is lost.
-    best_fit: documents that fit into a sequence are never cut, and the rest of a sequence is
-        padding."""
+    best_fit: documents that fit into a sequence are never cut, and unused positions are padded."""
     document_mask: bool = False
     """Restrict attention to tokens of the same document, restart positions at each document, and do
     not predict the first token of the next document."""
@@ -526,7 +531,7 @@ class Dataset(TextSource):
     def get_stage_value(self, key: str, done: int, default: Any) -> Any:
         """Return the value of a key in the data stage that a training step belongs to.
 
-        A stage that omits the key keeps the value of the stage before.
+        A stage that omits the key keeps the value from the previous stage.
 
         Args:
             key: Key of a stage, such as "global_batch_size".
@@ -559,7 +564,7 @@ class Validation(TextSource):
 
     freq: OrTokens[NonNegativeInt] = 0
     """Number of steps between validations, or of tokens such as "500M". The run also validates
-    before the first step and at the end. 0: no validation."""
+    before the first step and at the end. 0 disables validation."""
     sequences: PositiveInt = 64
     """Number of sequences per validation, each of training.seq_len tokens, over all ranks."""
     holdout: BelowOne = 0.0
@@ -577,22 +582,22 @@ class Validation(TextSource):
 
     @property
     def has_own_data(self) -> bool:
-        """Whether this section describes data, beyond the default source."""
+        """Whether this section selects validation data instead of leaving the default source."""
         return bool(self.path or self.sources) or self.source != "python_stdlib"
 
 
 class ParameterGroup(Section):
-    """Parameters with their own learning rate or weight decay."""
+    """Parameters with a separate learning rate or weight decay."""
 
     params: Annotated[ListOf[str], Field(min_length=1)]
     """Names of parameters, or patterns with * and ?, such as ["tok_embeddings.*",
     "layers.*.attention.w?.weight"]. Each parameter of the model must be in exactly one group, and
     each pattern must match a parameter."""
     lr_factor: Moderate = 1.0
-    """Factor for the learning rate."""
+    """Factor by which to multiply the learning rate."""
     weight_decay: Moderate | None = None
-    """Weight decay, also of norms and embeddings. If omitted, optimizer.weight_decay with its
-    exceptions."""
+    """Weight decay of these parameters, including norms and embeddings. If omitted,
+    optimizer.weight_decay and its exceptions apply."""
 
     def claims(self, name: str) -> bool:
         """Return whether the parameter called `name` matches one of the patterns of this group."""
@@ -613,9 +618,9 @@ class Optimizer(Section):
     )
 
     name: Annotated[str, OPTIMIZERS] = "AdamW"
-    """Optimizer. Muon updates the matrices of the blocks, and AdamW all other parameters.
-    AdamW8bit, from torchao, has moments of 8 bits, and synchronizes with the GPU in each step. SGD
-    has momentum."""
+    """Optimizer. Muon updates the matrices of the blocks, and uses AdamW for all other parameters.
+    AdamW8bit, from torchao, stores moments in 8 bits, and synchronizes with the GPU in each step.
+    SGD uses momentum."""
     lr: Annotated[float, Field(ge=1e-30, le=1e30)] = 3e-4
     """Peak learning rate."""
     beta1: BelowOne = 0.9
@@ -628,21 +633,21 @@ class Optimizer(Section):
     momentum: BelowOne = 0.95
     """Decay of the momentum per step. Only Muon and SGD use it."""
     weight_decay: Moderate = 0.1
-    """Decoupled weight decay of all matrices. Norms are never decayed."""
+    """Decoupled weight decay of all matrices. It is never applied to norms."""
     decay_embeddings: bool = True
     """Apply weight decay to the embedding."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """Implementation of AdamW. fused is the fastest. foreach and for-loop are for comparison, and
-    synchronize with the GPU in each step. stochastic_rounding, a different state_dtype and a
-    compiled optimizer use their own implementation."""
+    synchronize with the GPU in each step. This key has no effect with stochastic_rounding, with a
+    state_dtype that differs from training.dtype, or if the optimizer is compiled."""
     state_dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the optimizer moments. If omitted, training.dtype. bfloat16 halves their memory, and
     needs stochastic_rounding with a beta above 0.99. If it differs from training.dtype, the update
     is compiled on a GPU."""
     stochastic_rounding: bool = False
     """Round bfloat16 weights and moments up or down at random, so that small updates are not lost.
-    The random bits depend on step and element only, so they are the same for any number of ranks
-    and after a resume. The update is compiled on a GPU."""
+    The random bits depend only on the step and the element, so they are the same for any number of
+    ranks and after a resume. The update is compiled on a GPU."""
     groups: ListOf[ParameterGroup] = ()
     """Parameter groups, each as a table [[optimizer.groups]]. With groups, each parameter must be
     in exactly one."""
@@ -652,19 +657,19 @@ class LRScheduler(Section):
     """Learning rate schedule: warmup, constant learning rate, then decay (WSD)."""
 
     name: Annotated[str, SCHEDULES] = "wsd"
-    """Schedule. A schedule of a plugin also gets the keys of this section."""
+    """Schedule. Plugin schedules also receive the keys of this section."""
     warmup_steps: OrTokens[NonNegativeInt] | None = None
     """Number of steps in which the learning rate rises linearly to its peak, or of tokens such as
-    "500M". If omitted, 200 steps, but at most a tenth of the schedule."""
+    "500M". If omitted, it is 200 steps, but at most a tenth of the schedule."""
     total_steps: OrTokens[Steps] | None = None
-    """Number of steps of the whole schedule, or of tokens such as "10B", if the run trains only the
-    first training.steps of them. If omitted, training.steps."""
+    """Length of the whole schedule in steps, or in tokens such as "10B". Set it if the run trains
+    only the first training.steps steps of a longer schedule. If omitted, it is training.steps."""
     decay_steps: OrTokens[NonNegativeInt] | None = None
-    """Number of steps at the end of the run in which the learning rate decays, or of tokens such as
-    "1B". If omitted, decay_ratio applies."""
+    """Number of steps at the end of the schedule in which the learning rate decays, or of tokens
+    such as "1B". If omitted, decay_ratio applies."""
     decay_ratio: Fraction | None = None
-    """Fraction of all steps, at the end of the run, in which the learning rate decays, but at most
-    all steps after warmup, which is also the default."""
+    """Fraction of the schedule, at its end, in which the learning rate decays. Decay never starts
+    before warmup ends. Without decay_steps and decay_ratio, it starts directly after warmup."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
     min_lr_factor: Fraction = 0.0
@@ -698,32 +703,33 @@ class Parallelism(Section):
     )
 
     data_parallel_replicate_degree: PositiveInt = 1
-    """Number of replicas of the sharded model (HSDP). Parameters are all-gathered within a replica,
-    and gradients are reduced over all replicas."""
+    """Number of replicas of the sharded model (HSDP). Parameters are all-gathered within each
+    replica, and gradients are reduced over all replicas."""
     data_parallel_shard_degree: AutoInt = -1
-    """Number of ranks to shard the parameters of a replica over (FSDP2). -1: all ranks that the
+    """Number of ranks to shard the parameters of a replica over (FSDP2). -1: use all ranks that the
     other degrees leave."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether to free unsharded parameters after the forward pass, and to all-gather them again for
-    the backward pass. default: yes, except for the last group (norm and output), for blocks that
+    the backward pass. default: always, except for the last group (norm and output), for blocks that
     are so small that they share one group, and for a single rank whose blocks have fewer than 16
     times fsdp_min_num_params."""
     fsdp_min_num_params: NonNegativeInt = 1_000_000
-    """Minimum number of parameters of an FSDP group, which has one all-gather and one reduction.
-    Small consecutive blocks share a group. 0: each block is a group."""
+    """Minimum number of parameters of an FSDP group. Each group has one all-gather and one
+    reduction. Small consecutive blocks share a group. 0: each block is a group."""
     fsdp_reduce: Literal["auto", "step", "microbatch"] = "auto"
     """When to reduce gradients. step: once, with the last microbatch; until then each rank keeps
     all gradients, 4 bytes per parameter. microbatch: after each microbatch, so that a rank keeps
-    only its shard, with more traffic. auto: step if it takes at most 256 MiB more, or if gradients
-    are not sharded, have a lower precision than the reduction, or belong to a pipeline; otherwise
-    microbatch."""
+    only its shard, at the cost of more traffic. auto: step if it takes at most 256 MiB more, or if
+    gradients are not sharded, have a lower precision than the reduction, or belong to a pipeline;
+    otherwise microbatch."""
     memory_savers: Literal["none", "safe", "all"] = "safe"
-    """Savings of GPU memory beyond plain FSDP2. Results are bitwise the same. none: plain FSDP2 and
-    torch. safe: those that cannot make a step longer, or by at most 0.3% by estimate. all: also
-    those that let the GPU wait longer, which has not been measured on a real GPU."""
+    """Optimizations that save more GPU memory than plain FSDP2. Results are bitwise identical.
+    none: plain FSDP2 and torch. safe: optimizations that are estimated to make a step at most 0.3%
+    longer. all: also optimizations that make the GPU wait longer. Their cost has not been measured
+    on a real GPU."""
     enable_fsdp_symmetric_memory: bool = False
-    """Run the collectives of FSDP in symmetric memory of NCCL. Needs GPUs, parameters that are
-    sharded over several ranks, torch 2.13 and memory_savers = "none". Excludes
+    """Run FSDP collectives in NCCL symmetric memory. Needs GPUs, parameters that are sharded over
+    several ranks, torch 2.13 and memory_savers = "none". Cannot be combined with
     enable_async_tensor_parallel."""
     tensor_parallel_degree: PositiveInt = 1
     """Number of ranks that share each matmul, with sequence parallelism and loss parallelism. Keep
@@ -732,8 +738,8 @@ class Parallelism(Section):
     """Overlap tensor-parallel communication with matmuls through symmetric memory. Needs
     compile.enable and a GPU."""
     context_parallel_degree: PositiveInt = 1
-    """Number of ranks that share each sequence. Each rank has a chunk from the front and one from
-    the back, which balances causal attention. The ranks all-gather keys and values."""
+    """Number of ranks that share each sequence. Each rank gets one chunk from the front and one
+    from the back, which balances causal attention. The ranks all-gather keys and values."""
     pipeline_parallel_degree: PositiveInt = 1
     """Number of pipeline ranks. A step has global_batch_size / data-parallel degree /
     local_batch_size microbatches."""
@@ -741,21 +747,21 @@ class Parallelism(Section):
         "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"
     ] = "1F1B"
     """Pipeline schedule. 1F1B and GPipe have one stage per rank. The others have two, or as many as
-    pipeline_parallel_split_points defines. Zero bubble schedules delay the gradients of weights."""
+    pipeline_parallel_split_points defines. Zero-bubble schedules delay weight gradients."""
     pipeline_parallel_split_points: ListOf[Block] = ()
-    """First block of each stage but the first, such as ["layers.4", "layers.8"]. If empty, stages
-    are balanced for speed, without more memory than an even split."""
+    """First block of each stage except the first, such as ["layers.4", "layers.8"]. If empty,
+    stages are balanced for speed, without using more memory than an even split."""
 
 
 class ActivationCheckpoint(Section):
     """Activation checkpointing: recompute activations in the backward pass to save memory."""
 
     mode: Literal["none", "selective", "full", "memory_budget"] = "selective"
-    """What to recompute. none: nothing. full: everything but the inputs of blocks. selective: see
-    selective_ac_option. memory_budget: the compiler chooses; needs compile.enable."""
+    """What to recompute. none: nothing. full: everything except the inputs of blocks. selective:
+    see selective_ac_option. memory_budget: the compiler chooses; needs compile.enable."""
     selective_ac_option: Annotated[str, AfterValidator(_check_ac_option)] = "op"
-    """What mode "selective" keeps. op: the results of attention and of every second matmul. A
-    number n: every n-th block is recomputed in full."""
+    """How mode "selective" saves memory. op: keep the results of attention and of every second
+    matmul. A number n: recompute every n-th block in full."""
     memory_budget: Fraction = 0.5
     """Fraction of activation memory that mode "memory_budget" may keep."""
 
@@ -769,11 +775,11 @@ class Compile(Section):
     """What to compile. model: the transformer blocks, all in one compilation, and the FP8 cast of
     weights. loss: softmax and gradient of the loss. optimizer: the update. clip: the gradient norm.
     On a GPU, the update is always compiled with optimizer.stochastic_rounding or a different
-    optimizer.state_dtype, because it needs 72 kernels per tensor otherwise."""
+    optimizer.state_dtype, because otherwise it needs 72 kernels per tensor."""
 
 
 class Float8(Section):
-    """FP8 matmuls with torchao's Float8Linear or MXFP8Linear."""
+    """FP8 matmuls with Float8Linear or MXFP8Linear from torchao."""
 
     advanced: ClassVar = (
         "precompute_float8_dynamic_scale_for_fsdp",
@@ -789,22 +795,24 @@ class Float8(Section):
     more accurate. rowwise_with_gw_hp: like rowwise, with weight gradients in high precision.
     mxfp8: one scale per 32 values, for B200, GB200, B300 and GB300."""
     enable_fsdp_float8_all_gather: bool = False
-    """All-gather weights in FP8, half the traffic of bfloat16. Needs recipe_name = "tensorwise"."""
+    """All-gather weights in FP8, which halves the traffic compared to bfloat16. Needs recipe_name =
+    "tensorwise"."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     """Compute the scales of all weights with one all-reduce after the optimizer step. Needs
     enable_fsdp_float8_all_gather."""
     min_features: NonNegativeInt = 1024
-    """Minimum number of inputs and outputs of a layer to convert. For smaller layers, casting costs
-    as much as FP8 saves. 0: convert all layers."""
+    """Minimum number of inputs and of outputs that a layer must have to be converted. For smaller
+    layers, casting costs as much as FP8 saves. 0: convert all layers."""
     filter_fqns: ListOf[str] = ()
-    """Parts of the names of layers that keep high precision. The output projection always does."""
+    """Parts of the names of layers to keep in high precision. The output projection always stays in
+    high precision."""
     emulate: bool = False
-    """Emulate FP8 in high precision. This is automatic, and logged, on hardware without FP8. With
-    mxfp8, it is automatic only on CPUs."""
+    """Emulate FP8 in high precision. On hardware without FP8, emulation is automatic, and is
+    logged. With mxfp8, it is automatic only on CPUs."""
 
     @property
     def size_multiple(self) -> int:
-        """All sizes of an FP8 matmul must be multiples of this number."""
+        """Number that must divide all dimensions of an FP8 matmul."""
         return 32 if self.recipe_name == "mxfp8" else 16
 
     def shard_multiple(self, tensor_degree: int) -> int:
@@ -845,23 +853,25 @@ class Checkpoint(Section):
     """Number of steps between saves, or of tokens such as "500M"."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """How to write checkpoints. disabled: training stops during the write. async: training stops
-    only for a copy to CPU memory, which a thread writes; this takes CPU memory for another copy of
-    weights and optimizer state. async_with_pinned_mem: like async, but copies during the next step;
-    needs a GPU."""
+    only for a copy to CPU memory, which a thread then writes. The copy takes as much CPU memory as
+    the weights and optimizer state. async_with_pinned_mem: like async, but the copy runs during the
+    next step; needs a GPU."""
     keep_latest_k: NonNegativeInt = 10
     """Number of newest checkpoints to keep. 0: keep all."""
     keep_every_n_steps: NonNegativeInt = 0
-    """Keep checkpoints whose step is a multiple of this, regardless of keep_latest_k. 0: none."""
+    """Keep checkpoints whose step is a multiple of this, regardless of keep_latest_k. 0 disables
+    this."""
     keep_best: bool = False
-    """Keep the checkpoint with the lowest validation loss, and link it as `best`. Each validation
-    with a new lowest loss is followed by a save."""
+    """Keep the checkpoint with the lowest validation loss, and link it as `best`. Whenever a
+    validation reaches a new lowest loss, a checkpoint is saved."""
     load_step: Annotated[int, Field(ge=-1)] = -1
-    """Step to roll back to, once. Later checkpoints are renamed. The next start with the same value
-    resumes from the newest checkpoint. -1: resume from the newest checkpoint."""
+    """Step to roll back to. Later checkpoints are renamed. The rollback happens only once: the next
+    start with the same value resumes from the newest checkpoint. -1: always resume from the newest
+    checkpoint."""
     exclude_from_loading: ListOf[Literal["optimizer", "data", "rng", "hooks"]] = ()
-    """Parts of a checkpoint to reset instead of loading them, once: optimizer state, data position,
-    random state, or state of hooks, such as averaged weights and spike history. Checkpoints that
-    were saved with the same value are loaded completely."""
+    """Parts of a checkpoint to reset instead of loading them: optimizer state, data position,
+    random state, or state of hooks, such as averaged weights and spike history. This happens only
+    once: checkpoints that were saved with the same value are loaded completely."""
     initial_load_path: PathText | None = None
     """Checkpoint whose weights a new run starts from, at step 0: a step folder, a checkpoint
     folder, the output folder of a run, or a URL. Ignored if there is a checkpoint to resume
@@ -870,8 +880,8 @@ class Checkpoint(Section):
     """Whether initial_load_path is a Hugging Face folder. Each rank reads only its part of the
     files."""
     last_save_model_only: bool = False
-    """Save only the weights after the last step, in the folder `final` in job.dump_folder. No run
-    resumes from it."""
+    """After the last step, save only the weights, in the folder `final` in job.dump_folder. A run
+    cannot resume from this folder."""
     last_save_in_hf: bool = False
     """Also export the model after the last step to `final_hf` in job.dump_folder, for
     transformers."""
@@ -900,38 +910,39 @@ class Metrics(Section):
     loggers: ListOf[Annotated[str, METRICS_LOGGERS]] = ()
     """Additional metrics loggers, which plugins register."""
     details: ListOf[Literal["gradients", "updates"]] = ()
-    """Additional metrics of logged steps per kind of parameter, such as attention.wq of all blocks.
-    gradients: norms before clipping, and histograms over the blocks in TensorBoard. updates: norm
-        of the update without weight decay, relative to the weights; takes memory for three copies
-        of the largest weight of a rank."""
+    """Additional metrics of logged steps for each kind of parameter, such as attention.wq of all
+    blocks. gradients: norms before clipping, and histograms over the blocks in TensorBoard.
+    updates: norm of the update without weight decay, relative to the weights; needs memory for
+    three copies of the largest weight on a rank."""
 
 
 class Profiling(Section):
     """Traces of time and memory, written to `profile` in job.dump_folder."""
 
     enable_profiling: bool = False
-    """Trace steps for Perfetto on the schedule below, and log the slowest operators."""
+    """Trace steps for Perfetto on the schedule that the other keys define, and log the slowest
+    operators."""
     profile_freq: Steps = 10
-    """Number of steps of a cycle. It ends with the warmup and traced steps."""
+    """Number of steps in a cycle. The warmup and traced steps are at the end of the cycle."""
     profiler_warmup: NonNegativeInt = 3
-    """Number of steps before the traced ones in which the profiler runs without recording."""
+    """Number of steps before the traced steps in which the profiler runs without recording."""
     profiler_active: PositiveInt = 1
     """Number of steps to trace in a cycle."""
     profiler_repeat: NonNegativeInt = 0
-    """Number of cycles. 0: until the end of the run."""
+    """Number of cycles. 0: repeat until the end of the run."""
     profiler_ranks: ListOf[NonNegativeInt] = (0,)
     """Ranks to trace. Empty: all ranks."""
     enable_memory_snapshot: bool = False
-    """Record memory allocations on the same schedule and ranks in the trace. On a GPU, also write a
-    snapshot for pytorch.org/memory_viz, also when a rank runs out of memory."""
+    """Record memory allocations in the trace, on the same schedule and ranks. On a GPU, also write
+    snapshots for pytorch.org/memory_viz, including one if a rank runs out of memory."""
 
 
 class SampleOptions(Section):
     """Prompts to complete during training."""
 
     freq: NonNegativeInt = 0
-    """Number of steps between samples. They are logged, and written to TensorBoard and
-    samples.jsonl. 0: never."""
+    """Number of steps between samples. Samples are logged, and written to TensorBoard and
+    samples.jsonl. 0 disables them."""
     prompts: ListOf[str] = ()
     """Prompts, such as ["def __init__(self", "import os"]. An empty prompt starts a new
     document."""
@@ -939,11 +950,11 @@ class SampleOptions(Section):
     """Maximum number of tokens of a completion. Each token takes a forward pass over the whole text
     on all ranks. A completion ends earlier at the end of the document or at training.seq_len."""
     temperature: NonNegativeFloat = 0.8
-    """Sampling temperature. 0: always the most likely token."""
+    """Sampling temperature. 0 always selects the most likely token."""
     top_k: NonNegativeInt = 50
-    """Sample from the k most likely tokens only. 0: from all."""
+    """Number of most likely tokens to sample from. 0: sample from all tokens."""
     seed: Seed = 0
-    """Seed of the sampling, the same for each step and prompt."""
+    """Random seed for sampling, used for each step and prompt."""
 
 
 class Guards(Section):
@@ -952,26 +963,26 @@ class Guards(Section):
     advanced: ClassVar = ("max_roll_backs", "spike_deviations", "spike_history", "compare_every")
 
     max_skipped: NonNegativeInt = 3
-    """Maximum number of consecutive skipped steps. A step with a non-finite loss or gradient
-    changes neither weights nor optimizer state. One more skipped step stops the run with exit code
-    3."""
+    """Maximum number of consecutive skipped steps. A step with a non-finite loss or gradient is
+    skipped: it changes neither weights nor optimizer state. One more skipped step stops the run
+    with exit code 3."""
     on_spike: Literal["warn", "skip", "roll_back"] = "warn"
     """What to do with a step whose loss or gradient norm is a spike. warn: log and count it. skip:
-    also skip it, which counts for max_skipped. roll_back: at the next log line, save or validation,
-    restore weights and optimizer state of the newest checkpoint, and continue with the data after
-    the spike."""
+    also skip it, which counts toward max_skipped. roll_back: at the next log line, save or
+    validation, restore weights and optimizer state of the newest checkpoint, and continue with the
+    data after the spike."""
     max_roll_backs: NonNegativeInt = 3
     """Maximum number of rollbacks. One more spike stops the run with exit code 3."""
     spike_deviations: Annotated[float, Field(ge=1e-30)] = 10.0
     """A value is a spike if it exceeds the median of recent steps by this many deviations. A
     deviation is 1.4826 times the median distance from the median, and at least 1% of the median."""
     spike_history: Annotated[int, Field(ge=3, le=10_000)] = 100
-    """Number of recent steps to compare with, without skipped steps. Spike detection starts after
+    """Number of recent steps to compare with, excluding skipped steps. Spike detection starts after
     this many steps."""
     compare_every: PositiveInt = 1000
-    """Number of steps between checks for silent data corruption, which compare the replicas of
-    HSDP, and norms of tensor-parallel ranks. A difference stops the run with exit code 3 and names
-    rank and node."""
+    """Number of steps between checks for silent data corruption, which compare HSDP replicas, and
+    the norms of tensor-parallel ranks. If they differ, the run stops with exit code 3, and the
+    error message names the rank and node."""
 
 
 class EmaOptions(Section):
@@ -981,8 +992,8 @@ class EmaOptions(Section):
     """
 
     decay: BelowOne = 0.0
-    """Decay per step, such as 0.999, which averages over about 1 / (1 - decay) steps. Takes 4 bytes
-    per parameter, sharded like the weights. 0: no average."""
+    """Decay per step, such as 0.999. The average covers about 1 / (1 - decay) steps. It takes 4
+    bytes per parameter, sharded like the weights. 0 disables the average."""
 
 
 class Comm(Section):
@@ -1011,19 +1022,19 @@ class RootConfig(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _validate_all(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        """Validate the values as pydantic does, but raise all errors as one `ConfigError`."""
+        """Validate the values with pydantic, and raise all errors as one `ConfigError`."""
         return cls._validate_with_errors(values, validate, [])
 
     @classmethod
     def _validate_with_errors(
         cls, values: Any, validate: ModelWrapValidatorHandler[Self], errors: list[Any]
     ) -> Self:
-        """Validate the values as pydantic does, unless there are errors already.
+        """Validate the values with pydantic, and raise its errors together with earlier ones.
 
         Args:
             values: Values to validate.
             validate: Validation by pydantic.
-            errors: Errors so far, in the format of `ValidationError.errors`.
+            errors: Earlier errors, in the format of `ValidationError.errors`.
 
         Raises:
             ConfigError: If there are any errors. The message lists all of them.
@@ -1039,16 +1050,17 @@ class RootConfig(Section):
 
 
 RENAMED_KEYS = {"metrics.writers": "metrics.loggers"}
-"""Former name of a key -> current name. Jobs with the former name can still be read."""
+"""Current name of each renamed key, by its former name. Jobs that use the former name remain
+valid."""
 
 
 def rename_keys(tables: dict[str, Any]) -> list[str]:
     """Replace former names of keys by their current names, in place.
 
-    If a job sets a key under both names, both are kept, and validation reports the former one.
+    If a job sets a key under both names, both are kept, and validation reports the former name.
 
     Args:
-        tables: Sections of a job: section -> key -> value.
+        tables: Sections of a job, each a table of keys and values.
 
     Returns:
         Former names of the replaced keys, to warn about them. Keys with an empty value, such as
@@ -1083,7 +1095,7 @@ def _find_unknown_sections(tables: dict[str, Any]) -> list[Any]:
 class JobConfig(RootConfig):
     """Complete configuration of a training run.
 
-    Each section of a job file is an attribute: `job.training.steps` is the option `steps` of the
+    Each section of a job file is an attribute: `job.training.steps` is the key `steps` of the
     section `[training]`. The sections of plugins are attributes as well.
     """
 
@@ -1115,7 +1127,7 @@ class JobConfig(RootConfig):
     def _validate_all(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
         """Validate a job, and raise all errors as one `ConfigError`.
 
-        `validate` is the validation by pydantic, which covers only the built-in sections.
+        `validate` calls pydantic, which validates only the built-in sections.
         """
         if not isinstance(values, dict | cls):
             # pydantic reports the wrong type
@@ -1133,10 +1145,10 @@ class JobConfig(RootConfig):
     def _validate_plugin_sections(
         cls, tables: dict[str, Any]
     ) -> tuple[dict[str, Section], list[Any]]:
-        """Validate the sections of plugins. A section that `tables` lacks gets its defaults.
+        """Validate the sections of plugins. Missing sections get their defaults.
 
         Returns:
-            The valid sections by name, and pydantic's errors for the invalid ones.
+            The valid sections by name, and the pydantic errors for the invalid ones.
         """
         sections: dict[str, Section] = {}
         errors: list[Any] = []
@@ -1157,8 +1169,8 @@ class JobConfig(RootConfig):
     def read(cls, tables: dict[str, Any]) -> tuple[Self, Sequence[Mistake]]:
         """Validate the sections of a job, and replace invalid values by their defaults.
 
-        Return the job and the mistakes, which can then be reported together with later ones. Use
-        `model_validate` to raise an error instead.
+        Return the job and the mistakes, so that the caller can report them together with mistakes
+        that it finds later. Use `model_validate` to raise an error instead.
         """
         try:
             return cls.model_validate(tables), ()
@@ -1168,7 +1180,7 @@ class JobConfig(RootConfig):
             return cls.model_validate(valid_tables), error.mistakes
 
     def with_section(self, section: str, /, **values: Any) -> Self:
-        """Return a copy of this job with new values for some options of a section.
+        """Return a copy of this job with new values for some keys of a section.
 
         The new values are not validated.
         """
@@ -1192,10 +1204,10 @@ SECTIONS.update({name: field.annotation for name, field in JobConfig.model_field
 
 
 def list_keys() -> dict[str, FieldInfo]:
-    """Return the schema of all keys of a job, including those of loaded plugins.
+    """Return the schema of all keys of a job, including the keys of loaded plugins.
 
     Returns:
-        Full name, such as "training.steps" -> pydantic field.
+        The pydantic field of each key, by its full name, such as "training.steps".
     """
     return {
         f"{name}.{key}": field

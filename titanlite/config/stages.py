@@ -1,4 +1,4 @@
-"""Choose pipeline stages, based on estimates of their time and memory."""
+"""Divide a model into pipeline stages, based on estimates of their time and memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from titanlite.config.flavors import Architecture
 
-FLOPS_PER_BYTE = 300  # of an H100: its bf16 FLOP/s divided by its memory bandwidth
-LOSS_TOKENS = 4096  # tokens whose logits are in memory at one time
-LOGIT_BYTES = 6  # per logit: in bf16 as computed, and its gradient in fp32
+FLOPS_PER_BYTE = 300  # bf16 FLOP/s of an H100 divided by its memory bandwidth
+LOSS_TOKENS = 4096  # number of tokens whose logits are in memory at once
+LOGIT_BYTES = 6  # bytes per logit: 2 for its bf16 value, and 4 for its fp32 gradient
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PieceCosts:
 def forward_flops(arch: Architecture, seq_len: int) -> PieceCosts:
     """Estimate the forward FLOPs per token of the embedding, a block and the output.
 
-    The embedding has no matmuls, so its time is converted to forward FLOPs that take as long.
+    The embedding has no matmuls, so its time is converted to the forward FLOPs that take as long.
 
     Args:
         arch: Architecture of the model.
@@ -63,9 +63,9 @@ def forward_flops(arch: Architecture, seq_len: int) -> PieceCosts:
 
 
 def _convert_embedding_time(arch: Architecture, seq_len: int) -> float:
-    """Return how many forward FLOPs per token a GPU could compute in the time of the embedding.
+    """Convert the time that the embedding takes to forward FLOPs per token that take as long.
 
-    This is the time in which the backward pass writes a dense fp32 gradient, once per sequence.
+    Only the backward pass counts. It writes a dense fp32 gradient, once per sequence.
     """
     gradient_bytes = 4 * arch.vocab_size * arch.dim
     flops_during_write = gradient_bytes * FLOPS_PER_BYTE
@@ -123,11 +123,11 @@ class _Split(NamedTuple):
         return (self.slowest, self.squares) < (other.slowest, other.squares)
 
 
-@cache  # a search for the fastest layout calls it thousands of times, with few arguments
+@cache  # a layout search calls this thousands of times, with few distinct arguments
 def balanced_cuts(
     times: PieceCosts, memory: tuple[PieceCosts, ...], num_layers: int
 ) -> tuple[int, ...]:
-    """Divide a model into pipeline stages, so that the slowest stage takes the least time.
+    """Divide a model into pipeline stages such that the slowest stage is as fast as possible.
 
     No stage takes more memory than the largest stage of an even split. If several splits are
     equally fast, choose the one with the smallest sum of squared times.
@@ -165,8 +165,9 @@ def _add_stage(
 ) -> dict[int, _Split]:
     """Add a pipeline stage of any possible size to each split, and keep only the best new splits.
 
-    This is one step of the dynamic programming in `balanced_cuts`. It is enough to extend the best
-    split of the first n blocks, because the time of the new stage does not depend on the split.
+    This is one step of the dynamic programming in `balanced_cuts`. For each n, only the best split
+    of the first n blocks must be extended, because the time of the new stage does not depend on how
+    these blocks are split.
 
     Args:
         best_splits: Best split of the first n blocks into the stages so far, for each possible n.
@@ -214,7 +215,7 @@ def even_cuts(layers: int, stages: int) -> list[int]:
         layers: Number of blocks of the model.
         stages: Number of stages.
     """
-    size, surplus = divmod(layers + 2, stages)  # the first `surplus` stages have one block more
+    size, surplus = divmod(layers + 2, stages)  # the first `surplus` stages have one extra block
     cuts = []
     for stage in range(1, stages):
         num_before = stage * size + min(stage, surplus)  # the embedding and the blocks before

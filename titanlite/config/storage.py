@@ -29,13 +29,13 @@ from titanlite.config.errors import UserError, one_line
 from titanlite.config.files import MANIFEST, STEP_FOLDER, make_folder, write_atomically
 
 CACHE = "TITANLITE_CACHE"
-"""Environment variable with the folder of the cache."""
+"""Environment variable that sets the cache folder."""
 LIMIT = "TITANLITE_CACHE_GB"
-"""Environment variable with the maximum size of the cached blocks, in GB."""
+"""Environment variable that sets the maximum total size of the cached blocks, in GB."""
 PARALLEL = 8
 """Number of files to download at once."""
 BLOCK = 1 << 20
-"""Bytes per block. For larger blocks, the transfer would take longer than the request."""
+"""Size of a block in bytes. Transferring a larger block would take longer than requesting it."""
 _NUM_FOLDERS = 64
 """Number of folders into which cached blocks are divided."""
 _URL = re.compile(r"([a-z][a-z0-9+]+):/+(.+)")
@@ -65,7 +65,7 @@ class RemotePath(PurePosixPath):
 
 
 def as_url(path: str | PurePath | None) -> str | None:
-    """Return a path as a URL string, or None if it is a local path.
+    """Convert a path to a URL string, or return None if it is a local path.
 
     For example, Path("s3://bucket/run") gives "s3://bucket/run", although `pathlib` removes one of
     the slashes.
@@ -80,7 +80,7 @@ def as_url(path: str | PurePath | None) -> str | None:
 
 @contextmanager
 def storage_errors(url: str, error_class: type[UserError] = UserError) -> Iterator[None]:
-    """Convert any exception in the `with` block to a `UserError` that names the URL.
+    """Convert exceptions in the `with` block to a `UserError` that names the URL.
 
     For example, the message is "s3://bucket/run does not exist (...)." A `UserError` in the block
     is not changed.
@@ -93,7 +93,7 @@ def storage_errors(url: str, error_class: type[UserError] = UserError) -> Iterat
         yield
     except UserError:
         raise
-    except Exception as error:  # each storage has its own exception types
+    except Exception as error:  # each storage has different exception types
         raise error_class(_describe_failure(url, error)) from error
 
 
@@ -123,7 +123,7 @@ def open_storage(url: str) -> tuple[Any, str]:
 
 
 def file_version(info: Mapping[str, Any]) -> tuple[int, str]:
-    """Return a value that identifies the content of a remote file, to notice when it changes.
+    """Return a value that changes if the content of a remote file changes.
 
     Args:
         info: Metadata of the file from fsspec.
@@ -139,7 +139,7 @@ def file_version(info: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def find_storage_problem(url: str, *, write: bool) -> str | None:
-    """Test the access to a URL. Return an error message, or None if the access succeeds.
+    """Test access to a URL. Return an error message, or None if access succeeds.
 
     Args:
         url: URL of a file or folder.
@@ -181,10 +181,10 @@ def list_files(storage: Any, root: str, deep: bool = True) -> dict[str, dict[str
     Args:
         storage: fsspec file system.
         root: Path of the folder.
-        deep: Whether to include the files in subfolders.
+        deep: Include files in subfolders.
 
     Returns:
-        Path relative to the folder -> metadata of the file.
+        Metadata of each file, by its path relative to the folder.
     """
     entries = storage.find(root, maxdepth=None if deep else 1, detail=True)
     files = _select_files(entries)
@@ -194,10 +194,10 @@ def list_files(storage: Any, root: str, deep: bool = True) -> dict[str, dict[str
 def _select_files(entries: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return only the files in a listing of a storage, sorted by path.
 
-    Folders are left out, and also the empty objects that represent folders on S3.
+    Folders are omitted, including the empty objects that represent folders on S3.
 
     Args:
-        entries: Path -> metadata from fsspec.
+        entries: Metadata of each file and folder from fsspec, by path.
     """
     files = {}
     for path in sorted(entries):
@@ -228,12 +228,12 @@ def find_checkpoints(files: Iterable[str], prefix: str = "") -> list[str]:
 def download_files(storage: Any, root: str, sizes: Mapping[str, int], to: Path) -> None:
     """Download files from a folder of a storage to a local folder, several at once.
 
-    A file gets its name only when it is complete.
+    Each file has a temporary name until it is complete.
 
     Args:
         storage: fsspec file system.
         root: Folder in the storage.
-        sizes: Path of each file relative to `root` -> expected size in bytes.
+        sizes: Expected size of each file in bytes, by its path relative to `root`.
         to: Local folder, in which the files get the same relative paths.
 
     Raises:
@@ -266,10 +266,10 @@ def _get_cache_folder() -> Path:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a cache folder during the `with` block, which can write to the folder.
+    """Hold the lock of a cache folder during the `with` block, which may write to the folder.
 
     Raises:
-        UserError: If the disk or the disk quota of the cache is full.
+        UserError: If the block fails because the disk or the disk quota of the cache is full.
     """
     try:
         with (folder / ".lock").open("w") as lock:
@@ -286,7 +286,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @lru_cache(maxsize=32)  # a block contains several documents
 def read_block(url: str, version: tuple[int, str], number: int) -> bytes:
-    """Return a block of a file at a URL. Download it only if it is not in the cache on disk.
+    """Return a block of a file at a URL, from the cache on disk or else from the storage.
 
     Args:
         url: URL of the file.
@@ -299,7 +299,7 @@ def read_block(url: str, version: tuple[int, str], number: int) -> bytes:
     file_size, _ = version
     start = number * BLOCK
     end = min(start + BLOCK, file_size)
-    # The cache consists of many folders, so that evicting a block has to inspect only a few files.
+    # The cache is divided into many folders, so that evicting a block inspects only a few files.
     cache_id = xxhash.xxh3_64_intdigest(repr([url, version, number]).encode())
     folder = make_folder(_get_cache_folder() / "blocks" / str(cache_id % _NUM_FOLDERS))
     cached_file = folder / str(cache_id)
@@ -321,7 +321,7 @@ def _download_block(url: str, version: tuple[int, str], start: int, end: int) ->
     """
     storage, path = open_storage(url)
     block = storage.cat_file(path, start=start, end=end)
-    if file_version(storage.info(path)) != version:  # checked last, to cover the download
+    if file_version(storage.info(path)) != version:  # checked after the download, to cover it
         remedy = "Start again: dataset.on_change decides what to do."
         raise UserError(f"{url} changed while it was read. {remedy}")
     return block
@@ -364,7 +364,7 @@ def _evict_blocks(folder: Path) -> None:
 def get_local_copy(path: str | Path, extra_file: str = "", *, deep: bool = False) -> Path:
     """Download a file or folder at a URL to the cache, and return its local path.
 
-    If you call this again in the same process with the same arguments, it returns the path at once.
+    Further calls in the same process with the same arguments return the path immediately.
 
     Args:
         path: URL of a file or folder, or a local path, which is returned unchanged.
@@ -407,15 +407,15 @@ def _download_file(url: str, storage: Any, remote_path: str, extra_file: str) ->
 def _download_to_cache(
     url: str, storage: Any, remote_folder: str, files: Mapping[str, Mapping[str, Any]]
 ) -> Path:
-    """Download those files that the cache lacks, and return their local folder.
+    """Download the files that are missing in the cache, and return the local folder of all files.
 
     Args:
         url: URL of the file or folder.
         storage: fsspec file system.
         remote_folder: Folder in the storage.
-        files: Path of each file relative to `remote_folder` -> its metadata from fsspec.
+        files: Metadata of each file from fsspec, by its path relative to `remote_folder`.
     """
-    # Changed files have other versions, so they are downloaded to another folder of the cache.
+    # The versions are part of the key, so changed files are downloaded to another cache folder.
     versions = sorted((file, *file_version(info)) for file, info in files.items())
     cache_key = xxhash.xxh3_64_hexdigest(repr([url, *versions]).encode())
     cache_folder = make_folder(_get_cache_folder() / cache_key)
