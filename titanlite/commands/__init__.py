@@ -1,1 +1,1 @@
-"""The commands of titanlite. Each one parses its options, calls a public function, and prints."""
+"""Implement the commands. Each one parses options, calls a function, and prints the result."""

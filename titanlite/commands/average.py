@@ -23,14 +23,14 @@ class Average(Options):
     """Average the weights of checkpoints of the same model.
 
     The result contains weights only. You can pass it to eval, generate, export and
-    checkpoint.initial_load_path. Memory holds one tensor at a time.
+    checkpoint.initial_load_path. Only one tensor is in memory at a time.
     """
 
     checkpoints: Annotated[
         tuple[OptionPath, ...], Field(strict=False, min_length=2), tyro.conf.Positional
     ]
-    """Step folders, such as outputs/my_job/checkpoint/step-*. A folder with several steps stands
-    for its newest undamaged checkpoint."""
+    """Step folders, such as outputs/my_job/checkpoint/step-*. For a folder with several steps, the
+    newest undamaged checkpoint is used."""
     out: OptionPath
     """Folder for the new checkpoint, which gets the step and the job of the newest input."""
     weights: Annotated[
@@ -41,7 +41,7 @@ class Average(Options):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run `titanlite average`: write a checkpoint with the averaged weights of several checkpoints.
+    """Run `titanlite average`: average the weights of several checkpoints into a new one.
 
     Raises:
         UserError: If an option is invalid, or the checkpoints have different models or tokenizers.
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
             f"--weights: {len(factors)} weights for {count} checkpoints. Pass one for each."
         )
     if options.out.is_dir() and any(options.out.iterdir()):
-        # If the folder belongs to a run, the run would resume from the average.
+        # A run whose checkpoints are in this folder would resume from the average.
         raise UserError(f"--out {options.out}: is not empty. Choose a new folder.")
 
     # Importing torch is slow, so invalid options are reported first.
@@ -96,8 +96,8 @@ def main(argv: Sequence[str]) -> None:
 def _check_same_tokenizer(paths: Sequence[Path], manifests: Sequence[Manifest]) -> str | None:
     """Check that checkpoints were trained with the same tokenizer, and return its fingerprint.
 
-    Checkpoints that were imported without a tokenizer have no fingerprint. If all checkpoints lack
-    one, return None. If only some of them do, the tokenizers count as different.
+    Checkpoints that were imported without a tokenizer have no fingerprint. If none of the
+    checkpoints has one, return None. If only some have one, the tokenizers count as different.
 
     Args:
         paths: Step folders of the checkpoints.

@@ -25,8 +25,8 @@ from titanlite.optim.schedule import learning_rate_at
 from titanlite.rules import find_suspicious_values
 
 _MARGIN = 10  # width of the labels to the left of a curve, in characters
-_MIN_COLUMNS = 10  # of a plot, even if the terminal is narrower
-_MIN_LABEL_WIDTH = 6  # of the last step below a plot, in characters
+_MIN_COLUMNS = 10  # minimum width of a plot, even if the terminal is narrower
+_MIN_LABEL_WIDTH = 6  # minimum width of the last step below a plot, in characters
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -34,11 +34,11 @@ class CheckOptions(Options):
     """Check a job without starting it, and print OK or all of its mistakes."""
 
     world_size: OptionRanks | None = None
-    """Number of ranks, that is, processes on all nodes together. Default: the environment variable
+    """Number of ranks (processes on all nodes together). Default: the environment variable
     WORLD_SIZE, or 1."""
     plot: bool = False
-    """Plot the learning rate, and what [[dataset.stages]] change: the global batch size and the
-    share of each source."""
+    """Plot the learning rate, and the values that [[dataset.stages]] can change: the global batch
+    size and the share of each source."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -79,7 +79,7 @@ def _check_resume(run: Run) -> None:
     """Check that training can resume from the newest checkpoint of the run.
 
     Raises:
-        UserError: If a key has changed that must stay the same when a run resumes.
+        UserError: If a key has changed that must not change when a run resumes.
         CheckpointError: If all checkpoints are damaged.
     """
     saved_run = Run(_read_saved_job(run))
@@ -91,8 +91,8 @@ def _check_resume(run: Run) -> None:
 def _read_saved_job(run: Run) -> JobConfig:
     """Read the job in the newest checkpoint of the run, and check the files of the checkpoint.
 
-    Tensor files must have the right size, but their contents are not read. With a mirror, from
-    which the run could restore a checkpoint, no files are checked.
+    Tensor files must have the right size, but their contents are not read. If the job has a mirror,
+    no files are checked, because the run could restore a checkpoint from it.
 
     Raises:
         CheckpointError: If all checkpoints are damaged.
@@ -109,10 +109,10 @@ def _list_values(run: Run) -> dict[str, Any]:
 
 
 def _print_result(run: Run, has_checkpoint: bool, toy_note: str) -> None:
-    """Print that the run can start, then the warnings and notes about it.
+    """Print that the run can start, followed by warnings and notes about it.
 
     Args:
-        run: The run, without mistakes.
+        run: The valid run.
         has_checkpoint: Whether the run would resume from a checkpoint.
         toy_note: Note about a run that is too small to be useful, or "".
     """
@@ -130,7 +130,7 @@ def _print_result(run: Run, has_checkpoint: bool, toy_note: str) -> None:
 def plot_schedule(run: Run, width: int) -> str:
     """Plot the learning rate, the batch size and the share of each data source as text.
 
-    The columns are steps at about equal distances. A value that never changes takes only one line.
+    Columns are steps at about equal distances. A value that never changes takes only one line.
 
     Args:
         run: The run.
@@ -163,7 +163,7 @@ def _draw_step_axis(num_steps: int, num_columns: int) -> str:
 
 
 def _plot_shares(run: Run, completed_steps: Sequence[int]) -> list[str]:
-    """Plot the share of each data source after some numbers of steps, as one chart per source."""
+    """Plot the share of each data source, as one chart per source."""
     dataset = run.job.dataset
     shares_by_step = [source_shares(dataset, done).tolist() for done in completed_steps]
     lines = []

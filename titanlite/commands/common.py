@@ -25,11 +25,11 @@ def is_first_rank() -> bool:
 def print_result(value: Mapping[str, Any], text: str, as_json: bool) -> None:
     """Print the result of a command on rank 0, as text or as one line of JSON.
 
-    JSON has no infinite and NaN numbers, so they are printed as strings.
+    Infinite and NaN values are printed as strings, because JSON has no such numbers.
 
     Args:
         value: The result, printed if `as_json` is set.
-        text: The result for people, printed otherwise.
+        text: The result as readable text, printed otherwise.
         as_json: Whether to print JSON.
     """
     if not is_first_rank():
@@ -71,10 +71,10 @@ def format_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def start_ranks(command: str, argv: Sequence[str]) -> None:
-    """Run a command in as many processes as the environment variable NGPU sets, then exit.
+    """Run a command in NGPU processes (an environment variable), and exit when they end.
 
-    Exit with the exit code of the processes. Return without effect if NGPU is 1 or missing, or if
-    this process is already one of several ranks.
+    The exit code is the exit code of these processes. If NGPU is 1 or unset, or if a launcher has
+    already started this process as a rank, return without effect.
 
     Args:
         command: Name of the command, such as "eval".

@@ -28,9 +28,9 @@ class Prepare(Options):
     """Tokenize the data of a job once, and write shards for training."""
 
     out: OptionPath
-    """Folder for the shards. An interrupted `prepare` is resumed if you pass its folder."""
+    """Folder for the shards. To resume an interrupted `prepare`, pass the same folder."""
     workers: Annotated[PositiveInt, Field(le=1024)] | None = None
-    """Number of threads that tokenize. Default: one per core."""
+    """Number of tokenizer threads. Default: one per core."""
 
 
 def run_prepare(argv: Sequence[str]) -> None:
@@ -76,10 +76,10 @@ def run_data_show(argv: Sequence[str]) -> None:
 
 
 def show_step(run: Run, step: int, index: int | None) -> str:
-    """Return the documents, token ranges and decoded text of a global batch as text.
+    """Format the documents, token ranges and decoded text of a global batch.
 
-    Control characters are escaped. If the data was not prepared, late steps take long, because all
-    text before the step is tokenized first.
+    Control characters are escaped. If the data was not prepared, late steps take a long time,
+    because all text before the step is tokenized first.
 
     Args:
         run: The run.
@@ -113,7 +113,7 @@ def _read_global_batch(data: PackedDataset, step: int) -> list[PackedSequence]:
     """Read the sequences of the global batch for step `step`, counted from 1.
 
     Args:
-        data: Data at the beginning of the run. Its mixture is advanced to this step.
+        data: Data at the beginning of the run. This function advances its mixture to the step.
         step: Number of the step.
 
     Raises:
@@ -129,7 +129,7 @@ def _read_global_batch(data: PackedDataset, step: int) -> list[PackedSequence]:
 
 
 def _format_sequence(sequence: PackedSequence, source: Source, tokenizer: Tokenizer) -> list[str]:
-    """Format the segments of documents in a training sequence: their location, tokens and text."""
+    """Format the document segments of a training sequence, with their location, tokens and text."""
     lines = []
     start = 0
     for part, document, offset, length in sequence.segments.tolist():
@@ -149,7 +149,7 @@ def _format_sequence(sequence: PackedSequence, source: Source, tokenizer: Tokeni
 
 
 class Train(Options):
-    """Train a byte-level BPE with Llama 3's split pattern on the data of a job."""
+    """Train a byte-level BPE tokenizer with the Llama 3 split pattern on the data of a job."""
 
     dropped: ClassVar = {
         "data": (None, "was removed. Use --dataset.source and --dataset.path instead."),
@@ -158,14 +158,15 @@ class Train(Options):
     }
 
     vocab_size: Annotated[int, Field(gt=512, lt=1 << 24)]
-    """Number of ids: 256 bytes, the tokens that BPE merges from them, and Llama 3's 256 special
-    tokens."""
+    """Number of token IDs: 256 bytes, the tokens that BPE merges from them, and the 256 Llama 3
+    special tokens."""
     out: OptionPath
-    """Folder for tokenizer.json and tokenizer.model, which give the same ids. Neither may exist
-    yet."""
+    """Folder for tokenizer.json and tokenizer.model, which produce the same token IDs. Neither file
+    may exist yet."""
     max_bytes: PositiveInt = 1_000_000_000
-    """Maximum amount of text to read: in random order if the source supports it, and from a mixture
-    in proportion to the weights. Training needs several times as much memory."""
+    """Maximum number of bytes of text to read. Text is read in random order if the source supports
+    it, and from the sources of a mixture in proportion to their weights. Training needs several
+    times as much memory."""
 
 
 def run_tokenizer_train(argv: Sequence[str]) -> None:

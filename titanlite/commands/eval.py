@@ -38,7 +38,7 @@ class Eval(Scoring, TextModelOptions):
     """A step folder (.../step-00000100), the folder of all steps, the output folder of a run, or
     .../best. If there are several steps, the newest undamaged one is used."""
     data: Annotated[tuple[OptionPath, ...], Field(strict=False, min_length=1)]
-    """Files: .jsonl (also .gz and .zst) or .parquet. All others are read as text."""
+    """Files: .jsonl (also .gz and .zst) or .parquet. All other files are read as text."""
     as_json: AsJson = False
     """Print one JSON object and nothing else."""
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
 
     from titanlite.score import evaluate_text  # slow, because it imports torch
 
-    # The values of window, stride, batch_size, text_column, dtype and ema.
+    # window, stride, batch_size, text_column, dtype and ema
     scoring_settings = options.model_dump(include=set(Scoring.model_fields))
     score = evaluate_text(
         options.checkpoint,

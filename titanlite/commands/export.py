@@ -32,7 +32,7 @@ class Export(CheckpointOptions):
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Data type of the exported weights."""
     tokenizer: OptionPath | None = None
-    """Tokenizer file. Default: that of the training job."""
+    """Tokenizer file. Default: the tokenizer of the training job."""
     ema: bool = False
     """Export the moving average of the weights; see `titanlite help ema`."""
     as_json: AsJson = False

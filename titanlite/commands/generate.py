@@ -26,13 +26,13 @@ from titanlite.runtime.logging import note
 if TYPE_CHECKING:
     from titanlite.completion import Completion, LoadedCheckpoint
 
-_MAX_BYTES = 1 << 28  # maximum size of a file of prompts
+_MAX_BYTES = 1 << 28  # maximum size of a prompt file
 
 
 class Generate(Generation, TextModelOptions):
     """Complete texts with a checkpoint.
 
-    Prompts and completions go to standard output, everything else to standard error.
+    Prompts and completions go to standard output, and everything else goes to standard error.
     """
 
     checkpoint: OptionPath
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> None:
 def _write_completions(loaded: LoadedCheckpoint, options: Generate, prompts: Sequence[str]) -> int:
     """Complete the prompts, and print the completions.
 
-    The completion of --prompt is printed piece by piece while it is generated.
+    The completion of --prompt is printed while it is generated.
 
     Returns:
         Number of generated tokens.
@@ -92,7 +92,7 @@ def _write_completions(loaded: LoadedCheckpoint, options: Generate, prompts: Seq
 
 
 def _describe_model(loaded: LoadedCheckpoint) -> str:
-    """Return the folder, size, dtype and device of a loaded model as a line of text."""
+    """Format the folder, parameter count, dtype and device of a loaded model in one line."""
     weight = loaded.model.get_parameter("tok_embeddings.weight")
     dtype = str(weight.dtype).removeprefix("torch.")
     size = num_params(loaded.model.arch)
@@ -134,8 +134,8 @@ def read_prompts(path: Path) -> list[str]:
     """Read the prompts in a file, one per line, and skip blank lines.
 
     Args:
-        path: File of prompts, or `-` for standard input. Each line of a .jsonl file is a JSON
-            string, or an object with the key "prompt".
+        path: Prompt file, or `-` for standard input. Each line of a .jsonl file is a JSON string,
+            or an object with the key "prompt".
 
     Raises:
         UserError: If the file cannot be read, contains no prompt, or has an invalid line.
@@ -157,7 +157,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def _parse_prompt(line: str, is_json: bool) -> str:
-    """Parse one line of a file of prompts.
+    """Parse one line of a prompt file.
 
     Args:
         line: Text of the line.

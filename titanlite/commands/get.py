@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _format_job_lines(kind: str, files: HubFiles, out: Path) -> str:
-    """Return the lines of a job file that make a job use the downloaded tokenizer or data.
+    """Return the lines to add to a job file to use the downloaded tokenizer or data.
 
     Args:
         kind: "tokenizer" or "data".
@@ -82,7 +82,7 @@ def _format_job_lines(kind: str, files: HubFiles, out: Path) -> str:
 
 
 def _default_folder(options: Get, files: HubFiles) -> Path:
-    """Return the folder for downloaded files without --out, such as "assets/tokenizer/gpt2"."""
+    """Return the default folder for downloaded files, such as "assets/tokenizer/gpt2"."""
     name = files.repo if "/" in options.name else options.name
     _, _, folder_name = name.rpartition("/")
     if options.kind == "tokenizer":

@@ -54,8 +54,8 @@ class Import(CheckpointOptions):
     torchtitan: Annotated[OptionPath | None, _ORIGIN] = None
     """Step folder of a torchtitan checkpoint: .metadata and *.distcp files."""
     tokenizer: OptionPath | None = None
-    """Tokenizer file to copy into the checkpoint. Default: tokenizer.json or tokenizer.model of the
-    model folder, or with --torchtitan tokenizer.path of the job."""
+    """Tokenizer file to copy into the checkpoint. Default: tokenizer.json or tokenizer.model in the
+    model folder, unless a job that describes a torchtitan model sets tokenizer.path."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -68,8 +68,8 @@ def main(argv: Sequence[str]) -> None:
             of a job that describe the model.
 
     Raises:
-        UserError: If the folder has no model that titanlite computes exactly, or --tokenizer cannot
-            be used.
+        UserError: If the folder does not contain a model that titanlite can reproduce exactly, or
+            --tokenizer cannot be used.
     """
     options, words = parse_options_and_job(Import, argv, "import", _KEYS)
     has_description = bool(words)

@@ -18,8 +18,8 @@ _MAX_BYTES = 1 << 19  # job files have about 2,000 bytes, the config of Llama 3 
 class Migrate(Options):
     """Convert a torchtitan job file for Llama 3 or Qwen3.
 
-    Each key is kept or renamed, or reported with the reason why it is left out. Comments are not
-    copied.
+    Each key is kept, renamed, or left out. The report gives the reason for each omission. Comments
+    are not copied.
     """
 
     file: PositionalPath
@@ -29,8 +29,8 @@ class Migrate(Options):
     overwrite: bool = False
     """Replace the file --out if it exists."""
     torchtitan_version: Version | None = None
-    """torchtitan version that the file is for. Default: detect it from the keys. Version 0.1
-    does not scale the rotary frequencies of Llama 3, later versions do."""
+    """torchtitan version that the file is for. Default: detect it from the keys. Version 0.1 does
+    not scale the rotary frequencies of Llama 3, but later versions do."""
 
 
 def main(argv: Sequence[str]) -> None:

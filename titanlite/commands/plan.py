@@ -43,17 +43,18 @@ _MAX_LISTED = 10  # number of search results to print
 class PlanOptions(Options):
     """Estimate peak memory and step time of a job, and find changes that make it fit or run faster.
 
-    The command runs the trainer's code on tensors without data, so it needs no GPU.
+    The command runs the training code on tensors without data, so it needs no GPU.
     """
 
     world_size: OptionRanks | None = None
-    """Number of ranks, that is, processes on all nodes together. Default: the environment variable
+    """Number of ranks (processes on all nodes together). Default: the environment variable
     WORLD_SIZE, or 1."""
     gpu: str | None = None
     """Device: a name such as H100 or A100-80GB, cpu for the cores of this node, or a TOML file with
-    the numbers of a data sheet. Default: the GPU of this node, or H100 if it has none."""
+    numbers from a data sheet. Default: the GPU of this node, or H100 if it has none."""
     memory: Annotated[float, Field(gt=0, le=MOST_GIB)] | None = None
-    """Memory of a device in GiB (of the node with --gpu cpu). Default: the number in the table."""
+    """Memory of a device or, with --gpu cpu, of the node, in GiB. Default: the memory of the device
+    that --gpu selects."""
     as_json: AsJson = False
     """Print one JSON object and nothing else."""
     tokens: str | None = None
@@ -67,7 +68,8 @@ class PlanOptions(Options):
     """Search for the fastest layouts, activation checkpointing, batch sizes and precisions that
     fit."""
     write: OptionPath | None = None
-    """Search, and write the job file of the fastest result to this new file, without [job]."""
+    """Search, and write the job of the fastest result to this new file, without the section
+    [job]."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -140,7 +142,7 @@ def _check_new_file(path: Path) -> None:
 
 
 def _check_not_shortened(path: Path, run: Run) -> None:
-    """Check that the job that --write would write includes its whole warmup and decay.
+    """Check that a job is long enough for its warmup and decay, before --write writes it.
 
     `load_run` accepts a shorter job as a preview if the command line has shortened it.
 
@@ -162,7 +164,7 @@ def _estimate(
     tokens: int | None,
     print_result: Callable[[str], None],
 ) -> None:
-    """Print the memory and time of a job, and then changes that improve the job.
+    """Print the memory and time of a job, followed by changes that improve the job.
 
     Args:
         options: Options of the command. With --json, print everything as one JSON object.
@@ -216,10 +218,10 @@ def _make_plan(
 def _format_advice(run: Run, forecast: Forecast) -> str:
     """Format the changes that make a job fit into memory, or the largest batch size if it fits.
 
-    The result is empty if there is nothing to advise, for example if --quick has skipped the search
-    for the largest batch size.
+    Return "" if there is nothing to advise, for example if --quick has skipped the search for the
+    largest batch size.
     """
-    # With --remedies, there are also changes if the job fits.
+    # With --remedies, there can be changes even if the job fits.
     if forecast.changes:
         return "\n  ".join(["Changes that make it fit, cheapest first:", *forecast.changes])
     if not forecast.fits:
@@ -291,7 +293,7 @@ def _format_search(result: SearchResult, devices: str, tokens: int | None, as_js
 
 
 def _add_training_time(forecast: Forecast, tokens: int | None) -> Forecast:
-    """Add the time to train on `tokens` tokens to a forecast. If it is None, change nothing."""
+    """Add the time to train on `tokens` tokens to a forecast, unless `tokens` is None."""
     if tokens is None:
         return forecast
 
@@ -301,7 +303,7 @@ def _add_training_time(forecast: Forecast, tokens: int | None) -> Forecast:
 
 
 def _choose_device(options: PlanOptions, world_size: int) -> Gpu:
-    """Return the GPU that --gpu and --memory describe, or one rank's share of a CPU.
+    """Return the GPU that --gpu and --memory describe, or the share of a CPU that each rank gets.
 
     Raises:
         UserError: If --gpu is invalid, or --tokens is set for a CPU.
@@ -390,7 +392,7 @@ def _format_training_time(time: TrainingTime) -> list[str]:
 def _format_memory(forecast: Forecast) -> list[str]:
     """Format the peak memory of a rank in GiB, by kind of tensor, as lines of a table.
 
-    The largest kinds come first. Sizes below 1 MiB are left out. The last line is the total, and
+    The largest kinds come first. Sizes below 1 MiB are omitted. The last line shows the total, and
     whether it fits into memory.
     """
     rows = sorted(forecast.kinds.items(), key=lambda row: row[1], reverse=True)
@@ -410,7 +412,7 @@ def _format_variants(variants: Sequence[tuple[Sequence[str], Forecast]]) -> str:
     """Format variants of a job as a table of speed, memory and the options that differ.
 
     Args:
-        variants: Options that change the job and the forecast with them, fastest first.
+        variants: Options that change the job, and the forecast of the changed job. Fastest first.
     """
     rows = [_format_variant(words, forecast) for words, forecast in variants]
     columns = list(rows[0])
@@ -418,7 +420,7 @@ def _format_variants(variants: Sequence[tuple[Sequence[str], Forecast]]) -> str:
 
 
 def _format_variant(words: Sequence[str], forecast: Forecast) -> dict[str, str]:
-    """Format a variant of a job as a table row: title of the column -> text of the cell.
+    """Return the table cells of a variant of a job, by column title.
 
     With --tokens, the row contains the days of training.
 

@@ -22,11 +22,11 @@ class Profile(Options):
     """
 
     steps: Annotated[int, Field(ge=1, le=1000)] = 3
-    """Number of steps to profile. The size of a trace grows with it."""
+    """Number of steps to profile. More steps make the traces larger."""
     warmup: NonNegativeInt = 3
-    """Number of steps before them. The first step compiles the model and is slow."""
+    """Number of steps to train before profiling. The first step compiles the model and is slow."""
     out: OptionPath | None = None
-    """Folder in which traces are written to the subfolder `profile`. Default: job.dump_folder."""
+    """Folder for traces, which are written to its subfolder `profile`. Default: job.dump_folder."""
     as_json: AsJson = False
     """Print one JSON object and nothing else."""
 

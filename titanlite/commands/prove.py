@@ -30,15 +30,16 @@ from titanlite.prove.report import (
 from titanlite.prove.shrink import parse_original, shrink
 
 MAX_RANKS = 64
-"""Most ranks that the command starts by itself. Each is a process of about 0.5 GB."""
+"""Maximum number of ranks that the command starts itself. Each is a process of about 0.5 GB."""
 COLUMNS = ("check", "count", "worst error", "tolerance", "result", "where")
 
 
 class Prove(Options):
     """Train a small version of a job in its layout, and compare every step with a reference.
 
-    The reference computes the same steps on one process in float64 with plain formulas. The command
-    exits with code 0 if all numbers agree, with 3 if they differ, and with 2 if the job is invalid.
+    The reference computes the same steps in one process, in float64, with plain formulas. The
+    command exits with code 0 if all numbers agree, with 3 if they differ, and with 2 if the job is
+    invalid.
     """
 
     world_size: OptionRanks | None = None
@@ -109,7 +110,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def choose_world_size(option: int | None) -> int | None:
-    """Return the number of ranks with which `titanlite prove` runs the small job.
+    """Return the number of ranks on which `titanlite prove` runs the small job, or None.
 
     Args:
         option: Value of the option --world-size, or None if it is not set.
@@ -119,7 +120,7 @@ def choose_world_size(option: int | None) -> int | None:
         `option` or else the environment variable NGPU, or None if neither is set.
 
     Raises:
-        UserError: If a launcher has started another number of ranks than `option`.
+        UserError: If a launcher has started a number of ranks that differs from `option`.
     """
     # A launcher has already started the ranks.
     if "WORLD_SIZE" in os.environ:

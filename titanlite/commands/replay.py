@@ -1,4 +1,4 @@
-"""`titanlite replay`: compute a step of a run again."""
+"""`titanlite replay`: recompute a step of a run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from titanlite.observe.logged_step import json_line
 
 
 class Replay(Options):
-    """Compute a step of a run again, and compare its loss with the logged one.
+    """Recompute a step of a run, and compare its loss with the logged loss.
 
-    The command loads the newest checkpoint before the step, and computes the steps in between as
-    well. You can also replay a skipped step. If you start as many ranks as the run had, with NGPU=N
-    or torchrun, the loss is bitwise identical. No file of the run changes.
+    The command loads the newest checkpoint before the step, and also recomputes the steps in
+    between. You can replay skipped steps. If you start as many ranks as the run had, with NGPU=N or
+    torchrun, the loss is bitwise identical. No file of the run changes.
     """
 
     dir: PositionalPath
@@ -34,7 +34,7 @@ class Replay(Options):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run `titanlite replay`: compute a step again and compare its loss with the logged one.
+    """Run `titanlite replay`: recompute a step and compare its loss with the logged loss.
 
     Raises:
         UserError: If the run or the step does not exist, or the job cannot run on this node.
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _compute_step(run: Run, step: int) -> dict[str, Any]:
-    """Train a step of a run again from the newest checkpoint before it.
+    """Recompute a step of a run, starting from the newest checkpoint before it.
 
     Returns:
         A dictionary with the keys "loss" and "grad_norm", in the form of metrics.jsonl.
@@ -74,11 +74,11 @@ def _compute_step(run: Run, step: int) -> dict[str, Any]:
 
 
 def _describe_difference(logged: Mapping[str, Any] | None, replayed: Mapping[str, Any]) -> str:
-    """Describe whether the replayed loss and gradient norm equal the logged ones.
+    """Describe whether the recomputed loss and gradient norm equal the logged values.
 
     Args:
         logged: "loss" and "grad_norm" in metrics.jsonl, or None if the step was not logged.
-        replayed: "loss" and "grad_norm" that were computed again.
+        replayed: The recomputed "loss" and "grad_norm".
     """
     if logged is None:
         return "this step was not logged"

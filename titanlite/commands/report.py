@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> None:
     if os.path.lexists(out) and not options.overwrite:
         raise UserError(f"--out {out}: already exists. Choose another file, or add --overwrite.")
 
-    # A folder that is passed twice, also under another path, appears once in the page.
+    # A folder that is passed twice, even under different paths, appears only once on the page.
     unique_folders = {path.resolve(): path for path in options.dirs}.values()
     page = make_page(list(unique_folders)).encode()
     write_output(out, page)

@@ -59,7 +59,7 @@ def _format_cells(run: Mapping[str, Any]) -> dict[str, str]:
         run: Status of the run, from `list_runs`.
 
     Returns:
-        Title of the column -> text of the cell. Unknown values become "-".
+        Text of each cell, by column title. Unknown values become "-".
     """
 
     def format_number(key: str, template: str) -> str:

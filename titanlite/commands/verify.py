@@ -21,7 +21,7 @@ class Verify(Options):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run `titanlite verify`: read all checkpoints in a folder and print which are damaged.
+    """Run `titanlite verify`: read all checkpoints in a folder and print which ones are damaged.
 
     Raises:
         CheckpointError: If there is no checkpoint, or one is damaged or cannot be read. The report
@@ -44,10 +44,9 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _format_report(report: Mapping[str, Any]) -> list[str]:
-    """Format the state of each checkpoint as a line, followed by lines for its damaged files.
+    """Format each checkpoint as a line with its state, followed by a line for each damaged file.
 
-    The last lines list interrupted saves and removals, and damaged checkpoints that a run has
-    renamed.
+    The last lines list interrupted saves and removals, and damaged checkpoints that were renamed.
 
     Args:
         report: Result of `titanlite.checkpoint.find.verify`.

@@ -14,7 +14,8 @@ from titanlite.runtime.logging import is_live_terminal
 class Watch(Options):
     """Show the progress of a run until it ends: state, step, loss, speed and recent events.
 
-    Only its files are read, so you can run this on another node. Ctrl-C does not stop the run.
+    The command only reads the files of the run, so it also works on another node. Ctrl-C does not
+    stop the run.
     """
 
     dir: PositionalPath
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
 def _follow(folder: Path) -> Iterator[RunStatus]:
     """Yield the status of a run every second, until the run ends.
 
-    The status after the end is yielded as well.
+    The last status is the status after the end.
     """
     while True:
         status = read_status(folder)
