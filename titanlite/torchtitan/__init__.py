@@ -1,1 +1,1 @@
-"""Converts torchtitan job files (`migrate`) and checkpoints (`weights`) to titanlite."""
+"""Convert torchtitan job files (`migrate`) and checkpoints (`weights`) to titanlite."""

@@ -1,9 +1,9 @@
-"""Converts torchtitan job files to titanlite job files, as text.
+"""Convert torchtitan job files to titanlite job files, as text.
 
 Resolved configs of torchtitan 0.3 are read as job files of 0.2; see `resolved`.
 
-Invariant: Each key of the torchtitan job file is carried over or reported as lost with the reason.
-The new job file is valid, or the torchtitan job file is rejected with a message about all wrong
+Invariant: Each key of the torchtitan job file is carried over, or reported as lost with the reason.
+The new job file is valid, or the torchtitan job file is rejected with a message about all invalid
 values. This module reads and writes no files.
 """
 
@@ -25,11 +25,11 @@ from titanlite.torchtitan.tables import TORCHTITAN_FLAVORS, Version
 
 DEFAULT = "the torchtitan default"
 SMALL_LAYERS = "auto_filter_small_kn"
-"""Name in filter_fqns with which torchtitan keeps small layers in high precision."""
+"""Keyword in filter_fqns that makes torchtitan keep small layers in high precision."""
 
 
 class Migration:
-    """The conversion of one torchtitan job file to the format of titanlite.
+    """Convert one torchtitan job file to a titanlite job file.
 
     Args:
         raw: Content of the torchtitan job file, or of a resolved config of torchtitan 0.3 (JSON).
@@ -40,9 +40,9 @@ class Migration:
         text: Content of the new job file.
         model: The torchtitan model.name, for example "llama3".
         version: torchtitan version that the file was written for, as passed or detected.
-        added: "key = value" -> reason, for new settings, for example because torchtitan has another
-            default.
-        lost: Reason -> keys of the torchtitan job file without an equivalent.
+        added: Reason for each new setting "key = value", for example a torchtitan default that
+            differs.
+        lost: Keys of the torchtitan job file without an equivalent, by reason.
 
     Raises:
         UserError: If the file is neither TOML nor a resolved config, is not a torchtitan job file
@@ -51,14 +51,14 @@ class Migration:
 
     def __init__(self, raw: bytes, version: Version | None) -> None:
         config = parse_json(raw) or {}
-        self._sizes: dict[str, Any] = {}  # of the model, in a resolved config
+        self._sizes: dict[str, Any] = {}  # hyperparameters in a resolved config
         try:
             if "model_spec" in config:
                 sections, self._sizes = resolved.read_config(config)
                 values = tables.drop_unused(_flatten(sections))
             else:
                 values = _flatten(parse_toml(raw))
-        except (ValueError, RecursionError) as error:  # it is not TOML, or has deep tables
+        except (ValueError, RecursionError) as error:  # not TOML, or tables are nested too deeply
             raise UserError(str(error)) from None
         self._names_in_file = {tables.rename_key(key): key for key in values}  # by name in 0.2
         self._old = {key: values[name] for key, name in self._names_in_file.items()}
@@ -68,13 +68,13 @@ class Migration:
         self.version = "0.3" if self._sizes else version or tables.detect_version(self._old)
 
         self._new: dict[str, Any] = {}  # titanlite key -> value
-        self._origin: dict[str, str] = {}  # titanlite key -> old key that its value comes from
+        self._origin: dict[str, str] = {}  # titanlite key -> torchtitan key with its value
         self.added: dict[str, str] = {}
         self.lost: dict[str, list[str]] = {}
 
         for key, value in self._old.items():
             self._convert_key(key, value)
-        # These keys depend on several old keys, and may read values that were set above.
+        # These keys depend on several torchtitan keys, and on values that were set above.
         self._convert_model()
         if self._sizes:
             self._convert_json_model()
@@ -92,13 +92,13 @@ class Migration:
 
     @property
     def carried(self) -> int:
-        """Return how many keys of the torchtitan job file kept their name in the new job file."""
+        """Number of keys of the torchtitan job file that have the same name in the new job file."""
         return sum(self._origin.get(key) == key for key in self._new)
 
     @property
     def renamed(self) -> dict[str, str]:
-        """Map each torchtitan key that has another name in the new job file to this name."""
-        # Skip new keys that were removed again, and origins that are not in the old file.
+        """New name of each renamed key of the torchtitan job file, by its torchtitan name."""
+        # Skip new keys that were removed again, and origins that the torchtitan job file lacks.
         return {
             old: new
             for new, old in self._origin.items()
@@ -107,13 +107,13 @@ class Migration:
 
     @property
     def rope_scaling_factor(self) -> float:
-        """Return the RoPE scaling factor that torchtitan uses for the model."""
+        """RoPE scaling factor that torchtitan uses for the model."""
         return tables.ROPE_SCALING_FACTOR[self.version] if self.model == "llama3" else 1.0
 
     # Access to the torchtitan job file and the new job file.
 
     def _get_integer(self, key: str, default: int) -> int:
-        """Return the integer value of a key in the new job file, else in the torchtitan job file.
+        """Return the integer value of a key in the new job file or else in the torchtitan job file.
 
         If neither file has the key, return `default`, which is the torchtitan default.
 
@@ -127,7 +127,7 @@ class Migration:
         return value
 
     def _carry_over(self, key: str, value: Any, old_key: str) -> None:
-        """Set a key of the new job file to a value that comes from the torchtitan job file.
+        """Set a key of the new job file to a value from the torchtitan job file.
 
         Args:
             key: Key of the new job file.
@@ -146,7 +146,7 @@ class Migration:
     def _set_default(self, key: str, value: Any, reason: str = "") -> None:
         """Set a key of the new job file, unless it already has a value.
 
-        If there is a `reason`, report it.
+        If `reason` is not empty, report the key with this reason.
         """
         if key not in self._new:
             self._set(key, value, reason)
@@ -191,7 +191,7 @@ class Migration:
         self._carry_over(new_key, value, key)
 
     def _convert_flavor(self, flavor: Any) -> str:
-        """Return our name of a model flavor, for example "8b" for the torchtitan flavor "8B".
+        """Return the titanlite name of a torchtitan model flavor, for example "8b" for "8B".
 
         Raises:
             UserError: If the flavor is not in `TORCHTITAN_FLAVORS`.
@@ -205,7 +205,7 @@ class Migration:
         return tables.convert_flavor(self.model, flavor)
 
     def _convert_model(self) -> None:
-        """Set the model flavor, and the sizes in which it differs from the torchtitan flavor."""
+        """Set the model flavor, and the keys whose values differ from the torchtitan flavor."""
         flavor = self._old.get("model.flavor", "debugmodel")
         new_flavor = self._convert_flavor(flavor)
         self._set_default("model.flavor", new_flavor, DEFAULT)
@@ -220,7 +220,7 @@ class Migration:
             self._set_default("dataset.document_mask", True, f"torchtitan's {flavor}")
 
     def _keep_sizes(self, flavor: str, our_sizes: Architecture) -> None:
-        """Set each model size of a torchtitan flavor that differs from `our_sizes`."""
+        """Set each hyperparameter of a torchtitan flavor that differs from the titanlite flavor."""
         old_sizes = self._get_torchtitan_sizes(flavor)
         for key, our_size in asdict(our_sizes).items():
             depends_on_other_keys = key in ("vocab_size", "max_seq_len", "head_dim")
@@ -228,18 +228,18 @@ class Migration:
                 self._set_default(f"model.{key}", old_sizes[key], f"torchtitan's {flavor}")
 
     def _get_torchtitan_sizes(self, flavor: str) -> dict[str, Any]:
-        """Return the model sizes of a torchtitan flavor, such as "n_layers", by name.
+        """Return the hyperparameters of a torchtitan flavor by name, such as "n_layers".
 
-        A JSON config of torchtitan 0.3 lists its sizes. These replace the sizes of the flavor.
+        If the file is a resolved config of torchtitan 0.3, its hyperparameters override the flavor.
         """
         sizes = asdict(TORCHTITAN_FLAVORS[self.model][flavor])
         sizes["rope_scaling_factor"] = self.rope_scaling_factor
         return sizes | self._sizes
 
     def _convert_json_model(self) -> None:
-        """Add what the JSON config of a torchtitan 0.3 job leaves out: the document mask.
+        """Enable the document mask, which torchtitan 0.3 always uses but does not list.
 
-        Report that the config does not show which layers are in FP8.
+        Also report that the config does not show which layers use FP8.
         """
         self._set("dataset.document_mask", True, "torchtitan 0.3 always masks documents")
         self._report_lost(
@@ -263,12 +263,12 @@ class Migration:
                 self._report_lost(key, reason)
 
     def _convert_source(self, section: str, old_section: str, default: str) -> None:
-        """Set a data section of the new job file to the dataset of the torchtitan job file.
+        """Convert the torchtitan dataset to a data section of the new job file.
 
         Args:
             section: Section of the new job file, "dataset" or "validation".
             old_section: Section of the torchtitan job file that names the dataset.
-            default: Dataset that torchtitan uses if the section names none.
+            default: Dataset that torchtitan uses if the section does not name one.
 
         Raises:
             UserError: If the dataset is unknown and has no path.
@@ -296,7 +296,7 @@ class Migration:
             self._set_default(f"{section}.split", "validation")
 
     def _stream_english(self, section: str) -> None:
-        """Stream only the English part of C4 from the Hub, as torchtitan does from any path.
+        """Stream only the English part of C4, as torchtitan does for any dataset path.
 
         Args:
             section: Section of the new job file, "dataset" or "validation".
@@ -305,9 +305,9 @@ class Migration:
         self._set_default(f"{section}.streaming", True)
 
     def _replace_c4_test(self, section: str, name_key: str) -> None:
-        """Replace the torchtitan dataset c4_test, a small part of C4, by python_stdlib.
+        """Replace the torchtitan dataset c4_test, a small part of C4, with python_stdlib.
 
-        Our package does not include c4_test.
+        titanlite does not include c4_test.
         """
         self._set_default(f"{section}.source", "python_stdlib")
         self._report_lost(
@@ -346,9 +346,9 @@ class Migration:
             self._add_global_batch_size(local_size, microbatch_size)
 
     def _add_global_batch_size(self, local_size: int, microbatch_size: int) -> None:
-        """Set `training.global_batch_size` of a job with a pipeline.
+        """Set `training.global_batch_size` of a job with pipeline parallelism.
 
-        If the number of data-parallel ranks is unknown, report how the user can compute the value.
+        If the number of data-parallel ranks is unknown, report how to compute the value.
 
         Args:
             local_size: Number of sequences of a data-parallel rank per step.
@@ -378,7 +378,8 @@ class Migration:
     def _get_microbatch_size(self, local_size: int, num_stages: int) -> int:
         """Return the number of sequences per pipeline microbatch in the torchtitan job file.
 
-        Job files of old versions have the number of microbatches, so divide `local_size` by it.
+        Job files of old versions set the number of microbatches instead. Then divide `local_size`
+        by it.
 
         Args:
             local_size: Number of sequences of a data-parallel rank per step.
@@ -393,7 +394,7 @@ class Migration:
         return max(1, local_size // num_microbatches)
 
     def _report_converters(self) -> None:
-        """Report all model converters of torchtitan except FP8 and MXFP8, which titanlite has."""
+        """Report all model converters of the job except FP8 and MXFP8, which titanlite supports."""
         converters = _parse_names(self._old.get("model.converters", []))
         others = [name for name in converters if not _has_float8([name])]
         if others:
@@ -420,7 +421,7 @@ class Migration:
         """Report an FP8 output layer of the torchtitan job, which titanlite does not support.
 
         Args:
-            names_to_skip: Names in the option filter_fqns. Their layers stay in high precision.
+            names_to_skip: Names of layers that stay in high precision, from the option filter_fqns.
         """
         # A part of a name is enough: "out" also skips the layer "output".
         skips_output = any(str(name) in "output" for name in names_to_skip)
@@ -443,8 +444,9 @@ class Migration:
         return _parse_names(self._old.get(f"quantize.linear.{section}.filter_fqns", names))
 
     def _add_defaults(self) -> None:
-        """Set missing keys to their torchtitan defaults, if our defaults differ."""
-        # titanlite rejects these keys if the job does not set the key that they need.
+        """Set missing keys to their torchtitan defaults, if the titanlite defaults differ."""
+        # titanlite rejects compile.components and float8.recipe_name without the key that enables
+        # them.
         if "compile.components" in self._new:
             self._set_default("compile.enable", False, DEFAULT)
         if self._new.get("compile.components") == []:
@@ -452,7 +454,7 @@ class Migration:
         if "float8.recipe_name" in self._new:
             self._set_default("float8.enable", False, DEFAULT)
         if self._sizes:
-            return  # it has all keys
+            return  # a resolved config has all keys
         for key, value in tables.DEFAULTS.items():
             self._set_default(key, value, DEFAULT)
         if self.version == "0.2" and self._new["checkpoint.enable"] is True:
@@ -461,8 +463,8 @@ class Migration:
     def _convert_initial_weights(self) -> None:
         """Set the path of the initial weights, if they are in the Hugging Face format.
 
-        If they are in a torchtitan checkpoint, remove its path, and report how the user can convert
-        the checkpoint.
+        If they are in a torchtitan checkpoint, remove its path, and report how to convert the
+        checkpoint.
         """
         key = "checkpoint.initial_load_path"
         if self._old.get("checkpoint.initial_load_in_hf") is True:
@@ -520,7 +522,7 @@ class Migration:
 def _flatten(table: dict[str, Any], path: str = "") -> dict[str, Any]:
     """Return the values of a TOML table by dotted key, such as "training.steps", in file order.
 
-    An empty section has no values. An empty table inside of a section is a value itself.
+    An empty section has no values. An empty table inside of a section is kept as a value.
     """
     values: dict[str, Any] = {}
     for name, value in table.items():
@@ -534,7 +536,7 @@ def _flatten(table: dict[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def _check_model(name: Any) -> None:
-    """Raise UserError if we do not support the torchtitan model."""
+    """Raise a UserError if titanlite does not support the torchtitan model."""
     if not isinstance(name, str) or name not in TORCHTITAN_FLAVORS:
         known = " and ".join(TORCHTITAN_FLAVORS)
         raise UserError(
@@ -546,7 +548,7 @@ def _check_is_job_file(keys: Collection[str]) -> None:
     """Check that a file with these keys is a torchtitan job file.
 
     Raises:
-        UserError: If a key is not in a known section, or all keys are unknown.
+        UserError: If a key is outside of the known sections, or all keys are unknown.
     """
     for key in keys:
         section, dot, _ = key.partition(".")
@@ -562,7 +564,7 @@ def _check_is_job_file(keys: Collection[str]) -> None:
 
 
 def _suggest_keys(keys: Iterable[str]) -> str:
-    """Return hints, such as " Did you mean ...?", for all keys that resemble one of our keys."""
+    """Return hints, such as " Did you mean ...?", for unknown keys that resemble titanlite keys."""
     unknown = [key for key in keys if key not in list_keys()]
     problems = [describe_unknown_name(JobConfig, key).problem for key in unknown]
     hints = [problem.removeprefix("is unknown.") for problem in problems]
@@ -573,7 +575,7 @@ def _suggest_keys(keys: Iterable[str]) -> str:
 
 
 def _parse_names(value: Any) -> list[Any]:
-    """Convert the value of a torchtitan option to a list of names. Text is split at commas.
+    """Convert the value of a torchtitan option to a list of names. Split text at commas.
 
     Raises:
         UserError: If the value is neither text nor a list.
@@ -598,26 +600,26 @@ def _has_float8(value: Any) -> bool:
 
 def _has_mxfp8(value: Any) -> bool:
     """Return whether a list of torchtitan model converters contains the converter to MXFP8."""
-    names = ("mx", "quantize.linear.mx")  # of torchtitan 0.1 and 0.2
+    names = ("mx", "quantize.linear.mx")  # in torchtitan 0.1 and 0.2
     return any(name in names for name in _parse_names(value))
 
 
 def _remove_small_layers(value: Any) -> list[Any]:
-    """Parse a list of layer names, and leave out the keyword "auto_filter_small_kn"."""
+    """Parse a list of layer names, and omit the keyword "auto_filter_small_kn"."""
     return [name for name in _parse_names(value) if name != SMALL_LAYERS]
 
 
 def _find_tokenizer_file(path: Any) -> Any:
-    """Return the path of a tokenizer file: `path`, or tokenizer.json in it if it is a folder."""
+    """Return the path of a tokenizer file: `path` or, if it is a folder, tokenizer.json in it."""
     is_folder = isinstance(path, str) and not path.endswith((".model", ".json"))
     return f"{path.rstrip('/')}/tokenizer.json" if is_folder else path
 
 
 def _find_split_points(value: Any) -> list[Any]:
-    """Return the name of the block at which each pipeline stage except the first one begins.
+    """Return the names of the blocks at which all pipeline stages except the first start.
 
     Args:
-        value: Either these names as text or a list, for example "layers.4,layers.8", or a list of
+        value: Either these names, as a list or as text such as "layers.4,layers.8", or a list of
             all module names for each stage.
     """
     stages = _parse_names(value)
@@ -632,9 +634,10 @@ def _find_split_points(value: Any) -> list[Any]:
 
 
 def _find_schedule(value: Any) -> Any:
-    """Return our spelling of a pipeline schedule, such as "1F1B" for "1f1b".
+    """Return the titanlite spelling of a pipeline schedule, such as "1F1B" for "1f1b".
 
-    torchtitan ignores case and, before 0.1.0, used underscores. Unknown names are not changed.
+    torchtitan ignores case and, before 0.1.0, used underscores. Unknown names are returned
+    unchanged.
     """
     names = get_args(list_keys()["parallelism.pipeline_parallel_schedule"].annotation)
     name_by_lowercase = {name.lower(): name for name in names}
@@ -654,4 +657,4 @@ VALUE_CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "parallelism.pipeline_parallel_schedule": _find_schedule,
     "activation_checkpoint.selective_ac_option": _integer_to_text,
 }
-"""titanlite key -> function that converts the torchtitan value of its equivalent."""
+"""Function that converts the value of the equivalent torchtitan key, by titanlite key."""

@@ -1,6 +1,6 @@
-"""Reads the JSON of a resolved torchtitan 0.3 config.
+"""Read the JSON file of a resolved torchtitan 0.3 config.
 
-The JSON has the values of all options, but no class names.
+The file contains the values of all options, but no class names.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import Any
 from titanlite.config.errors import UserError
 
 ADAMW_DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-"""Defaults of torch for arguments that a parameter group leaves out."""
+"""torch defaults for AdamW arguments that a parameter group omits."""
 
 
 def read_config(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Convert a resolved torchtitan 0.3 config to the sections of a torchtitan job file.
 
     Returns:
-        The sections, and the sizes of the model by their names in `Architecture`.
+        The sections, and the hyperparameters of the model by their names in `Architecture`.
 
     Raises:
         UserError: If the config is incomplete, or its model is not a dense Llama or Qwen3.
@@ -49,8 +49,8 @@ def _read_optimizer(optimizer: dict[str, Any]) -> dict[str, Any]:
     For example, "betas" = [0.9, 0.95] becomes "beta1" = 0.9 and "beta2" = 0.95.
 
     Args:
-        optimizer: The optimizer in the config. Its "param_groups" have the name of the optimizer
-            and its arguments, such as the learning rate. All other entries are kept.
+        optimizer: The optimizer in the config. Its only parameter group contains the name of the
+            optimizer and its arguments, such as the learning rate. All other entries are kept.
 
     Raises:
         UserError: If the optimizer has several parameter groups.
@@ -67,11 +67,11 @@ def _read_optimizer(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_checkpointing(policy: dict[str, Any] | None) -> dict[str, Any]:
-    """Convert a policy of activation checkpointing to the section [activation_checkpoint].
+    """Convert an activation checkpointing policy to the section [activation_checkpoint].
 
     Args:
         policy: The policy in a resolved torchtitan config, or None if it is disabled. It does not
-            name its mode, but each mode has other keys.
+            name its mode, but each mode has different keys.
     """
     if policy is None:
         return {"mode": "none", "selective_ac_option": "op"}
@@ -85,7 +85,7 @@ def _read_checkpointing(policy: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _read_sizes(model: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes of the model in a torchtitan config by our names, such as "n_layers"."""
+    """Return the hyperparameters of a torchtitan model by their names in `Architecture`."""
     block = model["layers"][0]
     attention = block["attention"]
     rope = attention["rope"]

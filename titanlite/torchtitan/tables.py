@@ -1,4 +1,4 @@
-"""The keys of the torchtitan job files, from keys.toml, and its flavors of Llama 3 and Qwen3.
+"""List the keys of torchtitan job files, from keys.toml, and the flavors of Llama 3 and Qwen3.
 
 A flavor is a named model size, such as "8B".
 
@@ -19,7 +19,7 @@ from titanlite.config.flavors import FLAVORS, Architecture
 Version = Literal["0.1", "0.2"]
 """torchtitan version of a job file. Version 0.3 has no job files, only resolved configs."""
 ROPE_SCALING_FACTOR = {"0.1": 1.0, "0.2": 8.0, "0.3": 8.0}
-"""torchtitan version -> RoPE scaling factor of llama3. Version 0.1 does not scale."""
+"""RoPE scaling factor of llama3 in each torchtitan version. Version 0.1 does not scale."""
 
 _FILE: dict[str, Any] = tomli.loads(
     Path(__file__).with_name("keys.toml").read_text(encoding="utf-8")
@@ -27,7 +27,7 @@ _FILE: dict[str, Any] = tomli.loads(
 
 
 def _list_equivalents() -> dict[str, str]:
-    """Map each torchtitan key to our key with the same meaning, if there is one.
+    """Return a mapping from torchtitan keys to titanlite keys with the same meaning.
 
     For example, {"training.steps": "training.steps", "training.compile": "compile.enable", ...}.
     """
@@ -40,24 +40,24 @@ def _list_equivalents() -> dict[str, str]:
 
 
 EQUIVALENT: dict[str, str] = _list_equivalents()
-"""torchtitan key -> titanlite key with the same meaning.
+"""titanlite key with the same meaning, by torchtitan key.
 
 For some keys, `titanlite.torchtitan.migrate` also converts the value.
 """
 CONVERTED: frozenset[str] = frozenset(_FILE["converted"]["keys"].split())
-"""torchtitan keys that several titanlite keys depend on. `migrate.Migration` converts them."""
+"""torchtitan keys that affect several titanlite keys. `migrate.Migration` converts them."""
 WITHOUT_EQUIVALENT: dict[str, str] = {
     key: group["reason"] for group in _FILE["without"] for key in group["keys"].split()
 }
-"""torchtitan key without an equivalent -> the reason, and what to do instead."""
+"""Reason why a torchtitan key has no equivalent, and what to do instead, by torchtitan key."""
 DEFAULTS: dict[str, Any] = _FILE["defaults"]
-"""titanlite key -> the torchtitan default, for keys whose defaults differ."""
+"""torchtitan default of each titanlite key whose default differs."""
 MOVED: dict[str, str] = _FILE["moved"]
-"""Key or section of torchtitan 0.3 -> its name in 0.2."""
+"""Name in torchtitan 0.2 of each key or section that 0.3 renamed."""
 UNUSED: dict[str, Any] = _FILE["unused"]
-"""Key of torchtitan 0.3 without an equivalent -> its default, which needs no report."""
+"""Default of each torchtitan 0.3 key without an equivalent. Only other values are reported."""
 KEYS = frozenset((*EQUIVALENT, *CONVERTED, *WITHOUT_EQUIVALENT))
-"""torchtitan keys of all versions. A key that 0.3 renamed (see `MOVED`) has its name in 0.2."""
+"""torchtitan keys of all versions. Keys that 0.3 renamed (see `MOVED`) have their 0.2 names."""
 SECTIONS = frozenset(key.partition(".")[0] for key in KEYS)
 
 _LLAMA3 = {
@@ -68,7 +68,7 @@ _LLAMA3 = {
     "70B": FLAVORS["70b"],
     "405B": FLAVORS["405b"],
 }
-# Flavors of llama3 in which a token attends only to tokens of its own document.
+# Flavors of llama3 in which tokens attend only to tokens of the same document.
 _WITH_DOCUMENT_MASK = {
     "debugmodel_flex_attn": _LLAMA3["debugmodel"],
     "debugmodel_varlen_attn": _LLAMA3["debugmodel"],
@@ -85,11 +85,11 @@ TORCHTITAN_FLAVORS: dict[str, dict[str, Architecture]] = {
         "8B": FLAVORS["qwen3-8b"],
     },
 }
-"""model.name -> model.flavor -> architecture. The RoPE scaling of llama3 depends on the version."""
+"""Architectures by model.name and model.flavor. RoPE scaling of llama3 depends on the version."""
 
 
 def convert_flavor(model: str, flavor: str) -> str:
-    """Return our name of a torchtitan flavor, for example "qwen3-0.6b" for "0.6B".
+    """Return the titanlite name of a torchtitan flavor, for example "qwen3-0.6b" for "0.6B".
 
     Args:
         model: Option model.name of the torchtitan job, "llama3" or "qwen3".
@@ -100,10 +100,11 @@ def convert_flavor(model: str, flavor: str) -> str:
 
 
 def detect_version(keys: Collection[str]) -> Version:
-    """Detect which torchtitan version a job file was written for, by its keys.
+    """Detect from the keys of a job file which torchtitan version it was written for.
 
     Returns:
-        "0.1" if the file has keys that only 0.1 has and none that only 0.2 has, otherwise "0.2".
+        "0.1" if the file has keys that exist only in 0.1 and none that exist only in 0.2, otherwise
+        "0.2".
     """
     names = {*keys, *(key.partition(".")[0] for key in keys)}  # keys and sections
     only_in_01 = _FILE["only_in"]["0.1"].split()
@@ -113,7 +114,7 @@ def detect_version(keys: Collection[str]) -> Version:
 
 
 def rename_key(key: str) -> str:
-    """Convert a key of torchtitan 0.3 to its name in 0.2, which may be the same.
+    """Return the torchtitan 0.2 name of a torchtitan 0.3 key. The names may be equal.
 
     For example, "profiler.enable_profiling" becomes "profiling.enable_profiling".
     """
@@ -125,9 +126,9 @@ def rename_key(key: str) -> str:
 
 
 def drop_unused(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove values of a resolved torchtitan config that you can ignore.
+    """Remove values that have no effect from a resolved torchtitan config.
 
-    Such values are null, and the default values of the keys in `UNUSED`.
+    These are null values, and default values of the keys in `UNUSED`.
     """
     return {
         key: value

@@ -1,7 +1,7 @@
-"""Reads the weights of a Llama from a torchtitan checkpoint in DCP format (.metadata, *.distcp).
+"""Read Llama weights from a torchtitan checkpoint in DCP format (.metadata, *.distcp).
 
-Invariant: Nothing in the files is executed, no file outside of the folder is opened, and memory
-holds about one tensor at a time. A checkpoint does not store its architecture, so the job defines
+Invariant: Nothing in the files is executed, no file outside of the folder is opened, and only about
+one tensor is in memory at a time. A checkpoint does not store its architecture, so the job defines
 it, and a checkpoint that contradicts the job is rejected.
 """
 
@@ -23,7 +23,7 @@ from titanlite.config.schema import Model
 from titanlite.model.formats import from_meta_rotary
 from titanlite.torchtitan.tables import ROPE_SCALING_FACTOR, Version
 
-# torchtitan 0.1 puts "model." before the names, unless it saves the model only.
+# torchtitan 0.1 puts "model." in front of the names, unless it saves only the model.
 _WEIGHT = re.compile(
     r"(model\.)?(tok_embeddings\.weight|norm\.weight|output\.weight|freqs_cis|layers\.\d{1,5}\..+)"
 )
@@ -33,9 +33,9 @@ _DESCRIBED_BY = (
 
 
 def torchtitan_weights(path: Path, model: Model) -> Weights:
-    """Open the weights of a torchtitan checkpoint, and convert them to our layout.
+    """Open the weights of a torchtitan checkpoint, and convert them to the titanlite layout.
 
-    Each weight is read from the files only when it is used. Optimizer state is ignored.
+    Each weight is read and converted only when it is used. Optimizer state is ignored.
 
     Args:
         path: Checkpoint folder of one step, with .metadata and *.distcp files.
@@ -107,9 +107,9 @@ def _open_checkpoint(path: Path) -> SafeReader:
 
 
 def _check_head_dim(path: Path, arch: Architecture, rotary_frequencies: TensorInfo) -> None:
-    """Raise UserError if the checkpoint and the model have different head dimensions.
+    """Raise a UserError if the checkpoint and the model have different head dimensions.
 
-    Only the rotary frequencies show it: there is one for every two channels of a head.
+    Only the rotary frequencies reveal the head dimension: there is one for every two channels.
     """
     if tuple(rotary_frequencies.shape[-1:]) != (arch.head_dim // 2,):
         raise UserError(
@@ -119,7 +119,7 @@ def _check_head_dim(path: Path, arch: Architecture, rotary_frequencies: TensorIn
 
 
 def _check_rope_scaling(path: Path, arch: Architecture, version: Version) -> None:
-    """Raise UserError if the job and a torchtitan version scale RoPE differently.
+    """Raise a UserError if the job and a torchtitan version scale RoPE differently.
 
     Args:
         path: Checkpoint folder, for the error message.
