@@ -27,7 +27,7 @@ from titanlite.data.tokenizer import Tokenizer
 # Up to this many epochs, repeated text teaches almost as much as new text: "Scaling
 # Data-Constrained Language Models" (Muennighoff et al., 2023).
 MAX_EPOCHS = 4
-_MIN_VOCABULARY_SHARE = 1 / 16  # smallest tokenizer without a warning, as a share of embedding rows
+_MIN_VOCABULARY_SHARE = 1 / 16  # warn if a tokenizer has at most this share of the embedding rows
 _SAMPLE_DOCUMENTS = 64
 _SAMPLE_BYTES = 1 << 16
 _MAX_CHARACTERS = 1 << 22  # counting this many characters takes a tenth of a second
@@ -68,13 +68,13 @@ def measure_source(source: Source, tokenizer: Tokenizer) -> SourceSize:
 
 
 class _Sample(NamedTuple):
-    """A sample of the documents of a source, and its share of the source.
+    """Sampled documents of a source, and the sizes of the sample and the source.
 
     Both sizes have the same unit: bytes, documents or characters.
     """
 
     texts: list[str]
-    """Documents that are readable text."""
+    """Sampled documents, without unreadable and tokenized ones."""
     size: int
     """Size of the sample."""
     source_size: int
@@ -82,7 +82,7 @@ class _Sample(NamedTuple):
 
 
 def _read_sample(source: Source) -> _Sample:
-    """Read up to 64 documents of a source, at random if possible and otherwise at its beginning."""
+    """Read up to 64 documents of a source: random ones if possible, otherwise the first ones."""
     if isinstance(source, RandomAccess):
         indices = source.sample()
         texts = _select_texts(map(source.record, indices))
@@ -96,7 +96,7 @@ def _read_sample(source: Source) -> _Sample:
 
 
 def _select_texts(records: Iterable[Record]) -> list[str]:
-    """Return the records that are text, without unreadable and tokenized records."""
+    """Return only the records that are text, without unreadable and tokenized records."""
     return [record for record in records if isinstance(record, str)]
 
 
@@ -104,7 +104,7 @@ def _warn_of_lost_characters(source: Source, tokenizer: Tokenizer, texts: list[s
     """Log a warning if the tokenizer cannot represent some characters of `texts`.
 
     A tokenizer without byte fallback loses characters outside of its vocabulary, such as Chinese
-    ones.
+    characters.
     """
     lost = []
     for character in sorted(set("".join(texts))):
@@ -138,8 +138,8 @@ def _count_characters(source: Source) -> int:
 def _guess_size(spec: TextSource, tokenizer: Tokenizer) -> SourceSize:
     """Guess the number of tokens of local text files by tokenizing one block of 64 KiB.
 
-    Use this if opening the source would take too long. The number of tokens in the result is None
-    for compressed files, remote files and formats other than plain text and JSON Lines.
+    Use this function if opening the source would take too long. For compressed files, remote files,
+    and formats other than plain text and JSON Lines, the number of tokens in the result is None.
     """
     name = f"{spec.source} {spec.path or ''}".rstrip()
     files = find_files(spec)
@@ -152,8 +152,8 @@ def _guess_size(spec: TextSource, tokenizer: Tokenizer) -> SourceSize:
         block = stream.read(_SAMPLE_BYTES)
     block_tokens = len(tokenizer.encode_array(block.decode(errors="ignore")))
 
-    # Assume as many tokens per byte in all files. For JSON Lines, the block also contains keys and
-    # values that are not read, so the result is too high.
+    # Assume that all files have as many tokens per byte as the block. In JSON Lines, the block also
+    # contains keys and values that are not read, so the result is too high.
     num_bytes = sum(file.stat().st_size for file in files)
     return SourceSize(name, num_bytes * block_tokens // max(1, len(block)))
 
@@ -171,8 +171,8 @@ def inspect_data(run: Run, tokenizer: Tokenizer) -> list[SourceSize]:
         The sizes of the training sources.
 
     Raises:
-        UserError: If a source is missing, has too little text, or contains a record in the sample
-            that cannot be read.
+        UserError: If a source is missing, has too little text, or has a record in its sample that
+            cannot be read.
     """
     sizes = _inspect_sources(run, DocumentTokenizer.for_run(run, tokenizer))
     if run.job.validation.freq > 0:
@@ -208,7 +208,7 @@ def _count_sequences(run: Run) -> np.ndarray:
 
 def _compute_epochs(run: Run, sizes: Sequence[SourceSize]) -> list[float]:
     """Return how many times the run reads each source, or 0 if the source's size is unknown."""
-    # An epoch also contains the documents that are held out, and thus not trained on.
+    # An epoch also contains the held-out documents, which are not trained on.
     tokens = _count_sequences(run) * run.job.training.seq_len / (1 - run.job.validation.holdout)
     epochs = []
     for num_tokens, size in zip(tokens.tolist(), sizes, strict=True):
@@ -217,9 +217,9 @@ def _compute_epochs(run: Run, sizes: Sequence[SourceSize]) -> list[float]:
 
 
 def describe_sources(run: Run, sizes: Sequence[SourceSize]) -> str:
-    """Return a text for the log, with one line for each training source of a run.
+    """Describe the training sources of a run for the log, with one line per source.
 
-    A line contains the source's share of the sequences, its size, bytes per token and epochs.
+    A line contains the share of the sequences, and the size, bytes per token and number of epochs.
     """
     lines = []
     sequences = _count_sequences(run)
@@ -252,7 +252,7 @@ def explain_toy_run(run: Run, tokenizer: Tokenizer, sizes: Sequence[SourceSize])
 def _explain_repeated_text(run: Run, sizes: Sequence[SourceSize]) -> list[str]:
     """Return warning lines for each source that the run reads more than `MAX_EPOCHS` (4) times.
 
-    Sources for which the job sets max_epochs are left out, because their repetition is intended.
+    Sources with max_epochs are skipped, because their repetition is intended.
     """
     lines = []
     specs = source_specs(run.job.dataset)

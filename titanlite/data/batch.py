@@ -20,7 +20,7 @@ LENGTH_MULTIPLE = 64  # evaluation pads to multiples of this length to get few d
 
 
 class RankBatch(NamedTuple):
-    """One rank's part of a global batch: its microbatches of one optimizer step."""
+    """The microbatches that one rank trains on in an optimizer step: its part of a global batch."""
 
     microbatches: list[Microbatch]
     num_valid_tokens: int
@@ -30,14 +30,15 @@ class RankBatch(NamedTuple):
 def make_microbatch(sequences: list[PackedSequence], job: JobConfig) -> Microbatch:
     """Convert packed sequences to input and label tensors in CPU memory.
 
-    The label is IGNORE_INDEX for padding and for tokens that do not count in the loss.
+    Labels are IGNORE_INDEX for padding and for tokens that do not count in the loss.
+
+    With `dataset.document_mask`, attention stays within each document: the microbatch also contains
+    document ids and positions, and the document bounds (`cu_seqlens`) if the attention backend
+    needs them. The first token of each document is then not predicted.
 
     Args:
         sequences: B sequences of T + 1 tokens.
-        job: Job that trains on the sequences. With `dataset.document_mask`, the microbatch also has
-            document ids and positions, so that attention stays within a document, and the first
-            token of each document is not predicted. If the attention backend needs the bounds of
-            the documents, it has these as well (`cu_seqlens`).
+        job: Job that trains on the sequences.
     """
     # Each token predicts the next one: inputs are tokens 0 to T - 1, labels are tokens 1 to T.
     tokens = np.stack([sequence.tokens for sequence in sequences]).astype(np.int64)  # (B, T + 1)
@@ -53,7 +54,7 @@ def make_microbatch(sequences: list[PackedSequence], job: JobConfig) -> Microbat
         arrays["positions"] = positions[:, :-1]
         if job.model.uses_document_bounds:
             arrays["cu_seqlens"] = _compute_document_bounds(arrays["positions"])
-        # No token of the same document predicts its first token.
+        # The first token of a document cannot be predicted from the same document.
         is_ignored |= positions == 0
 
     labels = np.where(is_ignored, IGNORE_INDEX, ids)
@@ -68,7 +69,7 @@ def make_microbatch(sequences: list[PackedSequence], job: JobConfig) -> Microbat
 def _compute_document_bounds(positions: np.ndarray) -> np.ndarray:
     """Compute where the documents of a microbatch begin and end, for attention kernels.
 
-    On the GPU, this would need a host sync to get the number of documents.
+    This runs on the CPU. On the GPU, getting the number of documents would require a host sync.
 
     Args:
         positions: Position of each input token in its document, shape (B, T).
@@ -83,9 +84,9 @@ def _compute_document_bounds(positions: np.ndarray) -> np.ndarray:
 
 
 def _compute_documents(sequences: list[PackedSequence]) -> tuple[np.ndarray, np.ndarray]:
-    """Compute the document of each token, and the position of the token in that document.
+    """Compute the document id of each token, and its position in the document.
 
-    For example, documents of 3 and 2 tokens and 1 token of padding get the document ids
+    For example, documents of 3 and 2 tokens, followed by 1 token of padding, have the document ids
     [0, 0, 0, 1, 1, 2] and the positions [0, 1, 2, 0, 1, 0].
 
     Returns:
@@ -105,7 +106,7 @@ def _compute_documents(sequences: list[PackedSequence]) -> tuple[np.ndarray, np.
 def copy_to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
     """Copy a microbatch from CPU memory to `device` without a host sync.
 
-    If `device` is not a GPU, return the microbatch itself.
+    If `device` is not a GPU, return the same microbatch.
     """
     if device.type != "cuda":
         return microbatch
@@ -128,11 +129,11 @@ class Window(NamedTuple):
 
 
 def padded_length(run: Run, longest: int) -> int:
-    """Return the sequence length to which evaluation pads texts of at most `longest` tokens.
+    """Return the length to which evaluation pads sequences of at most `longest` tokens.
 
-    Round up to a multiple of 64 to get few different shapes, and to a multiple that context and
-    tensor parallelism can divide, but return at most training.seq_len. Pipelines, compiled models
-    and FP8 support only one shape, so their length is always training.seq_len.
+    The length is rounded up to a multiple of 64 that context and tensor parallelism can divide, so
+    that there are few different shapes, but is at most training.seq_len. Pipelines, compiled models
+    and FP8 support only one shape, so they always use training.seq_len.
     """
     seq_len = run.job.training.seq_len
     has_one_shape = run.job.compile.enable or run.job.float8.enable
@@ -149,8 +150,8 @@ def padded_microbatch(
 ) -> Microbatch:
     """Pad windows on the right, and stack them into a microbatch of shape (batch_size, length).
 
-    If there are fewer windows than `batch_size`, add sequences of padding. Labels that are not
-    scored are IGNORE_INDEX.
+    If there are fewer windows than `batch_size`, the remaining sequences contain only padding.
+    Labels that are not scored are IGNORE_INDEX.
 
     Args:
         windows: Windows of at most `length` + 1 tokens.

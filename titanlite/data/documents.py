@@ -24,16 +24,16 @@ _HOLDOUTS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
 @dataclass
 class DocumentTokenizer:
-    """Tokenizes the documents of a source that belong to one split, and skips all other documents.
+    """Tokenizes the documents of one split of a source, and skips all other documents.
 
-    The splits are the training documents, and the documents held out for validation.
+    The two splits are the training documents and the documents held out for validation.
 
     Attributes:
         tokenizer: Tokenizer of the run.
         holdout: Fraction of the documents that is held out for validation, 0 to 1.
-        is_validation: Select the held-out documents instead of the training documents.
-        skip_bad: Skip records that cannot be read instead of raising an error.
-        section: Section of the job file that describes the data, for messages.
+        is_validation: Whether to select the held-out documents instead of the training documents.
+        skip_bad: Whether to skip records that cannot be read instead of raising an error.
+        section: Section of the job file that describes the data, "dataset" or "validation".
     """
 
     tokenizer: Tokenizer
@@ -63,10 +63,10 @@ class DocumentTokenizer:
         self._eos = np.array([self.tokenizer.eos_id], dtype=np.int32)
         self._no_tokens = self._eos[:0]
         self.empty_length = len(self._bos) + len(self._eos)
-        """Number of tokens of a document without text."""
+        """Number of tokens of a document without text: BOS, if there is one, and EOS."""
 
     def encode(self, record: Record) -> np.ndarray:
-        """Tokenize a record: BOS, the tokens of its text, and EOS.
+        """Tokenize a record, and add BOS and EOS unless it was tokenized in advance.
 
         Args:
             record: A text, a document that was tokenized in advance, or the error for a bad record.
@@ -132,11 +132,11 @@ class DocumentTokenizer:
         return is_held_out == self.is_validation
 
     def explain_bad_record(self, record: BadRecord, *, proposes_skip: bool = True) -> BadRecord:
-        """Return a copy of the error that names the options of the job file to change.
+        """Return a copy of the error that names the job file options to change.
 
         Args:
             record: The error for the record.
-            proposes_skip: Also propose to skip records that cannot be read.
+            proposes_skip: Whether to also propose skipping records that cannot be read.
         """
         problem = str(record).replace("Set text_column", f"Set {self.section}.text_column")
         if proposes_skip:
@@ -162,11 +162,11 @@ def open_sources(
         dataset: Section that describes the sources.
         document_tokenizer: Tokenizes the records of the sample.
         seq_len: Number of tokens that each source must exceed.
-        job: The job, whose sections configure the sources of plugins.
+        job: Job whose sections configure sources from plugins.
 
     Raises:
-        UserError: If a source cannot be opened, has too little text for one sequence, or contains a
-            record in the sample that cannot be read.
+        UserError: If a source cannot be opened, has too little text for one sequence, or has a
+            record in its sample that cannot be read.
     """
     sources = [open_source(spec, job) for spec in source_specs(dataset)]
     for source in sources:
@@ -203,8 +203,8 @@ def _check_first_records(source: Source, document_tokenizer: DocumentTokenizer) 
     """Check that at least one of the first 64 records of a source can be read.
 
     Raises:
-        BadRecord: If all of them are bad. An option such as text_column is then probably wrong, so
-            the message does not propose to skip bad records.
+        BadRecord: If none of them can be read. An option such as text_column is then probably
+            wrong, so the message does not propose skipping bad records.
     """
     bad_records = []
     for record in islice(source, _SAMPLE_DOCUMENTS):
@@ -216,7 +216,7 @@ def _check_first_records(source: Source, document_tokenizer: DocumentTokenizer) 
 
 
 def _check_random_records(source: RandomAccess, document_tokenizer: DocumentTokenizer) -> None:
-    """Check that records from all over a source can be read.
+    """Check that a random sample of the records of a source can be read.
 
     Raises:
         BadRecord: If a record cannot be read, and `document_tokenizer` does not skip such records.
@@ -229,9 +229,9 @@ def _check_random_records(source: RandomAccess, document_tokenizer: DocumentToke
 
 
 def _count_tokens(source: Source, document_tokenizer: DocumentTokenizer, limit: int) -> int:
-    """Count the tokens of a source until there are more than `limit`.
+    """Count the tokens of a source, and stop once there are more than `limit`.
 
-    Only documents with text that belong to the split of `document_tokenizer` count.
+    Count only documents that contain text and belong to the split of `document_tokenizer`.
     """
     num_tokens = 0
     for record in source:
@@ -244,10 +244,10 @@ def _count_tokens(source: Source, document_tokenizer: DocumentTokenizer, limit: 
 
 
 def _check_for_text(source: Source, document_tokenizer: DocumentTokenizer) -> None:
-    """Check that a source contains text, although it has no tokens in the split being read.
+    """Raise an error if a source without tokens in the selected split has no text at all.
 
     Raises:
-        UserError: If all records were skipped, or no document of either split contains text.
+        UserError: If records were skipped, or no document of either split contains text.
     """
     skipped = [record for record in source if isinstance(record, BadRecord)]
     if skipped:
@@ -272,7 +272,7 @@ def _explain_too_little_text(
         source: Source whose name the message contains.
         document_tokenizer: Selects the split (training or held out) whose tokens were counted.
         num_tokens: Number of tokens in this split.
-        seq_len: Length of a sequence. The split needs at least `seq_len` + 1 tokens, because
+        seq_len: Length of a sequence. The split must have at least `seq_len` + 1 tokens, because
             labels are shifted by one.
     """
     holdout = document_tokenizer.holdout
@@ -289,10 +289,10 @@ def _explain_too_little_text(
 
 
 def _propose_holdout(source: Source, document_tokenizer: DocumentTokenizer, seq_len: int) -> str:
-    """Return a proposal for an error message: a validation.holdout that is sufficient.
+    """Propose a value of validation.holdout, as the last sentence of an error message.
 
-    With this holdout, training and validation each have enough text for one sequence. If there is
-    no such holdout, propose to add text.
+    With this value, training and validation each have enough text for one sequence. If there is no
+    such value, propose adding text.
     """
     for holdout in _HOLDOUTS:
         training = replace(document_tokenizer, holdout=holdout, is_validation=False)
@@ -304,6 +304,6 @@ def _propose_holdout(source: Source, document_tokenizer: DocumentTokenizer, seq_
 
 
 def log_skipped_records(reasons: list[str]) -> None:
-    """Log a warning for each skipped record, given the reasons why they were skipped."""
+    """Log a warning for each skipped record. `reasons` has one explanation per record."""
     for reason in reasons:
         logging.getLogger("titanlite").warning("Skipped a record: %s", reason)

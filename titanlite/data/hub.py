@@ -44,9 +44,9 @@ SUFFIXES = {
         ".txt": "text",
     },
 }
-"""File suffixes that titanlite reads, for each kind of download in order of preference.
+"""File suffixes that titanlite can read, for each kind of download, in order of preference.
 
-The values for "data" are the dataset.source with which a job reads such files."""
+For "data", the values are the dataset.source that reads files with this suffix."""
 
 _MODEL_FILES = (  # in download order: a folder that contains config.json is complete
     "model.safetensors.index.json",
@@ -76,7 +76,7 @@ def load_presets() -> dict[str, dict[str, Any]]:
 
 
 def propose_download(kind: str, path: str, vocab_size: int = 0) -> str:
-    """Propose the command that downloads a missing file, as the end of an error message.
+    """Return the end of an error message, with a command that downloads the missing file.
 
     Args:
         kind: "tokenizer" or "data".
@@ -85,8 +85,9 @@ def propose_download(kind: str, path: str, vocab_size: int = 0) -> str:
             this size is proposed.
 
     Returns:
-        For example "; `titanlite get data c4` downloads it". For a large dataset, the proposal can
-        continue: ", and --include 'sample/10BT/000*' 2 GB of it". Empty if no command is known.
+        For example, "; `titanlite get data c4` downloads it". For some large datasets, an option
+        that downloads a part follows: ", and --include 'sample/10BT/000*' 2 GB of it". Empty if no
+        command is known.
     """
     arguments = _choose_get_arguments(kind, path, vocab_size)
     if not arguments:
@@ -100,9 +101,9 @@ def propose_download(kind: str, path: str, vocab_size: int = 0) -> str:
 
 
 def _choose_get_arguments(kind: str, path: str, vocab_size: int) -> str:
-    """Return the arguments with which `titanlite get` downloads a missing file.
+    """Return the arguments of the `titanlite get` command that downloads a missing file.
 
-    For example, the path "data/c4/*.jsonl" gives "data c4". Return "" if none are known.
+    For example, the path "data/c4/*.jsonl" gives "data c4". Return "" if no command is known.
 
     Args:
         kind: "tokenizer" or "data".
@@ -131,7 +132,7 @@ def _choose_get_arguments(kind: str, path: str, vocab_size: int) -> str:
 
 
 class LfsPointer(BaseModel, strict=True, frozen=True):
-    """Metadata of a file that the Hub keeps in Git LFS (large file storage)."""
+    """Metadata of a file that the Hub stores in Git LFS (Large File Storage)."""
 
     oid: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     """SHA-256 of the content."""
@@ -143,16 +144,16 @@ class TreeEntry(BaseModel, strict=True, frozen=True):
     type: str
     path: str
     size: NonNegativeInt = 0
-    """In bytes."""
+    """Size of the file in bytes."""
     oid: str = ""
-    """Git's hash of the content, or of the pointer if the file is in Git LFS."""
+    """Git hash of the content. If the file is in Git LFS, hash of the pointer instead."""
     lfs: LfsPointer | None = None
 
     @property
     def checksum(self) -> str:
         """Checksum of the file in hexadecimal, or "" if the Hub does not report one.
 
-        It is a SHA-256 for files in Git LFS, and Git's SHA-1 for other files.
+        Files in Git LFS have a SHA-256 checksum. Other files have the SHA-1 of their Git blob.
         """
         if self.lfs is not None:
             return self.lfs.oid
@@ -161,7 +162,7 @@ class TreeEntry(BaseModel, strict=True, frozen=True):
     def matches(self, path: Path) -> bool:
         """Return whether a local file has the size and the checksum of this entry.
 
-        Compare only the size if the Hub does not report a checksum.
+        If the Hub does not report a checksum, compare only the size.
         """
         if not path.is_file() or path.stat().st_size != self.size:
             return False
@@ -182,16 +183,16 @@ class HubFiles:
     Attributes:
         repo: OWNER/NAME of the repository.
         sizes: Size of each file in bytes, by its path in the repository.
-        suffix: Suffix of the files, such as ".parquet". For a model or a tokenizer, there are also
-            files with other suffixes.
+        suffix: Suffix of the files, such as ".parquet". Models and tokenizers can also have files
+            with other suffixes.
     """
 
     def __init__(self, kind: str, name: str, origin: str | None, include: str | None) -> None:
-        """List the files of a repository and select those to download.
+        """List the files of a repository, and select the files to download.
 
         Args:
             kind: "tokenizer", "data" or "model".
-            name: A name in hub.toml, or OWNER/NAME of a repository on the Hub.
+            name: A name in hub.toml, or the OWNER/NAME or page URL of a repository on the Hub.
             origin: URL of a mirror, or a local folder with a copy of the repository. Default: the
                 Hub, or the mirror in HF_ENDPOINT.
             include: Pattern that paths must match. Default: the pattern in hub.toml, or all files
@@ -230,7 +231,7 @@ class HubFiles:
         elif kind == "model":
             names = [name for name in names if "/" not in name]
             names += [name for name in _MODEL_FILES if name in entries]
-        elif pattern == "*":  # of a dataset, prefer the files of the training split
+        elif pattern == "*":  # for a dataset, prefer the files of the training split
             names = [name for name in names if "train" in name] or names
         self._entries = {name: entries[name] for name in names}
         self.sizes = {name: entry.size for name, entry in self._entries.items()}
@@ -364,8 +365,8 @@ class HubFiles:
 
         problem = f"{self.repo}: {entry.path} is longer than {entry.size:,} bytes. {self._remedy}"
 
-        # The library cannot limit the size of a download. But it reports the received bytes to a
-        # progress bar, and an exception of the progress bar ends the download.
+        # The library cannot limit the size of a download. However, it reports the received bytes to
+        # a progress bar, and an exception in the progress bar ends the download.
         class LimitedBar(tqdm):
             """A progress bar that stops the download when the file exceeds its listed size."""
 
@@ -391,7 +392,7 @@ class HubFiles:
 
     @contextmanager
     def _convert_errors(self) -> Iterator[None]:
-        """Convert exceptions of the huggingface_hub library to UserError, with a remedy."""
+        """Convert huggingface_hub exceptions in a `with` block to `UserError`, with a remedy."""
         try:
             with warnings.catch_warnings(action="ignore"):  # a full disk is reported below
                 yield
@@ -401,7 +402,7 @@ class HubFiles:
             raise UserError(self._explain(error)) from None
 
     def _explain(self, error: Exception) -> str:
-        """Return an error message with cause and remedy for an exception of huggingface_hub."""
+        """Return an error message with cause and remedy for a huggingface_hub exception."""
         from huggingface_hub import constants
         from huggingface_hub.utils import GatedRepoError, RepositoryNotFoundError
 
@@ -426,7 +427,8 @@ class HubFiles:
 def _choose_suffix(kind: str, names: Sequence[str]) -> str:
     """Return the preferred suffix of the files `names`, such as ".parquet" before ".jsonl".
 
-    `SUFFIXES[kind]` lists the suffixes in order of preference. Return "" if no file has any.
+    `SUFFIXES[kind]` lists the suffixes in order of preference. Return "" if no file has any of
+    them.
     """
     for suffix in SUFFIXES[kind]:
         if any(name.endswith(suffix) for name in names):
@@ -435,7 +437,7 @@ def _choose_suffix(kind: str, names: Sequence[str]) -> str:
 
 
 def _explain_no_match(kind: str, pattern: str, names: Iterable[str]) -> str:
-    """Explain that none of the files `names` matches `pattern` and has a suffix for this kind."""
+    """Return the end of an error message for a repository whose files `names` do not match."""
     suffixes = ", ".join(SUFFIXES[kind])
     existing = shorten(", ".join(names)) or "no files"
     problem = f"has no file that matches {pattern} and ends with {suffixes}. It has {existing}."
@@ -447,7 +449,7 @@ def _explain_no_match(kind: str, pattern: str, names: Iterable[str]) -> str:
 def _list_folder(folder: Path) -> dict[str, TreeEntry]:
     """Return the files in a local copy of a repository, keyed by their path relative to `folder`.
 
-    Files without a suffix are left out.
+    Files without a suffix are skipped.
 
     Raises:
         UserError: If `folder` is not a folder.
@@ -464,7 +466,7 @@ def _list_folder(folder: Path) -> dict[str, TreeEntry]:
 
 
 def _parse_page(content: bytes) -> list[TreeEntry]:
-    """Parse one page of the list of files that the Hub's API returns.
+    """Parse one page of a list of files from the Hub API.
 
     Raises:
         ValueError: If the page is malformed, or contains a path outside of the repository.
@@ -508,9 +510,9 @@ def _find_preset(kind: str, name: str) -> Mapping[str, Any]:
 
 
 def _propose_name(kind: str, name: str) -> str:
-    """Return a proposal for an error message about the unknown `name` of a download.
+    """Return a clause for the error message about an unknown name, which proposes known names.
 
-    Propose the most similar name in hub.toml. If none is similar, list the names of this `kind`,
+    Propose the most similar name in hub.toml. If no name is similar, list all names of this `kind`,
     such as "data".
     """
     key_of_name = {key.split()[1]: key for key in load_presets()}  # "c4" -> "data c4"

@@ -46,8 +46,8 @@ class Loader:
     """Yields this rank's data for each optimizer step, and saves and restores the data position.
 
     Every rank creates a loader. Ranks with the same `data_rank` read the same sequences. The data
-    is a single source or a mixture of several. Documents that `validation.holdout` keeps for
-    validation are left out.
+    is a single source or a mixture of several. Documents held out for validation
+    (`validation.holdout`) are excluded.
 
     Attributes:
         sources: The opened sources, in the order of the job file.
@@ -89,7 +89,7 @@ class Loader:
         self.sources = self._data.sources
 
         self._readers: list[SequenceReader] | list[Worker] = []
-        # Batches that were read ahead, and the error of the batch after them.
+        # Batches that were read ahead, and the error that occurred when the next one was read.
         self._prefetched: deque[list[PackedSequence]] = deque()
         self._read_error: Exception | None = None
         # Counts of this rank since the process started.
@@ -127,7 +127,7 @@ class Loader:
     def start(self) -> None:
         """Start the data workers, which read batches in the background.
 
-        Call this early, so that the first batch is ready when the first step needs it. Otherwise
+        Call this early, so that the first batch is ready when the first step needs it. Otherwise,
         reading the first batch starts the workers. With dataset.num_workers = 0, there are no
         workers and nothing is read ahead.
         """
@@ -141,7 +141,7 @@ class Loader:
             self._readers = [SequenceReader(self._data, shard)]
             return
 
-        # Divide the sequences of this rank over the workers.
+        # Divide the sequences of this rank among the workers.
         workers = []
         for i in range(num_workers):
             shard = ReaderShard(self._data_rank, self._data_degree, i, num_workers)
@@ -165,7 +165,7 @@ class Loader:
         batch = self._make_batch(sequences)
 
         # Advance the data position, which `state_dict` returns. The readers do not change it: they
-        # may read ahead, with their own copies of the mixture.
+        # may read ahead, with separate copies of the mixture.
         self._data.mixture.next_batch()
         for sequence in sequences:
             self._new_positions[sequence.source, sequence.stream] = sequence.next_position
@@ -196,12 +196,11 @@ class Loader:
         alone would leave the others waiting in a collective.
 
         Args:
-            num_batches: Number of batches to have in memory, including those read before.
+            num_batches: Number of batches to have in memory, including batches read earlier.
 
         Returns:
-            The exception that `next_global_batch` will raise for one of the batches, or None. The
-            end of the data (`OutOfData`) and a stop of the run (`Interrupted`) also count as
-            errors.
+            The exception that `next_global_batch` will raise for one of these batches, or None. It
+            can also be `OutOfData` (the data has ended) or `Interrupted` (the run is stopping).
         """
         self.start()
         while len(self._prefetched) < num_batches:
@@ -225,11 +224,12 @@ class Loader:
         """Return statistics of the data that all ranks have read, for the metrics.
 
         All ranks of the data-parallel group must call this together, because they exchange their
-        counts. The first rank also warns of sources that have been read too often.
+        counts. The first rank also logs a warning for each source that has been read too often.
 
         Returns:
-            The fraction of positions with a valid label and the number of skipped records since
-            this process started, and the number of tokens and epochs of each source since step 1.
+            `token_utilization` (the fraction of positions with a valid label) and
+            `skipped_records`, both since this process started, and the tokens and epochs read from
+            each source since step 1 (`source_tokens` and `source_epochs`).
         """
         reports = self._synchronize()
         num_valid_tokens = sum(report.num_valid_tokens for report in reports)
@@ -257,9 +257,9 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Move to the data position of a checkpoint, so that the next batch continues from there.
 
-        The number of ranks may differ from the run that saved the state. If the contents of a
-        source have changed and `dataset.on_change` is "warn", reading continues at the beginning of
-        the document or part (such as a file) that was being read.
+        The number of ranks may differ from the run that saved the state. If a source has changed
+        and `dataset.on_change` is "warn", reading continues at the beginning of the document or
+        part (such as a file) that was being read.
 
         Args:
             state: A value that `state_dict` returned.
@@ -273,7 +273,7 @@ class Loader:
         self._new_positions = {}
 
     def describe(self) -> str:
-        """Describe the name and the size of each source in one line, for the log."""
+        """Return one line for the log with the name and size of each source."""
         return " + ".join(source.describe() for source in self.sources)
 
     def close(self) -> None:
@@ -312,9 +312,9 @@ class Loader:
     def _synchronize(self) -> list[_RankReport]:
         """Exchange the progress of all ranks, and log the records that they have skipped.
 
-        The documents of a source are divided into streams, and a rank may read only some of them.
-        This function updates `self._data.positions`, so that every rank has the position in each
-        stream. Only the first rank logs.
+        A rank may read only some of the streams of a source. This function updates
+        `self._data.positions`, so that every rank has the positions of all streams. Only the first
+        rank logs.
 
         Returns:
             The report of each data-parallel rank.
@@ -341,7 +341,7 @@ class Loader:
         return [value] if self._data_group is None else gathered(value, self._data_group)
 
     def _merge_positions(self, new_positions: dict[tuple[int, int], StreamPosition]) -> None:
-        """Move each stream to the position in `new_positions`, unless it is at a later one.
+        """Advance each stream to its position in `new_positions`, unless it is already past it.
 
         Several ranks may have read the same stream. The latest position is the current one.
         """
@@ -351,11 +351,11 @@ class Loader:
 
 
 class _RankReport(NamedTuple):
-    """Progress of a data-parallel rank in the data, to send to the other ranks.
+    """Progress of a data-parallel rank, sent to the other ranks.
 
     Attributes:
         num_valid_tokens: Number of valid labels since the process started.
-        num_tokens: Number of labels since the process started.
+        num_tokens: Number of labels since the process started, valid or not.
         num_skipped: Number of skipped records since the process started.
         skip_reasons: Reasons for skipped records that have not been logged yet, up to
             `MAX_REPORTED`.

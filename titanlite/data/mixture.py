@@ -35,7 +35,7 @@ class Mixture:
     def __init__(self, dataset: Dataset, global_batch_size: int) -> None:
         self._weights_by_step = stage_weights(dataset)
         self._dataset = dataset
-        self._global_batch_size = global_batch_size  # unless a stage sets another one
+        self._global_batch_size = global_batch_size  # default, which a stage can override
         num_sources = max(1, len(dataset.sources))
         self.step = 0
         self.counts = [0] * num_sources
@@ -47,7 +47,7 @@ class Mixture:
 
         Returns:
             One pair per sequence: the index of its source, and the number of sequences that the run
-            has read from this source before. For example [(0, 70), (1, 30), (0, 71)].
+            has read from this source before. For example, [(0, 70), (1, 30), (0, 71)].
         """
         # Restart the counts of the stage when the weights change.
         weights = _find_stage_value(self._weights_by_step, self.step)
@@ -71,7 +71,7 @@ class Mixture:
         """Return the index of the source for the next sequence, by Tijdeman's algorithm.
 
         The lag of a source is its exact share of the sequences so far, including the next one,
-        minus the number of sequences that it has got. With m = 2n - 2 for n sources:
+        minus the number of sequences taken from it. With m = 2n - 2 for n sources:
 
         1. Candidates are the sources with a lag of at least 1/m.
         2. Choose the candidate with the earliest deadline: the number of sequences at which its lag
@@ -126,7 +126,7 @@ class Mixture:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the progress that `state_dict` returned.
 
-        If the job now sets other weights for the sources, the next batch begins a new stage.
+        If the job now sets different weights, the next batch begins a new stage.
         """
         self.step = state["step"]
         self.counts = list(state["rows"])
@@ -155,7 +155,7 @@ def stage_weights(dataset: Dataset) -> list[tuple[int, list[int]]]:
 
     Returns:
         One pair per stage, in ascending order of steps: the first step, and the weights as integers
-        in the same proportion. For example [(0, [3, 1]), (1000, [1, 1])].
+        in the same proportion. For example, [(0, [3, 1]), (1000, [1, 1])].
 
     Raises:
         UserError: If a stage has the wrong number of weights or only zeros.

@@ -28,11 +28,12 @@ class DocumentPosition(NamedTuple):
     """
 
     index_in_stream: int = 0
-    """Index of the document in the stream, or of its part, counted over all epochs."""
+    """Index of the document in the stream, counted over all epochs. For sequential sources, index
+    of the part that contains it."""
     window_start: int = 0
-    """Sequential sources only: index in the part of the first document of the window."""
+    """For sequential sources, index of the first document of the window, within its part."""
     index_in_window: int = 0
-    """Sequential sources only: index of the document in the shuffled window."""
+    """For sequential sources, index of the document in the shuffled window."""
 
 
 class StreamPosition(NamedTuple):
@@ -45,11 +46,11 @@ class StreamPosition(NamedTuple):
     num_sequences: int = 0
     """Number of sequences of the stream before this position."""
     document: DocumentPosition = DocumentPosition()
-    """concat: the document in which the sequence begins. best_fit: the first document of the window
-    that is packed together."""
+    """With "concat", the document in which the sequence begins. With "best_fit", the first document
+    of the window of documents that are packed together."""
     offset: int = 0
-    """concat: index in that document of the first token of the sequence. best_fit: index of the
-    sequence in the window."""
+    """With "concat", index in `document` of the first token of the sequence. With "best_fit", index
+    of the sequence in the window."""
 
 
 class Segment(NamedTuple):
@@ -70,7 +71,7 @@ class Document(NamedTuple):
     part: int
     """Index of the part in a sequential source. 0 for other sources."""
     index: int
-    """Index of the document in the source, or in the part."""
+    """Index of the document in the source. For sequential sources, index in the part."""
     tokens: np.ndarray
     """(n,) int32, with BOS and EOS. A token t that does not count in the loss is stored as ~t.
     Empty if the document is skipped or held out."""
@@ -113,12 +114,12 @@ class PackedSequence(NamedTuple):
 
 
 def mark_ignored(ids: np.ndarray) -> np.ndarray:
-    """Mark token ids as not counting in the loss, by replacing each id t by ~t = -t - 1."""
+    """Mark tokens that do not count in the loss, by replacing each id t with ~t = -t - 1."""
     return ~ids
 
 
 def remove_marks(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids without marks, and whether each one is marked as not counting in the loss.
+    """Undo `mark_ignored`: return the token ids, and whether each token was marked.
 
     For example, [7, ~8] gives the ids [7, 8] and the booleans [False, True].
     """
@@ -189,8 +190,8 @@ def concat(read_documents: ReadDocuments, length: int, start: StreamPosition) ->
 def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) -> PackedSegments:
     """Pack documents into sequences, and cut only documents that are longer than a sequence.
 
-    Documents are packed in windows, each with the tokens of about 64 sequences. Within a window,
-    their order changes. The yielded sequences can be shorter than `length`.
+    Documents are packed in windows, each with enough tokens for about 64 sequences. Packing changes
+    the order of the documents in a window. The yielded sequences can be shorter than `length`.
 
     Args:
         read_documents: Reads the documents of the stream from a position.
@@ -220,8 +221,8 @@ class _Window(NamedTuple):
     """Consecutive documents of a stream that are packed together.
 
     Attributes:
-        start: Position in the stream before the documents.
-        end: Position after the documents.
+        start: Position in the stream of the first document.
+        end: Position in the stream after the last document.
     """
 
     documents: list[Document]
@@ -232,7 +233,8 @@ class _Window(NamedTuple):
 def _pack_window(window: _Window, length: int) -> list[list[Segment]]:
     """Pack the documents of a window into sequences of at most `length` tokens, and shuffle them.
 
-    Without shuffling, the fullest sequences would come first, and batches would differ in size.
+    Without shuffling, the fullest sequences would come first, and the number of tokens per batch
+    would vary.
     """
     segments: list[Segment] = []
     for document in window.documents:
@@ -247,10 +249,9 @@ def _pack_window(window: _Window, length: int) -> list[list[Segment]]:
 
 
 def _make_shuffle_key(window_start: DocumentPosition, num_tokens: int) -> str:
-    """Return a string that identifies a window by its position and its number of tokens.
+    """Return the shuffle key of a window, which consists of its position and number of tokens.
 
-    The words in it come from an early version. They cannot change, because runs that are resumed
-    must keep their data order.
+    Do not change the format, because resumed runs must keep their data order.
     """
     turn, window, index = window_start
     return f"rows Place(turn={turn}, window={window}, index={index}) {num_tokens}"
@@ -261,7 +262,7 @@ def _read_windows(
 ) -> Iterator[_Window]:
     """Divide a stream, from position `start` on, into windows of at least `num_tokens` tokens.
 
-    If the source ends, the last window can have fewer tokens.
+    If the source ends, the last window can be smaller.
     """
     documents: list[Document] = []
     num_read = 0
@@ -302,7 +303,7 @@ def _place_segments(segments: list[Segment], length: int) -> list[list[Segment]]
     longest_first = sorted(segments, key=lambda segment: len(segment.tokens), reverse=True)
     for segment in longest_first:
         size = len(segment.tokens)
-        # Find the least space that is enough.
+        # Find the fullest sequence that has enough space.
         fullest = bisect_left(free_space, size, key=itemgetter(0))
         if fullest < len(free_space):
             num_free, index = free_space.pop(fullest)

@@ -1,4 +1,4 @@
-"""The data position of a run: saving, comparing and restoring it, and how much has been read.
+"""Saving, comparing and restoring the data position of a run, and measuring the progress.
 
 The position consists of `PackedDataset.mixture` and `PackedDataset.positions`.
 """
@@ -78,7 +78,7 @@ def compare_position(saved: dict[str, Any], data: PackedDataset) -> DataChanges:
         return incompatible, []
 
     changed = []
-    # The holdout affects the number of streams, and its change is already reported.
+    # A different holdout, which is already reported, can change the number of streams.
     same_holdout = saved["holdout"] == current["holdout"]
     for before, now in zip(saved["sources"], current["sources"], strict=True):
         num_before = len(before["streams"])
@@ -154,7 +154,7 @@ def _move_to_beginning(position: StreamPosition) -> StreamPosition:
 def measure_progress(data: PackedDataset) -> dict[str, dict[str, float]]:
     """Return how many tokens and epochs of each source have been read, for the metrics.
 
-    For example {"source_tokens": {"c4": 4096}, "source_epochs": {"c4": 0.1}}.
+    For example, return {"source_tokens": {"c4": 4096}, "source_epochs": {"c4": 0.1}}.
     """
     # Duplicate names get an index, such as "c4 (1)".
     names = [source.name for source in data.sources]
@@ -184,12 +184,12 @@ def _count_epochs(data: PackedDataset) -> list[float]:
 def warn_of_repetition(data: PackedDataset, warned: set[int]) -> None:
     """Log a warning for each source that has been read `MAX_EPOCHS` (4) times.
 
-    Sources for which the job sets max_epochs are left out, because their repetition is intended.
+    Sources with max_epochs are skipped, because their repetition is intended.
 
     Args:
         data: Data of the run.
-        warned: Indices of the sources with an earlier warning, which do not get a second one. The
-            function adds the sources of new warnings.
+        warned: Indices of sources to skip because a warning was already logged. The function adds
+            the indices of the sources in new warnings.
     """
     for i, epochs in enumerate(_count_epochs(data)):
         if epochs >= MAX_EPOCHS and not data.specs[i].max_epochs and i not in warned:

@@ -42,7 +42,7 @@ from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 
 _UNIT_CHARS = 1 << 22
 _UNIT_DOCUMENTS = 4096
-# A shard of 256 MiB of text: few files, and little work is lost if the process is killed.
+# Shards of about 256 MiB of text need few files, and little work is lost if the process is killed.
 _UNITS_PER_SHARD = 64
 
 
@@ -56,7 +56,7 @@ class _TokenizedUnit(NamedTuple):
     lengths: list[int]
     """Number of tokens of each document, 0 if it was skipped."""
     hashes: list[int]
-    """`hash_text` of each document, 0 if it was skipped."""
+    """Hash (`hash_text`) of each document, 0 if it was skipped."""
     skipped: list[str]
     """Reasons why documents were skipped."""
 
@@ -64,12 +64,12 @@ class _TokenizedUnit(NamedTuple):
 def prepare(run: Run, out: Path, workers: int) -> list[Path]:
     """Tokenize the sources in [dataset] in advance, and write the tokens as shards.
 
-    If an earlier call was interrupted, its complete shards are kept and tokenization continues
-    after them. A folder that is already complete is not changed.
+    If an earlier call was interrupted, its complete shards are kept, and tokenization continues
+    after them. Folders that are already complete are not changed.
 
     Args:
         run: The run whose [dataset] is tokenized.
-        out: Output folder. Each source of a mixture gets a subfolder.
+        out: Output folder, with a subfolder for each source of a mixture.
         workers: Number of threads that tokenize.
 
     Returns:
@@ -181,7 +181,7 @@ def _read_shards(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> li
 
     Args:
         path: manifest.json of complete shards, or prepare.json of an interrupted run.
-        header: Values that fields of the manifest must have, such as the fingerprints of source and
+        header: Required values of manifest fields, such as the fingerprints of the source and the
             tokenizer.
         tokenizer: Tokenizer of the job.
 

@@ -10,25 +10,25 @@ import numpy as np
 
 # Four rounds make a balanced Feistel network indistinguishable from random. Two more are cheap.
 FEISTEL_ROUNDS = 6
-MAX_TABLE_SIZE = 1 << 14  # permutations of recent epochs are kept in memory up to this size
+MAX_TABLE_SIZE = 1 << 14  # permutations of at most this many items are cached
 
 
 def permuted(index: np.ndarray, n: int, key: str) -> np.ndarray:
-    """Map indices by a pseudo-random permutation of range(n) that depends only on `n` and `key`.
+    """Apply a pseudo-random permutation of range(n), chosen by `key`, to each integer in `index`.
 
     Each result is computed from its index alone, so shuffling a billion documents requires no table
     in memory.
 
     Args:
         index: Integers in range(n).
-        n: Number of permuted integers.
+        n: Number of integers that the permutation maps.
         key: Seed of the permutation.
 
     Returns:
         int64 array of the same shape as `index`, with values in range(n).
     """
-    # A Feistel network permutes the integers with an even number of bits. Use as few as possible:
-    # for example 8 bits, so range(256), if n is 100.
+    # A Feistel network permutes the integers with an even number of bits. Use the smallest number
+    # that covers range(n), for example 8 bits (range(256)) if n is 100.
     num_bits = (n - 1).bit_length()
     half_bits = max(1, math.ceil(num_bits / 2))
     digest = hashlib.blake2b(key.encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
@@ -46,7 +46,7 @@ def permuted(index: np.ndarray, n: int, key: str) -> np.ndarray:
 
 
 def _feistel(values: np.ndarray, half_bits: int, round_keys: np.ndarray) -> np.ndarray:
-    """Map integers of 2 * `half_bits` bits by a pseudo-random permutation, a Feistel network.
+    """Permute the integers of 2 * `half_bits` bits pseudo-randomly, with a Feistel network.
 
     Each round XORs a hash of one half of the bits into the other half, and swaps the halves.
 
@@ -66,10 +66,10 @@ def _feistel(values: np.ndarray, half_bits: int, round_keys: np.ndarray) -> np.n
 
 
 def epoch_order(n: int, seed: int, positions: np.ndarray) -> np.ndarray:
-    """Return the items at `positions` of an endless shuffled order of n items.
+    """Return the items at `positions` in an endless shuffled order of n items.
 
     The order consists of epochs, each a different permutation of all n items. For example, if the
-    order of 3 items begins with 2, 0, 1 | 1, 2, 0, position 4 is item 2.
+    first two epochs of 3 items are 2, 0, 1 and 1, 2, 0, position 4 holds item 2.
 
     Args:
         n: Number of items.
@@ -94,7 +94,7 @@ def epoch_order(n: int, seed: int, positions: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=32)
 def _permutation_table(n: int, key: str) -> np.ndarray:
-    """Return the pseudo-random permutation of range(n) that the seed `key` determines.
+    """Return the pseudo-random permutation of range(n) for the seed `key`.
 
     The result is cached, so that reading a few items at a time does not recompute it.
     """

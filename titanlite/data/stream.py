@@ -2,8 +2,9 @@
 
 A source is read in V <= 64 virtual streams, where V does not depend on the number of ranks.
 Sequence i of a source is sequence i // V of stream i % V. Data-parallel rank r of R reads sequences
-r, r + R, r + 2R, ... of a global batch. Each stream belongs to one data worker of one rank, which
-tokenizes each of its documents once.
+r, r + R, r + 2R, ... of a global batch. A rank reads each stream with a single data worker. If
+there is only one source and R divides V, each stream is also read by only one rank, so that each
+document is tokenized once per epoch.
 
 Document order, for a source of N documents with random access: stream v of V reads the positions v,
 v + V, v + 2V, ..., and position p is document p % N in the shuffled order of epoch p // N. For a
@@ -48,14 +49,14 @@ from titanlite.data.tokenizer import Tokenizer
 MAX_STREAMS = 64
 """Maximum number of streams of a source. Changing it would change the data order of every run.
 
-It is a power of two, so that usual numbers of ranks divide it and each data-parallel rank tokenizes
-only its own streams.
+It is a power of two, so that common numbers of ranks divide it. Data-parallel ranks then tokenize
+different streams of a single source.
 """
 
 # Indices in `SequenceReader._progress`, which holds the source, part and document being read.
 _SOURCE, _PART, _DOCUMENT = range(3)
-# Documents over all epochs of a source without max_epochs: more than any run reads, but few enough
-# for 64-bit arithmetic.
+# Number of documents in a source without max_epochs, counted over all epochs: more than any run
+# reads, but few enough for 64-bit arithmetic.
 _UNLIMITED = 1 << 48
 WINDOW_DOCUMENTS = 1024  # a shuffle window of a sequential source ends at this many documents
 WINDOW_CHARACTERS = 1 << 20  # or at this many characters
@@ -68,8 +69,8 @@ class OutOfData(Exception):
 class ReaderShard(NamedTuple):
     """Selects the sequences of each global batch that one reader reads.
 
-    The sequences are divided over the data-parallel ranks. Each rank divides its part over its data
-    workers.
+    The sequences are divided among the data-parallel ranks. Each rank divides its part among its
+    data workers.
     """
 
     rank: int = 0
@@ -86,9 +87,9 @@ WHOLE_BATCH = ReaderShard()
 
 
 class _Unit(NamedTuple):
-    """An item of the shuffled order of a source: a document, or a part of a sequential source.
+    """An item in the shuffled order of a source: a document, or a part of a sequential source.
 
-    A part is a file, for example. The order of the units is divided over the streams of the source.
+    A part is a file, for example. The streams of the source divide the units among themselves.
     """
 
     index: int
@@ -208,7 +209,7 @@ class SequenceReader:
     def next_batch(self) -> list[PackedSequence]:
         """Read the sequences of the next global batch that belong to this reader.
 
-        They are in ascending order of their index in the batch.
+        The result is in ascending order of the index in the batch.
 
         Raises:
             OutOfData: If a source with `max_epochs` ends within the batch. All ranks raise it at
@@ -247,13 +248,12 @@ class SequenceReader:
     def read(self, source: int, index_in_source: int, index_in_batch: int) -> PackedSequence:
         """Read one sequence of a source.
 
-        Call this for the sequences of a source in ascending order. You can leave out some of them.
+        Read the sequences of a source in ascending order. You can skip sequences.
 
         Args:
             source: Index of the source.
             index_in_source: Index of the sequence in the source, counted over the whole run.
-            index_in_batch: Index of the sequence in its global batch, which is stored in the
-                result.
+            index_in_batch: Index of the sequence in its global batch, to store in the result.
 
         Raises:
             OutOfData: If the last epoch of the source has ended.
@@ -266,9 +266,9 @@ class SequenceReader:
         if (source, stream) not in self._streams:
             self._streams[source, stream] = self._read_stream(source, stream)
 
-        self._progress[_SOURCE] = source  # for the report of a read that hangs
-        # The iterator continues after the sequence that the last call has returned. Drop the
-        # sequences that the caller has left out.
+        self._progress[_SOURCE] = source  # to report where a read hangs
+        # The iterator continues after the sequence that the last call returned. Drop the sequences
+        # that the caller skips.
         for sequence in self._streams[source, stream]:
             if sequence.index_in_stream >= wanted_index:
                 return sequence._replace(index=index_in_batch)
@@ -278,9 +278,9 @@ class SequenceReader:
         raise OutOfData(f"{name} has no more sequences (dataset.max_epochs = {epochs})")
 
     def _read_stream(self, source: int, stream: int) -> Iterator[PackedSequence]:
-        """Yield the packed sequences of a stream, from its position in `PackedDataset` on.
+        """Yield the packed sequences of a stream, starting at its position in `PackedDataset`.
 
-        Each sequence has the reasons why records were skipped since the last sequence was read.
+        Each sequence lists why records were skipped since the previous sequence was read.
         """
         data = self._data
         pack = best_fit if data.packing == "best_fit" else concat  # see packing.py
@@ -301,7 +301,7 @@ class SequenceReader:
             )
 
     def _join_and_pad(self, segments: list[Segment]) -> np.ndarray:
-        """Concatenate segments, and pad the result with EOS to seq_len + 1 tokens (int32)."""
+        """Concatenate segments, and pad them with EOS to seq_len + 1 tokens (int32)."""
         eos_id = self._data.documents.tokenizer.eos_id
         padded = np.full(self._data.seq_len + 1, eos_id, dtype=np.int32)
         tokens = np.concatenate([segment.tokens for segment in segments])
@@ -326,13 +326,13 @@ class SequenceReader:
         """Yield the documents or parts that a stream reads, in shuffled order.
 
         The streams of a source take turns. For example, stream 1 of 4 reads the positions 1, 5, 9,
-        ... of the shuffled order, which has all epochs one after the other.
+        ... of the shuffled order, in which the epochs follow each other.
 
         Args:
             source_index: Index of the source.
             stream: Index of the stream.
-            first_index: Index in the stream of the first unit to yield. In the example, 2 begins at
-                position 9.
+            first_index: Index in the stream of the first unit to yield. In the example, the unit
+                at position 9 has the index 2.
         """
         num_units = self._data.sources[source_index].num_units
         num_streams = len(self._data.positions[source_index])
@@ -389,26 +389,25 @@ class SequenceReader:
             yield Document(positions[i], positions[i + 1], part.index, index_in_part, tokens)
 
     def _encode(self, record: Record, unit: _Unit) -> np.ndarray:
-        """Tokenize a record of a unit. If it is skipped in the first epoch, keep the reason."""
+        """Tokenize a record. If it is skipped in the first epoch of `unit`, store the reason."""
         tokens = self._data.documents.encode(record)
         if isinstance(record, BadRecord) and not unit.is_repeated:
             self._skipped.append(str(record))
         return tokens
 
     def _set_progress(self, part: int, document: int) -> None:
-        """Store which document is being read, for the report of a read that hangs."""
+        """Record which document is being read, to report it if the read hangs."""
         self._progress[_PART] = part
         self._progress[_DOCUMENT] = document
 
 
 def _iterate_order(num_units: int, seed: int, positions: range) -> Iterator[int]:
-    """Yield the indices of the units at some positions of the shuffled order of a source.
+    """Yield the indices of the units at `positions` in the shuffled order of a source.
 
-    The result equals `epoch_order(num_units, seed, positions)`, but is computed in blocks of
-    positions while it is read.
+    The values equal `epoch_order(num_units, seed, positions)`, but are computed lazily, in blocks.
     """
-    # A block has the positions in one epoch, but at least 8, because each numpy call has a fixed
-    # cost, and at most 256.
+    # A block contains the positions of one epoch, but at most 256, and at least 8 because each
+    # numpy call has a fixed cost.
     positions_per_epoch = num_units // positions.step
     block_size = max(8, min(256, positions_per_epoch))
     for start in range(0, len(positions), block_size):

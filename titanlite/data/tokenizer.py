@@ -1,10 +1,10 @@
 """Tokenizers in the formats of tiktoken (`tokenizer.model`) and Hugging Face (`tokenizer.json`).
 
 Invariant: Text is only text. Characters in a document that look like a special token, such as
-"<|end_of_text|>", are encoded as ordinary characters, so only packing begins and ends documents.
+"<|end_of_text|>", are encoded as ordinary characters, so a text cannot begin or end a document.
 
-tiktoken and tokenizers are imported where they are used, so that a rank whose data workers encode
-does not import tiktoken.
+The tiktoken and tokenizers libraries are imported where they are used, because few processes need
+both.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LLAMA3_SPECIAL = (
     "finetune_right_pad_id reserved_special_token_2 start_header_id end_header_id eom_id eot_id "
     "python_tag"
 )
-# Names by which BOS and EOS are recognized without a tokenizer_config.json.
+# Usual names of BOS and EOS, used if tokenizer_config.json does not exist or does not name them.
 _USUAL_NAMES = {
     "bos_token": ("<|begin_of_text|>", "<|bos|>", "<bos>", "<s>", "[BOS]", "<|startoftext|>"),
     "eos_token": ("<|end_of_text|>", "<|endoftext|>", "<|eos|>", "<eos>", "</s>", "[EOS]"),
@@ -62,7 +62,7 @@ class Tokenizer(ABC):
     """Base class of tokenizers, which convert text to token ids and back.
 
     Attributes:
-        path: The tokenizer file.
+        path: Path of the tokenizer file.
         vocab_size: Number of ids, including special tokens. All ids are less than this number.
         bos_id: Id that begins each document, or None if the tokenizer has no such token.
         eos_id: Id that ends each document.
@@ -80,10 +80,10 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def fingerprints(self) -> tuple[str, ...]:
-        """Hashes by which checkpoints and shards identify this tokenizer.
+        """Hashes that identify this tokenizer in checkpoints and shards.
 
-        The first one is current. It covers everything that affects the token ids of a text, and
-        nothing else. The others are the hashes that older versions stored:
+        The first hash is the current one. It covers everything that affects the token ids of a
+        text, and nothing else. The others are hashes that older versions of titanlite stored:
 
         - Version 0.1 hashed the file and the choice of BOS and EOS.
         - Version 0.2 also identified a tokenizer.json by the fingerprint of a tokenizer.model with
@@ -92,13 +92,13 @@ class Tokenizer(ABC):
 
     @property
     def fingerprint(self) -> str:
-        """Hash that new checkpoints and shards store to identify this tokenizer."""
+        """Hash that identifies this tokenizer in new checkpoints and shards."""
         return self.fingerprints[0]
 
     def is_known_as(self, fingerprint: str) -> bool:
-        """Return whether a fingerprint in a checkpoint or in shards identifies this tokenizer.
+        """Return whether a fingerprint from a checkpoint or shards identifies this tokenizer.
 
-        Fingerprints that older versions of titanlite have stored are also recognized.
+        Fingerprints stored by older versions of titanlite are also recognized.
         """
         return fingerprint in self.fingerprints
 
@@ -113,7 +113,9 @@ class Tokenizer(ABC):
         """Return the token ids of a text as an array, without BOS and EOS.
 
         Names of special tokens, such as "<|end_of_text|>", are encoded as ordinary characters.
-        The result has the shape (n,) and the type uint32.
+
+        Returns:
+            Token ids, shape (n,), uint32.
 
         Raises:
             UserError: If a Hugging Face tokenizer has no token for a part of the text.
@@ -129,7 +131,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _encode_piece(self, text: str) -> np.ndarray:
-        """Return the token ids of a text of at most 256 Ki characters, as an array of uint32.
+        """Return the token ids of a text of at most 256 Ki characters as a uint32 array.
 
         Raises:
             UnicodeEncodeError: If the text contains half of a surrogate pair.
@@ -149,20 +151,20 @@ class Tokenizer(ABC):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """A tokenizer in the `tokenizer.model` format of Llama 3, which is the format of tiktoken.
+    """A tokenizer in the tiktoken format, which Llama 3 uses for its `tokenizer.model`.
 
-    Each line of the file contains a token in base64 and its rank, which is also its id. The 256
-    special tokens of Llama 3 are not in the file. They have the ids after the largest rank.
+    Each line of the file contains a token in base64 and its rank, which is also its id. The file
+    does not list the 256 special tokens of Llama 3. Their ids follow the largest rank.
 
     Attributes:
-        ranks: Rank of each token, by its bytes.
+        ranks: Rank of each token, keyed by the bytes of the token.
     """
 
     def __init__(self, path: Path) -> None:
-        """Load the file `path` and add Llama 3's special tokens.
+        """Load the file `path` and add the special tokens of Llama 3.
 
         Raises:
-            UserError: If the file cannot be read, or is not in the format of tiktoken.
+            UserError: If the file cannot be read, or is not in the tiktoken format.
         """
         self.path = path
         self._raw = read_file(path, _MAX_BYTES)
@@ -189,14 +191,14 @@ class TiktokenTokenizer(Tokenizer):
 
     @cached_property
     def fingerprints(self) -> tuple[str, ...]:
-        """Hashes by which checkpoints and shards identify this tokenizer, the current one first."""
+        """Hashes that identify this tokenizer in checkpoints and shards, the current one first."""
         current = _hash_bpe(LLAMA3_PATTERN, self.ranks, self._special, self.bos_id, self.eos_id)
         of_file = _sha256(b"tiktoken llama3 " + LLAMA3_PATTERN.encode() + self._raw)
         return current, of_file
 
     @cached_property
     def encoding(self) -> tiktoken.Encoding:
-        """The `Encoding` object of the tiktoken library, created at the first use."""
+        """The tiktoken `Encoding` object of this tokenizer, created on first use."""
         import tiktoken
 
         return tiktoken.Encoding(
@@ -220,9 +222,9 @@ class TiktokenTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer in the `tokenizer.json` format of Hugging Face.
+    """A tokenizer in the Hugging Face `tokenizer.json` format.
 
-    A `tokenizer_config.json` in the same folder defines BOS and EOS. Without this file, they are
+    A `tokenizer_config.json` in the same folder can name BOS and EOS. Otherwise, they are
     recognized by their usual names, such as "<s>" and "</s>".
     """
 
@@ -230,7 +232,7 @@ class HuggingFaceTokenizer(Tokenizer):
         """Load the file `path` and find its BOS and EOS tokens.
 
         Raises:
-            UserError: If the tokenizers library cannot load the file, or no token ends documents.
+            UserError: If the tokenizers library cannot load the file, or there is no EOS token.
         """
         import tokenizers
 
@@ -259,7 +261,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
         Args:
             key: "bos_token" or "eos_token".
-            ids: Id of each token, by its name.
+            ids: Id of each token, keyed by name.
 
         Raises:
             UserError: If tokenizer_config.json names a token that the tokenizer does not contain.
@@ -282,7 +284,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def fingerprints(self) -> tuple[str, ...]:
-        """Hashes by which checkpoints and shards identify this tokenizer, the current one first."""
+        """Hashes that identify this tokenizer in checkpoints and shards, the current one first."""
         content = json.loads(self._raw)
         used_parts = {key: part for key, part in content.items() if key not in _UNUSED_PARTS}
         current = json.dumps([used_parts, self.bos_id, self.eos_id], sort_keys=True).encode()
@@ -294,7 +296,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def _hash_as_tiktoken(self, content: dict[str, Any]) -> str | None:
         """Return the fingerprint of the tokenizer.model from which a tokenizer.json was converted.
 
-        With it, a run that began with the tokenizer.model can resume with the tokenizer.json.
+        With this fingerprint, a run that started with the tokenizer.model can resume with the
+        tokenizer.json.
 
         Args:
             content: Parsed tokenizer.json.
@@ -324,7 +327,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
         Args:
             action: Action of the `with` block, for the error message, such as "encode a text".
-            remedy: Last sentence of the message.
+            remedy: Sentence to append to the message, which proposes how to fix the problem.
         """
         try:
             yield
@@ -366,9 +369,10 @@ def load_tokenizer(path: str | Path, job: JobConfig | None = None) -> Tokenizer:
     """Load a tokenizer file.
 
     Args:
-        path: The file. Its suffix selects the format: Hugging Face for .json, otherwise tiktoken.
-        job: If this job sets tokenizer.name, the name selects the format instead. Plugins can
-            register formats.
+        path: Tokenizer file. Its suffix selects the format: Hugging Face for .json, otherwise
+            tiktoken.
+        job: Job whose tokenizer.name, if it is set, selects the format instead of the suffix.
+            Plugins can register formats.
 
     Raises:
         UserError: If the file does not exist or is not a tokenizer.
@@ -400,9 +404,9 @@ def read_config(path: Path) -> dict[str, Any]:
 def byte_level_symbols() -> dict[str, int]:
     """Return a mapping from characters in a byte-level vocabulary to the bytes that they represent.
 
-    Byte-level tokenizers write each byte as a visible character, as GPT-2's encoder.py does.
-    Printable Latin-1 characters represent their own byte. The characters from U+0100 on represent
-    the other bytes: for example, U+0120 is a space.
+    Byte-level tokenizers write each byte as a visible character, like encoder.py of GPT-2.
+    A printable Latin-1 character represents the byte with the same value. The characters from
+    U+0100 on represent the other bytes: for example, U+0120 represents a space.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     symbols = {chr(byte): byte for byte in printable}
@@ -413,11 +417,11 @@ def byte_level_symbols() -> dict[str, int]:
 
 
 def _divide(text: str) -> Iterator[str]:
-    """Divide a long text into pieces, which usually have the same tokens as the whole text.
+    """Divide a long text into pieces that usually give the same tokens as the whole text.
 
-    A piece has at most `_PIECE_CHARS` characters. It ends before a line that is not blank, because
-    no match of Llama 3's split pattern extends across this point. If there is no such line, the
-    piece is cut at `_PIECE_CHARS` characters, which can change tokens.
+    Pieces have at most `_PIECE_CHARS` characters. A piece ends before a line that is not blank,
+    because no match of the Llama 3 split pattern crosses this point. If there is no such line, the
+    piece ends after `_PIECE_CHARS` characters, which can change tokens.
     """
     start = 0
     while len(text) - start > _PIECE_CHARS:
@@ -443,8 +447,8 @@ def _hash_bpe(
 
     Args:
         pattern: Regular expression that splits texts.
-        ranks: Merge rank of each ordinary token, by its bytes.
-        special: Id of each special token, by its name.
+        ranks: Merge rank of each ordinary token, keyed by the bytes of the token.
+        special: Id of each special token, keyed by name.
         bos_id: Id that begins each document, or None.
         eos_id: Id that ends each document.
     """

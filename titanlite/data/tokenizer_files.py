@@ -43,11 +43,11 @@ _MAX_TOKEN_BYTES = 256  # longer tokens would be lines of dashes rather than wor
 
 @dataclass
 class TrainedTokenizer:
-    """Files of a trained tokenizer, and statistics of the text that it was trained on.
+    """Files of a trained tokenizer, and statistics of its training text.
 
     Attributes:
         tiktoken: Path of tokenizer.model.
-        json: Path of tokenizer.json, which gives the same ids.
+        json: Path of tokenizer.json, which encodes texts to the same ids.
         documents: Number of training documents.
         num_bytes: Number of bytes of the training text in UTF-8.
         bytes_per_token: Compression of the tokenizer, measured on up to 256 training documents.
@@ -75,7 +75,7 @@ def train_tokenizer(
         out: Folder for tokenizer.model and tokenizer.json.
         vocab_size: Number of ids, including Llama 3's 256 special tokens.
         max_bytes: Maximum number of bytes of text to read.
-        job: The job, whose sections configure the sources of plugins.
+        job: Job whose sections configure sources from plugins.
 
     Returns:
         The paths of the written files, and statistics of the text.
@@ -125,11 +125,11 @@ def train_tokenizer(
 
 
 def _read_texts(source: Source, max_bytes: int, skip_bad: bool) -> Iterator[str]:
-    """Yield documents of a source, in random order if possible, until they reach `max_bytes`.
+    """Yield documents of a source, in random order if possible, up to a total of `max_bytes`.
 
     Args:
         source: Source of the documents.
-        max_bytes: Size at which to stop, in bytes of UTF-8.
+        max_bytes: Total size, in bytes of UTF-8, at which to stop. The last document can exceed it.
         skip_bad: Skip records that cannot be read instead of raising an error.
 
     Raises:
@@ -154,7 +154,7 @@ def _read_texts(source: Source, max_bytes: int, skip_bad: bool) -> Iterator[str]
 
 
 def _read_shuffled(source: RandomAccess) -> Iterator[Any]:
-    """Yield all records of a source in a random order, which is the same in each call."""
+    """Yield all records of a source in a random order that is the same in each call."""
     for i in range(source.num_units):
         index = permuted(np.array([i]), source.num_units, "tokenizer")[0]
         yield source.record(int(index))
@@ -190,7 +190,7 @@ def _train(texts: Iterator[str], vocab_size: int) -> list[bytes]:
 
 
 def _create_pre_tokenizer() -> Any:
-    """Create a pre-tokenizer that splits texts by Llama 3's pattern, and maps bytes to symbols."""
+    """Create a pre-tokenizer that splits texts by the Llama 3 pattern and maps bytes to symbols."""
     from tokenizers import Regex, pre_tokenizers
 
     split = pre_tokenizers.Split(Regex(formats.LLAMA3_PATTERN), behavior="isolated")
@@ -199,7 +199,7 @@ def _create_pre_tokenizer() -> Any:
 
 
 def convert_tiktoken(source: TiktokenTokenizer) -> Any:
-    """Convert a tiktoken tokenizer to a `tokenizers.Tokenizer` that gives the same ids.
+    """Convert a tiktoken tokenizer to a `tokenizers.Tokenizer` that encodes texts to the same ids.
 
     By default, the result adds BOS to each text, as Llama 3's tokenizer does.
     """
@@ -234,7 +234,7 @@ def _list_merges(ids: dict[str, int]) -> list[tuple[str, str]]:
     the token "the" can be merged from ("t", "he") and ("th", "e").
 
     Args:
-        ids: Id of each token, in ascending order of the ids.
+        ids: Id of each token, keyed by the token, in ascending order of the ids.
     """
     merges = []
     for token in ids:
@@ -269,7 +269,7 @@ def write_tokenizer(tokenizer: Tokenizer, out: Path, max_seq_len: int) -> dict[s
         convert_tiktoken(tokenizer).save(str(out / "tokenizer.json"), pretty=False)
     else:
         shutil.copyfile(path, out / "tokenizer.json")
-        config = formats.read_config(path)  # with more settings, such as a chat template
+        config = formats.read_config(path)  # can have more settings, such as a chat template
     if not config:
         config = _create_config(tokenizer, ids, max_seq_len)
 
@@ -286,7 +286,8 @@ def _create_config(
 
     Args:
         tokenizer: Tokenizer that decodes the ids to names.
-        ids: "bos_token_id" and "eos_token_id", None if there is no such token.
+        ids: Token ids with the keys "bos_token_id" and "eos_token_id". None if there is no such
+            token.
         max_seq_len: Longest sequence of the model, in tokens.
     """
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_seq_len}

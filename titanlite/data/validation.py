@@ -1,4 +1,4 @@
-"""Text that is scored and never trained on: validation sequences, and windows over evaluated files.
+"""Text that is scored but never trained on: validation sequences, and windows over evaluated files.
 
 Invariant: The validation sequences depend only on the sources, the seed and seq_len, and each token
 of an evaluated text is scored exactly once, for any batch size and number of ranks. All ranks have
@@ -38,8 +38,8 @@ SORTED_BATCHES = 16  # windows for this many batches are sorted by length to red
 class ValidationSet:
     """A fixed set of validation sequences, on which a run computes its validation loss.
 
-    The sequences come from the source in [validation], or from the documents of [dataset] that
-    validation.holdout holds out. No document is read twice, so a small source yields fewer
+    The sequences come from the source in [validation], or from the documents of [dataset] that are
+    held out (validation.holdout). No document is read twice, so a small source yields fewer
     sequences than validation.sequences.
 
     Attributes:
@@ -51,7 +51,7 @@ class ValidationSet:
     def __init__(
         self, run: Run, tokenizer: Tokenizer, data_rank: int, device: torch.device
     ) -> None:
-        """Read all validation sequences, and keep those of one data-parallel rank in memory.
+        """Read all validation sequences, and keep one data-parallel rank's share in memory.
 
         Args:
             run: Run whose job describes the validation data.
@@ -73,7 +73,7 @@ class ValidationSet:
         sequences = _read_sequences(data)
         self.num_sequences = len(sequences)
 
-        # Fill up with padding, so that all ranks have the same number of full microbatches. All
+        # Append padding sequences, so that all ranks have the same number of full microbatches. All
         # labels of a sequence without segments are IGNORE_INDEX.
         batch_size = run.job.training.local_batch_size
         num_ranks = run.degrees.data
@@ -94,10 +94,10 @@ class ValidationSet:
                 self.num_bytes += int(token_counts[token]) * len(tokenizer.token_bytes(token))
 
     def batches(self) -> Iterator[Microbatch]:
-        """Yield this rank's microbatches, on the device.
+        """Yield this rank's microbatches on the device.
 
-        All ranks yield the same number of full microbatches. If there are too few sequences, some
-        consist of padding, whose labels are all IGNORE_INDEX.
+        All ranks yield the same number of full microbatches. If necessary, they are filled up with
+        padding sequences, whose labels are all IGNORE_INDEX.
         """
         for sequences in self._batches:
             microbatch = make_microbatch(sequences, self._job)
@@ -135,7 +135,7 @@ def _read_once(section: Dataset) -> Dataset:
 def _read_sequences(data: PackedDataset) -> list[PackedSequence]:
     """Read the first global batch of `data`, which is the whole validation set.
 
-    It has validation.sequences sequences, or fewer if the documents of a source run out.
+    There are fewer than validation.sequences sequences if a source runs out of documents.
     """
     reader = SequenceReader(data)
     sequences: list[PackedSequence] = []
@@ -203,7 +203,7 @@ class TextWindows:
         self.tokens += len(tokens) - 1
         self.num_bytes += len(text.encode("utf-8", "surrogatepass"))
 
-        scored_end = 1  # tokens before this index are done; the first one is not predicted
+        scored_end = 1  # all tokens before this index are scored, except the first one
         for start in range(0, len(tokens), self.stride):
             window = tokens[start : start + self.length]
             end = start + len(window)
@@ -222,13 +222,13 @@ def window_batches(
 
     Args:
         windows: The windows, in the same order on all ranks.
-        run: The run, with the local batch size and the number of ranks.
+        run: Run that sets the local batch size and the number of ranks.
         data_rank: Index of this data-parallel rank.
         device: Device of the microbatches.
 
     Yields:
-        A list of microbatches of rank `data_rank`, and for each of them the indices of its windows
-        in `windows`. All ranks get the same number of microbatches, of the same shapes.
+        A list of microbatches of rank `data_rank`, and for each microbatch the indices of its
+        windows in `windows`. All ranks get the same number of microbatches with the same shapes.
     """
     batch_size = run.global_microbatch_size
     indexed_windows = enumerate(windows)  # pairs of index and window
@@ -254,7 +254,7 @@ def _make_local_batch(
 
     Args:
         global_batch: Windows with their indices, the longest window first.
-        run: The run, with the local batch size and the number of ranks.
+        run: Run that sets the local batch size and the number of ranks.
         data_rank: Index of this data-parallel rank.
         device: Device of the microbatch.
     """

@@ -34,7 +34,7 @@ POLL_SECONDS = 0.1
 
 
 class WorkerError(UserError):
-    """Raised when a data worker hangs, was killed, or failed because of a bug."""
+    """Raised when a data worker hangs, is killed, or fails because of a bug."""
 
     exit_code = 1
 
@@ -46,10 +46,10 @@ class Interrupted(Exception):
 class Worker:
     """Reads and tokenizes batches in a separate process, ahead of the trainer.
 
-    A thread of the trainer receives the batches and puts them into a queue of dataset.prefetch
-    batches. While the queue is full, the process waits, which limits how far it reads ahead. The
-    process is a new interpreter rather than a fork, because forking a process with torch threads or
-    a CUDA context is unsafe.
+    A thread of the trainer receives the batches and puts them into a queue that holds
+    dataset.prefetch batches. While the queue is full, the process waits. The process is a new
+    interpreter rather than a fork, because forking a process with torch threads or a CUDA context
+    is unsafe.
     """
 
     def __init__(
@@ -59,19 +59,21 @@ class Worker:
         job: JobConfig,
         is_stopping: Callable[[], bool],
     ) -> None:
-        """Start the data worker process and the thread that receives its batches, without waiting.
+        """Start the data worker process and the thread that receives its batches.
+
+        This does not wait for the first batch.
 
         Args:
             data: The opened sources, and the positions from which to read.
-            shard: The sequences of each global batch that this worker reads.
-            job: The job, which sets timeouts and the size of the queue.
-            is_stopping: Function that returns whether the run is about to stop. Called several
-                times per second while `next_batch` waits.
+            shard: Selects the sequences of each global batch that this worker reads.
+            job: Job that sets the timeouts and the size of the queue.
+            is_stopping: Function that returns whether the run is about to stop. It is called
+                several times per second while `next_batch` waits.
         """
         self._sources = data.sources
         self._is_stopping = is_stopping
-        # While this rank waits for data, the other ranks wait in a collective. Half their timeout
-        # ensures that this rank reports the cause first.
+        # While this rank waits for data, the other ranks wait in a collective. Fail after half of
+        # the collective timeout, so that this rank reports the cause before the others fail.
         self._timeout = job.comm.init_timeout_seconds / 2
         self._timeout_after_first_batch = job.comm.train_timeout_seconds / 2
 
@@ -97,13 +99,13 @@ class Worker:
         self._thread.start()
 
     def next_batch(self) -> list[PackedSequence]:
-        """Return this worker's sequences of the next global batch. Wait until they are available.
+        """Wait for the sequences of the next global batch that this worker reads, and return them.
 
         Raises:
             OutOfData: If a source with `max_epochs` ends within the batch.
             UserError: If a record cannot be read.
-            WorkerError: If the process has exited, or if it makes no progress for half of the
-                timeout of collectives.
+            WorkerError: If the process has exited, or makes no progress for half of the collective
+                timeout.
             Interrupted: If the run is stopped during the wait.
         """
         result = self._wait_for_result()
@@ -146,7 +148,7 @@ class Worker:
                 self._received.get(timeout=0.05)
 
     def _describe_hang(self, progress: list[int]) -> str:
-        """Return an error message that names the document at which the process hangs.
+        """Return an error message that names the document that the process hangs on.
 
         Args:
             progress: Indices of the source, the part and the document being read.
@@ -163,8 +165,8 @@ class Worker:
     def _receive(self, stdin: IO[bytes], stdout: IO[bytes], setup: Any) -> None:
         """Send `setup` to the process, and put each batch or error that it sends into the queue.
 
-        This runs in a thread until the process exits. The last item that it puts into the queue is
-        an error that explains why there are no more batches.
+        This function runs in a thread until the process exits. The last item in the queue is an
+        error that explains why there are no more batches.
 
         Args:
             stdin: Standard input of the process.
@@ -188,7 +190,7 @@ class Worker:
             )
 
     def _find_cause_of_exit(self) -> UserError:
-        """Wait for the process to exit, and return an error that explains why it has exited."""
+        """Wait for the process to exit, and return an error that explains why it exited."""
         code = self._process.wait()
         try:
             # Reading a memory-mapped file that was truncated kills the process with SIGBUS.
@@ -224,7 +226,7 @@ def main(progress_fd: int) -> None:
 def _read_batches(progress_fd: int) -> Iterator[list[PackedSequence] | Exception]:
     """Yield the batches that this worker reads, until the data ends or reading fails.
 
-    The last item is the exception that has ended the loop, so that the trainer can raise it.
+    The last item is the exception that ended the loop, which the trainer raises.
 
     Args:
         progress_fd: Descriptor of a file, shared with the trainer, in which the worker records
@@ -247,7 +249,7 @@ def _read_batches(progress_fd: int) -> Iterator[list[PackedSequence] | Exception
 
 
 def _map_progress(fd: int) -> memoryview:
-    """Map the file that a data worker shares with the trainer into memory.
+    """Map the progress file that a data worker shares with the trainer into memory.
 
     Return a view of its three int64 numbers: the indices of the source, the part and the document
     that the worker is reading.

@@ -40,12 +40,12 @@ _fetchers = ThreadPoolExecutor(storage.PARALLEL)
 class File:
     """A local data file whose methods raise an error if it changes while a run reads it.
 
-    A checkpoint stores only a position in the file, which is useless in a changed file. Changes are
-    detected by the size and the modification time of the file.
+    A checkpoint stores only a position in the file, which means nothing once the file has changed.
+    Changes are detected by the size and the modification time of the file.
 
     Args:
         path: Path of the file.
-        remedy: Last sentence of the error message, which proposes what to do.
+        remedy: Last sentence of the error message, which proposes how to fix the problem.
     """
 
     def __init__(self, path: Path, remedy: str = _CHANGE_REMEDY) -> None:
@@ -132,7 +132,7 @@ class File:
 # A shard has up to three files, and a process can usually open 1,024.
 @lru_cache(maxsize=500)
 def _open_once(file: File) -> BinaryIO:
-    """Open a file without a buffer, or return its stream if an earlier call opened it."""
+    """Open a file without a buffer, or return the stream that an earlier call opened."""
     return file.open(0)
 
 
@@ -193,7 +193,7 @@ class Source(ABC):
     Sources are pickled to send them to data workers.
 
     Attributes:
-        name: Name for messages.
+        name: Name of the source, for messages.
         column: Name of the field or column that contains the text.
         mask_column: Name of the field or column that contains the loss mask, if there is one.
         files: The files that the source reads.
@@ -270,7 +270,7 @@ class RandomAccess(Source):
         return permuted(numbers, self.num_units, "sample").tolist()
 
     def sizes(self) -> np.ndarray:
-        """Return the size of each document in bytes, or all ones if the sizes are unknown.
+        """Return the size of each document in bytes, or an array of ones if sizes are unknown.
 
         Use the sizes to extrapolate the number of tokens from a sample.
         """
@@ -307,8 +307,8 @@ class Sequential(Source):
     The order of the parts is shuffled, and the documents of a part are shuffled within windows.
 
     Attributes:
-        parts: For each part, the file that contains it, and the index of the part in this file. If
-            the file is unknown, it is None.
+        parts: For each part, the file that contains it (None if it is unknown), and the index of
+            the part in this file.
     """
 
     parts: list[tuple[Any, int]]
@@ -342,13 +342,14 @@ class Sequential(Source):
         Args:
             part: Index of the part.
             start: Index in the part of the first document to yield.
-            report_progress: Called with the index of each document, also of those before `start`.
+            report_progress: Function that is called with the index in the part of each document,
+                including the documents before `start`.
 
         Raises:
             UserError: If the part is damaged or has changed.
         """
         file, part_in_file = self.parts[part]
-        # If the file of the part is unknown, any file of the source may contain it.
+        # If the file is unknown, any file of the source may contain the part.
         check_for_changes = self.check_files if file is None else file.check
         last_location = f"the beginning of {self.name if file is None else file.path}"
         try:
@@ -357,7 +358,7 @@ class Sequential(Source):
                 report_progress(index)
                 if index >= start:
                     yield parse_record(raw, self.column, location, self.mask_column)
-        except Exception as error:  # each library has its own exception types
+        except Exception as error:  # each library has different exception types
             check_for_changes()  # raises another error if a changed file is the cause
             raise UserError(
                 f"cannot read past {last_location}: {error!r}. "

@@ -81,7 +81,7 @@ class FileSpans(RandomAccess):
     """Source whose documents are ranges of bytes in uncompressed files.
 
     A document is a line of JSON, a text file or a piece of a large one, or a file of Python's
-    standard library. The index of the documents in memory takes 8 bytes per document.
+    standard library. The in-memory index takes 8 bytes per document.
     """
 
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
@@ -155,7 +155,7 @@ def _find_line_ends(stream: BinaryIO, digest: xxhash.xxh3_128) -> Iterator[int]:
 
     Args:
         stream: File of JSON lines.
-        digest: Hash to which the content is added.
+        digest: Hash object to update with the content.
     """
     offset = 0
     has_text = False
@@ -180,7 +180,7 @@ def _find_text_ends(stream: BinaryIO, digest: xxhash.xxh3_128, max_bytes: int) -
 
     Args:
         stream: Text file in UTF-8.
-        digest: Hash to which the content is added.
+        digest: Hash object to update with the content.
         max_bytes: Maximum size of a document.
     """
     end = 0
@@ -257,7 +257,7 @@ class Parquet(Sequential):
             files: Parquet files, in the order of the documents.
 
         Raises:
-            UserError: If a file is not Parquet, or has no column with a name that `spec` sets.
+            UserError: If a file is not a Parquet file, or lacks a column that `spec` selects.
         """
         super().__init__(spec, files)
         column_of_option = {"text_column": self.column}
@@ -271,7 +271,7 @@ class Parquet(Sequential):
                 parquet = self._open(file)
                 for option, column in column_of_option.items():
                     check_column(column, parquet.schema_arrow.names, file.path, option)
-            except (OSError, ValueError, RuntimeError) as error:  # bases of pyarrow's exceptions
+            except (OSError, ValueError, RuntimeError) as error:  # bases of pyarrow exceptions
                 raise UserError(f"cannot read {file.path} as parquet: {error}") from None
             for group in range(parquet.num_row_groups):
                 num_rows = parquet.metadata.row_group(group).num_rows
@@ -297,7 +297,7 @@ class Parquet(Sequential):
 
 
 class MappedDataset(RandomAccess):
-    """Source that reads a dataset on disk, which the `datasets` library maps into memory.
+    """Source that reads a Hugging Face dataset on disk, mapped into memory by `datasets`.
 
     The fingerprint covers the number of documents and a sample of them.
     """
@@ -351,7 +351,7 @@ def open_datasets(spec: TextSource, files: list[Path]) -> MappedDataset | Stream
 
     Args:
         spec: Table of the job file with source "huggingface", "c4" or "arrow".
-        files: Not used, because the library finds the files.
+        files: Not used, because the library finds the files itself.
 
     Returns:
         A streamed dataset for "c4" or if dataset.streaming is set, otherwise a memory-mapped one.
@@ -391,7 +391,7 @@ def open_datasets(spec: TextSource, files: list[Path]) -> MappedDataset | Stream
         return StreamedDataset(spec, loaded, local_files)
     except UserError:
         raise
-    except Exception as error:  # each part of the library has its own exception types
+    except Exception as error:  # each part of the library has different exception types
         cause = one_line(str(error.__cause__ or error) or repr(error)).rstrip(".")
         remedy = (
             "Check dataset.path and the network. To download a dataset of the Hub first, use "
@@ -407,10 +407,10 @@ def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
 
     Args:
         spec: Table of the job file, such as [dataset] or one of [[dataset.sources]].
-        job: The job, whose sections configure sources from plugins.
+        job: Job whose sections configure sources from plugins.
 
     Raises:
-        UserError: If a file is missing, a file cannot be opened, or the source is empty.
+        UserError: If a file is missing or cannot be opened, or the source is empty.
     """
     try:
         files = find_files(spec)
@@ -450,7 +450,7 @@ def open_quickly(spec: TextSource, job: JobConfig) -> Source | None:
 
 
 def describe_file(file: Path, column: str) -> DataSource:
-    """Return the table of a job file that reads a single file, given on the command line.
+    """Return a `DataSource` that reads a single file, for example from the command line.
 
     The suffix selects the kind of source, such as "jsonl" for .jsonl and .gz. Files with an unknown
     suffix are read as text.
@@ -556,7 +556,7 @@ def has_compressed(files: list[Path]) -> bool:
 
 
 def _propose_parquet(file: Path) -> str:
-    """Return a sentence for an error message: the command that converts a table to Parquet.
+    """Return a sentence for an error message, with a command that converts a table to Parquet.
 
     Args:
         file: A .csv or .tsv file.
@@ -571,7 +571,7 @@ def _propose_parquet(file: Path) -> str:
 
 
 def _find_stdlib_files() -> list[Path]:
-    """List the .py files of Python's standard library that are not empty, sorted by path.
+    """List the .py files of the Python standard library that are not empty, sorted by path.
 
     Training on these files requires no download.
     """
@@ -585,7 +585,7 @@ def _find_stdlib_files() -> list[Path]:
 def find_markup(files: Sequence[Path]) -> str:
     """Return a warning if most of the text files contain JSON, HTML or tables, otherwise "".
 
-    Inspect a sample of the local files. The warning begins with a verb, such as "contains", so that
+    Inspect a sample of the local files. The warning starts with a verb, such as "contains", so that
     the caller can put the name of the source before it.
     """
     step = max(1, len(files) // _SAMPLE_FILES)

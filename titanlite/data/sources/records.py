@@ -47,7 +47,7 @@ class Prepared(NamedTuple):
     tokens: np.ndarray
     """(n,) integers, with BOS and EOS if the files contain them."""
     text_hash: int | None
-    """Hash that selects held-out documents. None if the run has no holdout."""
+    """Hash that determines whether the document is held out, or None if the run has no holdout."""
 
 
 Record = str | Prepared | BadRecord
@@ -135,8 +135,8 @@ def extract_text(raw: object, column: str, mask_column: str | None) -> str | Mas
         The text. With `mask_column`, it is a `MaskedText`.
 
     Raises:
-        ValueError: If the record has no such text or loss mask. The message proposes a remedy if
-            one is known.
+        ValueError: If the text or the loss mask is missing or invalid. The message proposes a
+            remedy if one is known.
         RecursionError: If the JSON is nested too deeply.
     """
     record = _parse_line(raw) if isinstance(raw, bytes) else raw
@@ -219,9 +219,9 @@ def _parse_line(line: bytes) -> object:
 
 
 def _propose_remedy(line: bytes, error: json.JSONDecodeError) -> str:
-    """Return the end of an error message for a line that is not JSON: how to read the file.
+    """Propose how to read a file with a line that is not JSON, as the end of an error message.
 
-    For example, propose to read plain text with source = "text". Return "" if no remedy is known.
+    For example, propose source = "text" for plain text. Return "" if no remedy is known.
 
     Args:
         line: The line, without its line end.
@@ -256,9 +256,9 @@ def check_column(
 
     Args:
         column: Name of the column, which is the value of `key`.
-        columns: Names of the table's columns.
-        name: Name of the table, for the message.
-        key: Option that names the column, "text_column" or "loss_mask_column".
+        columns: Names of the columns in the table.
+        name: Name of the table, for the error message.
+        key: Option that selects the column, "text_column" or "loss_mask_column".
 
     Raises:
         UserError: If the table has no such column.
@@ -271,7 +271,7 @@ def check_column(
 
 
 def _explain_missing_field(column: str, fields: Iterable[str], key: str = "text_column") -> str:
-    """Explain that the field `column` of option `key` does not exist, and list the fields."""
+    """Return an error message that the field selected by option `key` is not among `fields`."""
     return f"no field {column!r} ({key}); there are: {', '.join(map(repr, fields))}"
 
 
@@ -293,7 +293,7 @@ def _explain_missing_text(record: dict[str, Any], column: str) -> str:
 
 
 def _propose_text_column(record: dict[str, Any]) -> str:
-    """Propose fields of a record as text_column, as the end of an error message.
+    """Propose values of text_column for a record, as the end of an error message.
 
     If there are several text fields, also propose a jq command that joins them. Return "" if no
     field contains text.

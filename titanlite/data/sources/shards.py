@@ -38,8 +38,8 @@ from titanlite.data.tokenizer import Tokenizer
 FORMAT = 2  # format 1 had no .hash files
 TOKEN_BLOCK_BYTES = 1 << 16
 MAX_MANIFEST_BYTES = 1 << 28  # enough for a million shards
-# Reading a document requires two numbers of the index, so small blocks save reads. Larger blocks
-# would save memory, which holds one checksum per block.
+# Reading a document requires only two numbers of the index, so small blocks reduce the bytes to
+# read. Larger blocks would save memory, because the checksum of each block is kept in memory.
 _INDEX_BLOCK_BYTES = 1 << 12
 # Part of the error message for a manifest that cannot be parsed.
 DAMAGED_MANIFEST = "what titanlite prepare wrote; it is damaged"
@@ -50,7 +50,7 @@ class ShardEntry(BaseModel, strict=True, frozen=True):
     """The entry of a shard in manifest.json: its name, sizes and checksums."""
 
     name: Annotated[str, Field(pattern=r"^shard-\d{5,9}$")]
-    """Name of the files without suffix."""
+    """Name of the files of the shard, without suffix."""
     documents: NonNegativeInt
     tokens: NonNegativeInt
     index_checksum: str
@@ -84,7 +84,7 @@ def block_checksums(raw: bytes, block_bytes: int = TOKEN_BLOCK_BYTES) -> np.ndar
 
 
 class _IndexFile:
-    """A file of uint64 numbers (.idx or .hash) whose content is verified by each read.
+    """A file of uint64 numbers (.idx or .hash), whose content is verified on each read.
 
     The checksums of its blocks are kept in memory to detect changes after the file was opened.
     """
@@ -94,7 +94,7 @@ class _IndexFile:
 
         Args:
             path: Path of the file.
-            checksum: Checksum of the whole file in manifest.json.
+            checksum: Checksum of the whole file, from manifest.json.
 
         Raises:
             UserError: If the file does not have this checksum.
@@ -126,7 +126,7 @@ class _IndexFile:
 
 
 class Shards(TokenSource):
-    """Documents that `titanlite prepare` has tokenized in advance."""
+    """Source that reads documents tokenized in advance by `titanlite prepare`."""
 
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
         """Open the shards of a folder and verify their sizes and indexes.
@@ -164,11 +164,11 @@ class Shards(TokenSource):
         self._hashes: list[_IndexFile] = []  # opened only for a holdout
 
     def check(self, tokenizer: Tokenizer, holdout: float) -> None:
-        """Check that the run can read the shards, and open the files that its holdout needs.
+        """Check that the run can read the shards, and open the .hash files for a holdout.
 
         Args:
             tokenizer: Tokenizer of the run.
-            holdout: Value of validation.holdout. If it is positive, the .hash files are opened.
+            holdout: Value of validation.holdout. If it is 0, the .hash files are not opened.
 
         Raises:
             UserError: If the shards were made with a different tokenizer or have no hashes for a
@@ -209,7 +209,7 @@ class Shards(TokenSource):
         return Prepared(np.frombuffer(content, self._dtype), text_hash)
 
     def _read_bounds(self, shard: int, index_in_shard: int) -> list[int]:
-        """Return the index of the first token of a document, and of the token after its end."""
+        """Return the range of tokens of a document in its shard, as [start, end (exclusive)]."""
         # The index contains the end of each document, where the next document begins.
         ends = self._indexes[shard]
         if index_in_shard == 0:

@@ -1,4 +1,4 @@
-"""Token files of Megatron, OLMo and datatrove, which are read in place.
+"""Reading Megatron, OLMo and datatrove token files in place.
 
 Invariant: A run trains on the ids in the files, or it stops. Ids outside of the vocabulary, files
 that do not match their index, and files that change while a run reads them are errors.
@@ -10,8 +10,7 @@ The suffix of a file selects its format. All numbers are little-endian.
   number of documents plus 1 (uint64), the length of each sequence in tokens (int32), its first byte
   (int64), and the index of the first sequence of each document, then the number of sequences
   (int64).
-- OLMo and Dolma: NAME.npy contains the ids, with or without the header of NumPy. Documents end at
-  EOS.
+- OLMo and Dolma: NAME.npy contains the ids, with or without a NumPy header. Documents end at EOS.
 - datatrove and nanotron: NAME.ds contains the ids, with two or four bytes each. NAME.ds.index
   contains the end of each document in tokens (uint64).
 
@@ -46,7 +45,7 @@ from titanlite.data.tokenizer import Tokenizer
 _SCAN_BYTES = 1 << 23  # a multiple of the size of every data type
 _MEGATRON_START = b"MMIDIDX\0\0" + struct.pack("<Q", 1)
 _MEGATRON_HEADER_BYTES = 34
-# Megatron's codes of integer types. Other codes are types that cannot contain token ids.
+# Megatron codes of integer types. Other codes are for types that cannot contain token ids.
 _MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _REMEDY = "Set tokenizer.path to the tokenizer of the file, or correct dataset.token_dtype."
 
@@ -103,7 +102,7 @@ class TokenFile:
         return np.frombuffer(raw, self.dtype)
 
     def find_ends(self, tokenizer: Tokenizer) -> np.ndarray:
-        """Return where each document ends: the index in the file of the token after it.
+        """Return the index in the file of the token after each document, shape (n,).
 
         Without an index file, read all tokens. Documents then end at EOS or at the end of the file.
 
@@ -139,7 +138,7 @@ class TokenFile:
 
 
 class TokenFiles(TokenSource):
-    """Documents in the token files of other frameworks."""
+    """Source that reads documents from the token files of other frameworks."""
 
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
         """Open the files, and read their indexes and headers.
@@ -239,7 +238,7 @@ def _open_token_file(file: File, dtype: str | None) -> TokenFile:
 
     Args:
         file: Token file, whose suffix selects the reader.
-        dtype: Option dataset.token_dtype: data type of the ids, or None to read it from the file.
+        dtype: Data type of the ids (dataset.token_dtype), or None to read it from the file.
 
     Raises:
         UserError: If the suffix is unknown, the file or its index cannot be read, or the file has
@@ -261,7 +260,7 @@ def _open_token_file(file: File, dtype: str | None) -> TokenFile:
 
 
 def _open_megatron(file: File, dtype: str | None) -> TokenFile:
-    """Open a .bin file of Megatron. Its .idx file contains the document bounds and data type.
+    """Open a Megatron .bin file. Its .idx file contains the document bounds and the data type.
 
     Args:
         file: The .bin file.
@@ -280,14 +279,14 @@ def _open_megatron(file: File, dtype: str | None) -> TokenFile:
 
 
 def _read_megatron_index(file: File) -> tuple[np.dtype, np.ndarray, np.ndarray]:
-    """Read an .idx file of Megatron.
+    """Read a Megatron .idx file.
 
-    It has a header, the lengths of all sequences (4 bytes each), their positions in the .bin file
-    (8 bytes each), and the number of sequences before each document (8 bytes each).
+    It contains a header, the lengths of all sequences (4 bytes each), their positions in the .bin
+    file (8 bytes each), and the document bounds (8 bytes each).
 
     Returns:
-        The data type of the ids, the length of each sequence in tokens, and the number of sequences
-        before each document.
+        The data type of the ids, the length of each sequence in tokens, and the document bounds:
+        the number of sequences before each document, followed by the total number of sequences.
 
     Raises:
         ValueError: If the file has a different format or is truncated.
@@ -336,7 +335,7 @@ def _open_numpy_array(file: File, stream: BinaryIO) -> TokenFile:
     try:
         np.lib.format.read_magic(stream)
         shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
-    except Exception:  # NumPy parses Python code, which raises many types
+    except Exception:  # NumPy parses the header as Python code, which raises many types
         raise ValueError("its NumPy header is damaged") from None
 
     if dtype.kind in "iu":
@@ -347,7 +346,7 @@ def _open_numpy_array(file: File, stream: BinaryIO) -> TokenFile:
 
 
 def _open_datatrove(file: File, dtype: str | None) -> TokenFile:
-    """Open a .ds file of datatrove. Its .ds.index file contains the end of each document.
+    """Open a datatrove .ds file. Its .ds.index file contains the end of each document.
 
     Raises:
         ValueError: If there is a loss mask, or the index does not match.
