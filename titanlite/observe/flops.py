@@ -20,7 +20,7 @@ def num_params(arch: Architecture) -> int:
 
 
 def state_bytes(run: Run) -> int:
-    """Return the bytes of parameters, gradients, optimizer state and EMA weights on one rank.
+    """Return the size of parameters, gradients, optimizer state and EMA weights per rank, in bytes.
 
     This is a lower bound for the memory of a training step, which also needs activations.
     """
@@ -40,7 +40,7 @@ def flops_per_token(arch: Architecture, seq_len: int, is_causal: bool = True) ->
       backward pass: 6n. The output projection counts, tied or not; the embedding lookup does not.
     - Attention over T keys with D channels in all heads costs 2TD FLOPs for the scores and 2TD for
       the weighted values: 12TD with the backward pass. A sliding window reduces this, and the
-      causal mask halves it (`Architecture.attended`). Grouped-query attention does not.
+      causal mask halves it (`Architecture.attended`). Grouped-query attention does not reduce it.
     - Norms, RoPE, the product in SwiGLU, softmax and the loss are ignored. They take less than 1%
       for models of 1B parameters and more.
     - Activation checkpointing does not count, because MFU is about useful work.

@@ -1,7 +1,7 @@
 """Represent the result of `titanlite plan`: memory, time, and changes that would make a run fit.
 
-Invariant: a `Forecast` is plain data. The planner creates it in a separate process, and a run that
-is out of memory reads it from there to explain what went wrong.
+Invariant: a `Forecast` is plain data. A run that is out of memory starts the planner in a separate
+process, and reads the forecast from its output to explain what went wrong.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from titanlite.observe.gpus import GIB
 from titanlite.runtime.process import start_python
 
 PLAN_SECONDS = 300
-"""Seconds after which a run that is ending stops waiting for its plan."""
+"""Maximum time to wait for the planner, in seconds."""
 
-# Variables that a launcher sets for a rank. The planner must not read them as its own.
+# Variables that a launcher sets for a rank. They are removed, because the planner is not a rank.
 RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -34,7 +34,7 @@ RANK_VARIABLES = (
 class TrainingTime(FileModel):
     """Estimated time of a whole training run.
 
-    The fields that end with `_low` and `_high` are the bounds of 90% intervals.
+    Fields that end with `_low` and `_high` are the bounds of 90% intervals.
     """
 
     tokens: int
@@ -62,35 +62,35 @@ class Forecast(FileModel):
     rank: int
     """Rank with the highest memory peak. Ranks with the same pipeline stages have the same peak."""
     peaks: dict[str, int]
-    """Rank -> peak memory in bytes, for one rank of each group with equal pipeline stages."""
+    """Peak memory in bytes of one rank per group with the same pipeline stages, keyed by rank."""
     peak: int
     """Peak memory of tensors on the rank `rank`, in bytes."""
     moment: str
-    """Point of the step at which the peak occurs, in words."""
+    """Description of the point in the step at which the peak occurs."""
     kinds: dict[str, int]
-    """Kind of memory, such as weights or activations -> bytes at the peak."""
+    """Memory at the peak in bytes, keyed by kind, such as weights or activations."""
     cpu_peak: int
     """Peak CPU memory that training.enable_cpu_offload uses, in bytes."""
     allowance: int
     """Bytes reserved for the allocator and for libraries."""
     memory: int
-    """Bytes available to a rank: the memory of its device, or its share of the node on a CPU."""
+    """Bytes available to a rank: the memory of its GPU, or on a CPU, its share of the node."""
     step_seconds: float
     """Seconds per optimizer step."""
     parts: dict[str, float]
-    """Part of an optimizer step -> seconds, longest first."""
+    """Seconds for each part of an optimizer step, longest first."""
     hidden_seconds: float
     """Seconds of communication per step that overlap with computation."""
     tokens_per_second: float
     """Tokens per second of one device."""
     mfu: float
     """Model FLOPs utilization, with causal attention: fraction of the peak dense bfloat16 FLOP/s
-    of the device, counting only the attention scores that the causal mask leaves."""
+    of the device, counting only the attention scores that the causal mask leaves visible."""
     mfu_full_attention: float
     """Model FLOPs utilization, with full attention: like `mfu`, but counting all attention scores,
     as torchtitan, PaLM and nanochat do."""
     training: TrainingTime | None = None
-    """Time to train on the number of tokens in `titanlite plan --tokens`, or None without it."""
+    """Time to train on the tokens in `titanlite plan --tokens`, or None without this option."""
     largest_local_batch_size: int | None = None
     """Largest number of sequences per forward pass that fits into memory.
 
@@ -99,7 +99,7 @@ class Forecast(FileModel):
     changes: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Changes of the job that make the run fit, cheapest first.
 
-    Each text names the options, the memory that the run then takes, and the cost in speed.
+    Each text gives the options, the memory that the run then needs, and the cost in speed.
     """
 
     @property
@@ -161,7 +161,7 @@ def plan_in_child(argv: Sequence[str], world_size: int, *options: str) -> Foreca
 
 
 def _run_on_cpu(arguments: Sequence[str]) -> tuple[int, str, str]:
-    """Run Python in a child process without GPUs and environment variables of a launcher.
+    """Run Python in a child process without GPUs and without the environment variables of a rank.
 
     Args:
         arguments: Arguments of the Python interpreter, such as ["-m", "titanlite", "plan"].

@@ -1,4 +1,4 @@
-"""Describe accelerators: memory, peak FLOP/s and bandwidths, from gpus.toml or a file of the user.
+"""Describe accelerators: memory, peak FLOP/s and bandwidths, from gpus.toml or a user's file.
 
 Invariant: gpus.toml is the only table of devices, so that the planner and MFU use the same numbers.
 This module does not import torch, because the launcher checks whether a run fits before it starts
@@ -29,12 +29,12 @@ from titanlite.observe.flops import state_bytes
 TABLE = Path(__file__).with_name("gpus.toml")
 MAX_FILE_BYTES = 1 << 22
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Device files of the GPU drivers of NVIDIA, AMD and Windows (WSL)."""
+"""Device files of the NVIDIA, AMD and Windows (WSL) GPU drivers."""
 MIB, GIB = 2**20, 2**30
 MOST_GIB = 1e6
-"""Maximum memory of a device, in GiB. This is about a thousand times that of the largest GPU."""
+"""Maximum memory of a device, in GiB: over a thousand times the memory of the largest GPU."""
 RENAMED_KEYS = {"host": "cpu_link", "machine": "gpus_per_node"}
-"""Former name of a key in a GPU file -> current name."""
+"""Mapping from former names of keys in GPU files to the current names."""
 Amount = Annotated[float, Field(gt=0, le=1e9)]
 
 
@@ -46,11 +46,11 @@ class Gpu(FileModel):
 
     name: str
     cpu: bool = False
-    """Whether the ranks compute on CPU cores, and share the memory and the cores of the node."""
+    """Whether the ranks train on CPU cores, and share the memory and the cores of the node."""
     capability: Annotated[float, Field(ge=0, le=1000)] = 0.0
     """CUDA compute capability, such as 9.0. 0 means that the device is not from NVIDIA."""
     memory_gib: Annotated[float, Field(gt=0, le=MOST_GIB)]
-    """Memory of one device, or of the whole node if `cpu`, in GiB."""
+    """Memory of one device, or of the whole node if `cpu` is true, in GiB."""
     bf16: Amount
     """Peak dense bfloat16 rate, in TFLOP/s."""
     fp8: Annotated[float, Field(ge=0, le=1e9)] = 0.0
@@ -76,11 +76,11 @@ class Gpu(FileModel):
     FlashAttention 2 on an A100 and of cuDNN on an H100.
     """
     gpus_per_node: PositiveInt
-    """Number of GPUs that `link` connects, or number of cores if `cpu`."""
+    """Number of GPUs that `link` connects, or number of CPU cores if `cpu` is true."""
 
     @property
     def memory(self) -> int:
-        """Bytes of memory of one device, or of the whole node if `cpu` is true."""
+        """Memory of one device, or of the whole node if `cpu` is true, in bytes."""
         return int(self.memory_gib * GIB)
 
     def of_rank(self, ranks: int) -> Gpu:
@@ -90,7 +90,7 @@ class Gpu(FileModel):
             ranks: Number of ranks on the node.
 
         Returns:
-            This specification if each rank has its own GPU. On a CPU, a copy whose memory and rates
+            This specification if the ranks train on GPUs. On a CPU, a copy whose memory and rates
             are divided by `ranks`.
         """
         if not self.cpu:
@@ -113,8 +113,8 @@ def known_gpus() -> tuple[Gpu, ...]:
 def gpu_of_device(device_name: str) -> Gpu | None:
     """Look up the specification of a GPU by the name that its driver reports.
 
-    A GPU of gpus.toml matches if the device name contains all words of its name. The first match
-    counts, so "H100 PCIe" must come before "H100" in gpus.toml.
+    An entry of gpus.toml matches if the device name contains all words of the entry's name. The
+    first match counts, so "H100 PCIe" must come before "H100" in gpus.toml.
 
     Args:
         device_name: Name from `torch.cuda.get_device_name()`, such as "NVIDIA H100 80GB HBM3".
@@ -147,11 +147,11 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the specification of the GPU that the user selects with the option --gpu.
+    """Return the specification of the GPU that the option --gpu selects.
 
     Args:
-        name: Name in gpus.toml, such as H100, H100-PCIe or A100-80GB, or path of a TOML file with
-            the fields of `Gpu`.
+        name: Name in gpus.toml, such as H100, H100-PCIe or A100-80GB, or the path of a TOML file
+            with the fields of `Gpu`.
 
     Raises:
         UserError: If the name is unknown, or the file does not exist or is invalid.
@@ -253,14 +253,14 @@ def check_memory(
 
     Each rank must at least hold its training state (parameters, gradients and optimizer moments)
     and, without CPU offload, the inputs of the transformer blocks. Only the first rank of a node
-    does the check.
+    performs the check.
 
     Args:
         run: Run to check.
         num_local_ranks: Number of ranks on this node. By default, read it from the environment
             variables of the launcher.
-        on_other_nodes: Whether the run is for other nodes, whose memory is unknown. The limit is
-            then the memory of the largest known device.
+        on_other_nodes: Whether the run is for other nodes, whose memory is unknown. The check then
+            assumes the largest known device.
 
     Raises:
         UserError: If the memory is too small.
@@ -285,14 +285,14 @@ def check_memory(
 
 
 def _check_block_inputs(run: Run, memory: int, training_state: int) -> None:
-    """Check that a rank has memory for the inputs of its transformer blocks and its training state.
+    """Check that a rank has memory for its training state and the inputs of its blocks.
 
-    The inputs of all blocks are kept for the backward pass.
+    The inputs of all transformer blocks are kept for the backward pass.
 
     Args:
         run: Run to check.
         memory: Memory of a rank, in bytes. At least `training_state`.
-        training_state: Bytes of weights, gradients and optimizer state on a rank.
+        training_state: Size of weights, gradients and optimizer state on a rank, in bytes.
 
     Raises:
         UserError: If the memory is too small for training.local_batch_size sequences.
@@ -322,7 +322,7 @@ def _describe_missing_memory(run: Run, memory: int, state: int) -> str:
     Args:
         run: The rejected run.
         memory: Memory of a rank, in bytes.
-        state: Bytes of weights, gradients and optimizer state on a rank.
+        state: Size of weights, gradients and optimizer state on a rank, in bytes.
     """
     model = run.job.model
     keys = model.model_dump(exclude_unset=True) or {"flavor": model.flavor}
@@ -350,7 +350,7 @@ def _largest_memory(is_offloaded: bool) -> int:
 
 
 def _memory_of_rank(num_local_ranks: int | None, is_offloaded: bool) -> int | None:
-    """Return the bytes of memory that a rank of this node has for its training state.
+    """Return how much memory a rank of this node has for its training state.
 
     Args:
         num_local_ranks: Number of ranks on this node. If None, read it from the environment
@@ -358,7 +358,7 @@ def _memory_of_rank(num_local_ranks: int | None, is_offloaded: bool) -> int | No
         is_offloaded: Whether the training state is in CPU memory.
 
     Returns:
-        Number of bytes, or None if the memory of the GPU is unknown.
+        Memory in bytes, or None if the memory of the GPU is unknown.
     """
     gpu = None if is_offloaded else find_local_gpu()
     if gpu is not None:

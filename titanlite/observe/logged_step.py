@@ -21,23 +21,24 @@ RENAMED_FIELDS = {
     "utilization": "token_utilization",
     "time_left": "eta",
 }
-"""Field name in titanlite 0.2 -> current name of the same metric."""
+"""Mapping from field names in titanlite 0.2 to the current names of the same metrics."""
 
 
 class LoggedStep(BaseModel):
     """The metrics of one log step, which are one line of metrics.jsonl.
 
     Times and speeds are wall-clock means over the steps since the previous log step, including
-    saves. Each field has a TensorBoard tag. Fields that are dictionaries hold one value per group
-    of parameters or per data source; empty ones are not written. Hooks can add fields.
+    saves. Each field has a TensorBoard tag. Dictionary fields contain one value per group of
+    parameters or per data source; empty dictionaries are not written. Hooks can add fields.
 
     JSON cannot represent NaN and infinity. Such a value is null in the file, and the additional key
-    `nonfinite` has it as a string: {"nonfinite": {"loss": "nan"}}.
+    `nonfinite` contains it as a string: {"nonfinite": {"loss": "nan"}}.
 
     Attributes:
-        step: Number of optimizer steps done, from 1.
+        step: Number of completed optimizer steps, from 1.
         time: Unix time.
-        distributions: Field name -> group -> values for a histogram. Not written to metrics.jsonl.
+        distributions: Values for histograms, keyed by field name and group of parameters. Not
+            written to metrics.jsonl.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
@@ -65,17 +66,18 @@ class LoggedStep(BaseModel):
     tflops: Annotated[float, "perf/tflops"]
     """Model TFLOP/s of one device, not counting recomputed activations."""
     memory: Annotated[float, "memory/reserved"]
-    """GiB. GPU: peak reserved by the allocator since the previous log step. CPU: resident set."""
+    """Memory in GiB. GPU: peak reserved by the allocator since the previous log step. CPU: resident
+    set of the process."""
     memory_peak: Annotated[float, "memory/peak"]
-    """GiB. GPU: peak allocated since the previous log step.
+    """Memory in GiB. GPU: peak allocated since the previous log step.
 
     CPU: peak resident set of the process.
     """
     memory_active: Annotated[float | None, "memory/active"]
-    """GiB. GPU: peak of active blocks since the previous log step. CPU: null."""
+    """Memory in GiB. GPU: peak of active blocks since the previous log step. CPU: null."""
     alloc_retries: Annotated[int, "memory/alloc_retries"]
-    """Times since this start that the GPU was full until the allocator freed its cache. Each retry
-    synchronizes with the GPU."""
+    """Number of times since this start that the GPU was full and the allocator had to free its
+    cache. Each retry synchronizes with the GPU."""
     step_time: Annotated[float, "perf/step_time"]
     """Seconds per step."""
     data_time: Annotated[float, "perf/data_time"]
@@ -140,7 +142,7 @@ class LoggedStep(BaseModel):
 TAGS: dict[str, str] = {
     name: field.metadata[0] for name, field in LoggedStep.model_fields.items() if field.metadata
 }
-"""Field of `LoggedStep` -> TensorBoard tag, such as "loss" -> "train/loss"."""
+"""TensorBoard tag of each field of `LoggedStep`, for example "train/loss" for "loss"."""
 
 MEASURED_FIELDS = {name for name, field in LoggedStep.model_fields.items() if field.is_required()}
 """Fields that `Meter` sets. Hooks can set only the other fields."""
@@ -150,7 +152,7 @@ VALIDATION_CURVES = {
     "perplexity": ("val/perplexity", "exp(loss)."),
     "bits_per_byte": ("val/bits_per_byte", "Cross entropy in bits per byte of text."),
 }
-"""Field of validation.jsonl -> TensorBoard tag and description."""
+"""TensorBoard tag and description of each field of validation.jsonl."""
 
 
 def rename_old_fields(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,7 +170,7 @@ def rename_old_fields(line: Mapping[str, Any]) -> dict[str, Any]:
 def json_line(values: Mapping[str, Any]) -> str:
     """Format `values` as one line of strict JSON, which does not allow NaN and infinity.
 
-    A non-finite number becomes null, and the additional key "nonfinite" has it as a string:
+    A non-finite number becomes null, and the additional key "nonfinite" contains it as a string:
     {"loss": null, "nonfinite": {"loss": "nan"}}.
     """
     return json.dumps(_to_strict_json(values), allow_nan=False) + "\n"
@@ -201,7 +203,7 @@ def scalar_points(entry: LoggedStep) -> Iterator[tuple[str, float]]:
     """Yield a TensorBoard tag and a value for each number in a log step.
 
     A field such as `loss` yields one pair: ("train/loss", 2.5). A dictionary yields one pair per
-    key, for example ("grad_norms/attention.wq", 0.5). A field "x" that a hook has added has the tag
+    key, for example ("grad_norms/attention.wq", 0.5). A field "x" added by a hook has the tag
     "custom/x".
     """
     for name, value in entry.model_dump(exclude={"step", "time", "distributions"}).items():

@@ -1,7 +1,7 @@
 """Measure a training run: loss, throughput, time and memory.
 
 Invariant: Measuring a step never waits for the GPU. Only log steps do: `Meter.read` copies all its
-values from the GPU with a single host sync. All times are measured by the clock of the CPU.
+values from the GPU with a single host sync. All times are measured with the CPU clock.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Meter:
         """Reset all sums, to measure the steps up to the next log step.
 
         Args:
-            step: The previous log step, or at the start the step of the loaded checkpoint.
+            step: The previous log step. At the start, the step of the loaded checkpoint, or 0.
             now: Current time, from `time.perf_counter`.
         """
         self._window_step = step
@@ -114,7 +114,7 @@ class Meter:
         Args:
             grad_norm: L2 norm of the gradient before clipping, a scalar tensor.
             global_tokens: Number of valid labels in the global batch, a scalar tensor.
-            seconds: CPU seconds of each part of the step that was not measured with `timing`.
+            seconds: CPU seconds of the parts of the step that were not measured with `timing`.
         """
         self._grad_norm = grad_norm.detach()
         self._num_clipped = self._num_clipped + (self._grad_norm > self._max_norm)
@@ -132,7 +132,7 @@ class Meter:
             lr: Learning rate of this step.
             losses: Loss of the global batch, and highest loss of any data-parallel rank, shape
                 (2,).
-            fields: Fields of `LoggedStep` that the caller has measured, such as
+            fields: Further fields of `LoggedStep`, measured by the caller, such as
                 `token_utilization`.
         """
         loss, loss_max_rank, grad_norm, num_clipped, num_tokens = self._read_scalars(losses)
@@ -192,7 +192,7 @@ class Meter:
         return torch.stack(scalars).tolist()
 
     def tokens_so_far(self) -> int:
-        """Return the number of tokens trained on since step 1, including all restarts.
+        """Return the number of tokens trained on since step 1, across restarts.
 
         This waits for the GPU.
         """

@@ -28,7 +28,7 @@ from titanlite.observe.logged_step import (
 )
 
 JSON_FILES = ("metrics.jsonl", "validation.jsonl", "samples.jsonl")
-"""Files of the JSON metrics logger in the output folder."""
+"""Files that the JSON metrics logger writes to the output folder."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RunStart:
     Attributes:
         run: The run that starts.
         step: Step of the checkpoint that was loaded, or 0. All later steps will be logged, even if
-            an earlier start has logged them.
+            an earlier start already logged them.
         environment: Content of environment.json. Its key "run" is the ID of the run.
     """
 
@@ -139,8 +139,8 @@ class TensorBoard(MetricsLogger):
     """Metrics logger that writes event files for TensorBoard to the folder "tb".
 
     The files contain curves, histograms, samples, the job and the environment. If the job enables
-    Weights & Biases, it receives the same curves. Each call flushes its events. TensorBoard shows
-    each step of a resumed run once: it hides the events of repeated steps from an earlier start.
+    Weights & Biases, it receives the same curves. Each call flushes its events. If a resumed run
+    repeats steps, TensorBoard hides the events that the earlier start wrote for these steps.
 
     Raises:
         UserError: If W&B cannot start, for example because there is no API key.

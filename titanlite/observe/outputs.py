@@ -26,8 +26,8 @@ ENVIRONMENT_FILE = "environment.json"
 # Both files are written before it is known whether this start resumes the earlier run.
 LOGS = (LOG_FILE, EVENTS_FILE)
 PROFILES = "profile"
-# The order in which files are archived. The metrics are last: as long as they are there, the next
-# start continues an interrupted archiving.
+# Files in the order in which they are archived. The metrics are last: as long as they exist, the
+# next start archives the remaining files after an interruption.
 FILES = ("config.toml", ENVIRONMENT_FILE, *LOGS, "tb", "wandb", PROFILES, *reversed(JSON_FILES))
 
 REQUIRED_KEYS = {
@@ -43,8 +43,8 @@ HEAD_BYTES = 1 << 16
 def find_overwrite_problem(folder: Path) -> str | None:
     """Find a reason why a run must not write its files to the output folder.
 
-    A run must not overwrite files of other programs. It also must not write through symbolic links,
-    or to anything else that is not a regular file.
+    A run must not overwrite files of other programs, write through symbolic links, or write to
+    anything else that is not a regular file.
 
     Returns:
         An error message that names the file and how to fix this, or None if there is no problem.
@@ -66,7 +66,7 @@ def find_overwrite_problem(folder: Path) -> str | None:
 
 
 def _is_written_by_run(path: Path) -> bool:
-    """Return whether a training run has written a file in an output folder, judging by its content.
+    """Return whether a file in an output folder was written by a run, judging by its content.
 
     For example, a metrics.jsonl must contain a line with a step, a loss and a gradient norm.
     """
@@ -74,8 +74,8 @@ def _is_written_by_run(path: Path) -> bool:
         environment = read_environment(path.parent)
         return "python" in environment and "packages" in environment
     if path.name == "config.toml":
-        # A job can have any content, so check the files that a run writes beside it: one of them
-        # must be of a run. Versions before 0.3 did not write environment.json.
+        # A job can have any content, so check the files that a run writes beside it. One of them
+        # must be from a run. Versions before 0.3 did not write environment.json.
         siblings = [path.with_name(name) for name in (ENVIRONMENT_FILE, "metrics.jsonl")]
         return any(sibling.exists() and _is_written_by_run(sibling) for sibling in siblings)
     return _is_log_of_run(path)
@@ -120,10 +120,10 @@ def read_environment(folder: Path) -> dict[str, Any]:
 
 
 class OutputFolder:
-    """Continues or archives the files that earlier starts of a run have left in the output folder.
+    """Continues or archives the files that earlier starts of a run left in the output folder.
 
-    Use this class on rank 0 only. Create the object before logging starts: it records the sizes of
-    the logs, to distinguish the lines of this start from earlier lines.
+    Use this class on rank 0 only. Create the object before logging starts, because it records the
+    sizes of the logs to distinguish the lines of this start from earlier lines.
 
     Args:
         folder: The output folder, which must exist.
@@ -181,7 +181,8 @@ class OutputFolder:
                 _archive_after(folder / name, archive, last_kept_step)
             reason = "of steps that will be repeated"
 
-        # `find_overwrite_problem` relies on this order.
+        # Write environment.json first, because `find_overwrite_problem` recognizes a config.toml by
+        # the files beside it.
         content = json.dumps(environment, indent=2) + "\n"
         write_atomically(folder / ENVIRONMENT_FILE, content.encode())
         write_atomically(folder / "config.toml", dump_config(job).encode())
@@ -210,7 +211,7 @@ class OutputFolder:
                 path.rename(archive / name)
 
     def _archive_old_lines(self, log: Path, archive: Path) -> None:
-        """Move the lines that a log had before this start to `archive`, and keep all later lines.
+        """Move the lines that a log contained before this start to `archive`, and keep later lines.
 
         If the log did not exist before this start, do nothing.
         """
@@ -232,7 +233,7 @@ def _choose_archive(folder: Path) -> Path:
 
 
 def _archive_after(path: Path, archive: Path, last_step: int) -> None:
-    """Move the lines of a JSON Lines file with steps after `last_step` into an archive folder.
+    """Move lines with a step after `last_step` from a JSON Lines file to an archive folder.
 
     Damaged lines are moved too. If the file does not exist, do nothing.
 
