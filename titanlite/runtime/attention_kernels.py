@@ -1,4 +1,4 @@
-"""Selecting the attention kernels of a run, and rejecting those that its device lacks."""
+"""Selecting the attention kernels of a run, and rejecting kernels that its device lacks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ FLASH_VERSIONS = {
     "fa3": ("FA3", (9,), "a Hopper GPU (compute capability 9.0)"),
     "fa4": ("FA4", (9, 10), "a Hopper or Blackwell GPU (compute capability 9.0 or 10.0)"),
 }
-"""Backend -> its name in torch, and the major compute capabilities with these kernels."""
+"""For each backend: its name in torch, and the major compute capabilities and description of the
+GPUs that support it."""
 FLASH_PACKAGES = {
     "fa3": "Install FlashAttention 3 from the folder hopper of "
     "https://github.com/Dao-AILab/flash-attention, or choose another backend.",
     "fa4": "Install it with `pip install flash-attn-4`, or choose another backend.",
 }
-"""Backend -> how to install its kernels."""
+"""For each backend: how to install its kernels, as the end of an error message."""
 
 
 @contextmanager
 def attention_kernels(job: JobConfig, device: torch.device) -> Iterator[None]:
-    """Select the attention kernels of `model.attention_backend` in a `with` block.
+    """Use the attention kernels of `model.attention_backend` during a `with` block.
 
     Use a single `with` block around the whole run.
 
@@ -53,9 +54,9 @@ def attention_kernels(job: JobConfig, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _flash_package(backend: str) -> Iterator[None]:
-    """Activate the FlashAttention package of the backend "fa3" or "fa4" in a `with` block.
+    """Activate the FlashAttention package of the backend "fa3" or "fa4" during a `with` block.
 
-    Other backends need no package, so for them this function does nothing.
+    Do nothing for other backends, which need no package.
 
     Raises:
         UserError: If the package cannot be loaded.
@@ -94,7 +95,7 @@ def _find_device_problem(job: JobConfig, device: torch.device) -> str:
 
 
 def _find_gpu_problem(backend: str, device: torch.device) -> str:
-    """Return why a GPU lacks the kernels of "varlen", "fa3" or "fa4", or "" if it has them."""
+    """Return why a GPU does not support `backend` ("varlen", "fa3" or "fa4"), or "" if it does."""
     name = torch.cuda.get_device_name(device)
     major, _ = torch.cuda.get_device_capability(device)
     if backend == "varlen" and major < 8:

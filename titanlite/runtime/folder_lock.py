@@ -19,7 +19,7 @@ holds its lock until its ranks have saved a checkpoint and exited."""
 
 
 def lock_file(folder: Path) -> Path:
-    """Return the path of the lock file of a folder, which is next to the folder."""
+    """Return the path of the lock file of `folder`, which is in the parent folder."""
     return folder.with_name(f".{folder.name}.lock")
 
 
@@ -32,12 +32,12 @@ def lock_folder(folder: Path, timeout: float, log: Callable[[str], None]) -> int
     Args:
         folder: Part of an output folder, such as its checkpoints. The folder need not exist yet.
             Its parent is created.
-        timeout: Seconds to wait for a run that holds the lock.
+        timeout: Longest time to wait for a run that holds the lock, in seconds.
         log: Function that logs a line. It is called if this process must wait, or if the file
             system does not support locks.
 
     Returns:
-        The file descriptor that holds the lock; None if the file system does not support locks.
+        The file descriptor that holds the lock, or None if the file system does not support locks.
 
     Raises:
         UserError: If another run still holds the lock, or the lock file is a symbolic link.
@@ -90,9 +90,9 @@ def _open_lock_file(path: Path) -> int:
 
 
 def _write_owner(descriptor: int) -> None:
-    """Write which process holds a lock into the lock file, for the messages of other runs.
+    """Write the name of this process, such as "process 123 on node1", to a lock file.
 
-    The content is, for example, "process 123 on node1".
+    Other runs read it to report which process holds the lock.
     """
     with suppress(OSError):  # a full disk
         os.ftruncate(descriptor, 0)

@@ -30,7 +30,7 @@ MAX_EVENT_LENGTH = 4000  # characters; the end is kept because a traceback ends 
 MAX_WORLD_SIZE = 10**9
 
 # Kinds of events that end a run. "failure" is a crash. "user error" is a `UserError`, such as an
-# invalid option. Until version 0.3, it was called "refusal".
+# invalid option. Until version 0.3, a "user error" was called "refusal".
 ENDS = ("stop", "guard", "user error", "refusal", "failure", "hang", "finish")
 LEVEL_OF_END = {"stop": logging.INFO, "stall": logging.WARNING}  # all others are errors
 
@@ -41,8 +41,8 @@ class Event:
 
     Attributes:
         text: The message.
-        kind: What happened, such as "save" or "skip". The kinds in `ENDS`, such as "failure", end
-            a run. docs/guides/monitoring.md lists all kinds.
+        kind: What happened, such as "save" or "skip". Events of a kind in `ENDS`, such as
+            "failure", end a run. docs/guides/monitoring.md lists all kinds.
         step: Number of completed optimizer steps, or None if it is unknown.
         details: Further JSON values for the line in events.jsonl.
     """
@@ -57,7 +57,7 @@ class Event:
 
 
 def describe_stop(number: int) -> str:
-    """Return the message to log when a signal requests to save a checkpoint and stop the run.
+    """Return the message to log when a signal makes a run save a checkpoint and stop.
 
     Args:
         number: Number of the signal.
@@ -92,7 +92,7 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
     """Show a status message on standard error while the `with` block runs.
 
     A terminal shows a status line, which is removed at the end. Without a terminal, `text` is
-    printed once, and later messages at most every ten seconds.
+    printed immediately, and later messages at most every ten seconds.
 
     Args:
         text: The first message, for example "Building the model".
@@ -130,8 +130,8 @@ def _note_at_intervals() -> Callable[[str], None]:
 def logged_ranks(world_size: int = MAX_WORLD_SIZE) -> list[int]:
     """Return the ranks whose log lines appear on the terminal.
 
-    The environment variable LOG_RANK contains these ranks, separated by commas, for example "0,1".
-    The default is rank 0.
+    The environment variable LOG_RANK lists them, separated by commas, for example "0,1". The
+    default is rank 0.
 
     Raises:
         UserError: If LOG_RANK is not a list of ranks below `world_size`.
@@ -200,10 +200,10 @@ def _install_handlers(handlers: list[LogHandler]) -> logging.Logger:
 
 
 def _silence_libraries() -> None:
-    """Let libraries log only errors to standard error, and no warnings.
+    """Make libraries log only errors to standard error, and no warnings.
 
-    torch logs through handlers of the logger "torch", and all other libraries through the handler
-    that Python uses if a program configures none.
+    torch uses the handlers of the logger "torch". All other libraries use the handler that Python
+    uses by default if a program configures none.
     """
     for handler in (logging.lastResort, *logging.getLogger("torch").handlers):
         if handler is not None:
@@ -241,7 +241,7 @@ def _report_to_launcher(reason: str) -> bool:
     """Write the reason why this rank ends to a file that the launcher reads.
 
     Returns:
-        Whether the file was written. Without a launcher, this is False.
+        True if the file was written, and False if that failed or there is no launcher.
     """
     folder = os.environ.get(ERROR_FOLDER)
     if not folder:
@@ -277,7 +277,7 @@ def success_file(folder: Path, rank: int | str) -> Path:
 
 
 def log_end(text: str, kind: str, step: int | None = None, log_file: Path | None = None) -> None:
-    """Write the reason why a run ended to train.log and events.jsonl, but not to the terminal.
+    """Write why a run ended to train.log and events.jsonl, but not to the terminal.
 
     Args:
         text: The reason.
@@ -318,8 +318,8 @@ class LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write the line of a log record to the file or the terminal.
 
-        A failure, for example of a full disk, is counted instead of raised. The first one is logged
-        as a warning, which reaches the outputs that still work.
+        If this fails, for example because the disk is full, count the failure instead of raising an
+        error. The first failure is logged as a warning, which reaches the outputs that still work.
         """
         line = f"{self.format(record)}\n"
         terminal = sys.stdout if self.level < logging.ERROR else sys.stderr
@@ -347,7 +347,7 @@ class LogHandler(logging.Handler):
 def _open_no_follow(path: str, flags: int) -> int:
     """Open a file for `open(opener=...)`, but fail if the path is a symbolic link.
 
-    A link could point to a file outside the output folder, which would be overwritten.
+    A link could point to a file outside of the output folder, which this process would change.
     """
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 

@@ -1,8 +1,8 @@
-"""Start of a process, before large modules are imported, and its end.
+"""Starting processes, setting them up before large modules are imported, and ending them.
 
-Invariant: Only `start_python` starts Python processes of titanlite, so they import no file of the
-current folder and never outlive their parent. A signal that arrives early ends a process
-immediately and silently, because there is nothing to save yet.
+Invariant: titanlite starts Python only with the command line of `python_command`, so its processes
+import no file from the current folder and (on Linux) never outlive their parent. A signal that
+arrives early ends a process immediately and silently, because there is nothing to save yet.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any, NoReturn
 
-# Environment variables of a child process: path of the launcher's rendezvous file, and process ID
-# of the parent.
+# Environment variables of a child process: path of the rendezvous file that the launcher chooses,
+# and process ID of the parent.
 STORE = "TITANLITE_STORE"
 PARENT = "TITANLITE_PARENT"
 
@@ -35,14 +35,14 @@ def start_python(
 ) -> subprocess.Popen[Any]:
     """Start a child Python process that runs titanlite, with all signals blocked.
 
-    The child must call `set_up_process` or `serve_parent` first, which unblock the signals. Until
-    then, a signal would interrupt the start of Python and print a traceback.
+    The child must first call `set_up_process` or `serve_parent`, which unblock the signals. An
+    unblocked signal could interrupt the start of Python and print a traceback.
 
     Args:
         words: Arguments of Python, such as "-m" and a module.
-        variables: Environment variables to set, in addition to those of this process. None removes
-            a variable.
-        options: Options of `subprocess.Popen`.
+        variables: Environment variables that the child gets in addition to the environment of this
+            process. A value of None removes a variable.
+        options: Further arguments of `subprocess.Popen`.
 
     Raises:
         OSError: If the system cannot start another process.
@@ -65,7 +65,7 @@ def python_command(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Return the command line and the environment variables of a child Python process.
 
     The variables make the child import titanlite from the same folder as this process, even if
-    another version is installed. The option -P keeps it from importing files of the current folder.
+    another version is installed. The option -P prevents imports from the current folder.
 
     Args:
         words: Arguments of Python, such as "-m" and a module.
@@ -88,7 +88,7 @@ def set_up_process() -> None:
     - The current folder is removed from the import path.
     - The process receives SIGTERM when its parent process ends (Linux only).
     """
-    # A background job of a shell would ignore SIGINT otherwise.
+    # Without a handler, a background job of a shell would ignore SIGINT.
     signal.signal(signal.SIGINT, lambda number, _frame: os._exit(128 + number))
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
@@ -102,7 +102,7 @@ def set_up_process() -> None:
 
 
 def serve_parent() -> None:
-    """Make this worker process ignore stop signals, and be killed when its parent process ends.
+    """Make this worker process ignore stop signals, and kill it when its parent ends (Linux only).
 
     Call this function before any large module is imported. Ctrl-C and the signals of a scheduler
     reach all processes of a run. Only the parent process handles them, and then stops its workers.
@@ -113,10 +113,10 @@ def serve_parent() -> None:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that stop a run after saving a checkpoint.
+    """Return the signals that make a run save a checkpoint and stop.
 
-    These are `STOP_SIGNALS`. If the process was started with nohup, SIGHUP is left out, because the
-    process must then survive the end of the terminal.
+    These are `STOP_SIGNALS`, but without SIGHUP if the process was started with nohup, because it
+    must then survive the end of the terminal.
     """
     signals: list[signal.Signals] = [*STOP_SIGNALS]
     is_under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -130,8 +130,8 @@ def set_up_torch() -> None:
 
     - TORCHINDUCTOR_CACHE_DIR: a folder that only this user can enter. The default is a predictable
       folder in /tmp, which another user could create first to run code in this process.
-    - TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS: 0, because Inductor always keeps precompiled
-      headers in the folder in /tmp, even if another cache folder is set.
+    - TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS: 0, because Inductor stores precompiled headers in
+      the folder in /tmp even if another cache folder is set.
     - PYTORCH_ALLOC_CONF: expandable segments, which reduce memory fragmentation on a GPU.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
@@ -155,7 +155,7 @@ def _make_private_cache() -> str:
             if _is_private_folder(folder):
                 return folder
 
-    import tempfile  # only here, because the import would delay the start of each command
+    import tempfile  # here, because a global import would delay the start of each command
 
     return tempfile.mkdtemp(prefix="titanlite-compiler-")
 

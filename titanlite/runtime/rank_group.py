@@ -12,7 +12,7 @@ from titanlite.config.errors import Damage, UserError
 from titanlite.runtime.world import gathered
 
 T = TypeVar("T")
-# The errors of gloo do not name the option that sets the timeout.
+# Errors from gloo do not name the option that sets the timeout.
 _TIMEOUT_HINT = (
     "Another rank has failed, or was too slow. "
     "If it was slow to save or to load, increase checkpoint.timeout_seconds."
@@ -49,8 +49,7 @@ class RankGroup:
     def close(self) -> None:
         """Wait for all ranks, and destroy the process group.
 
-        Call this method before Python exits, because the threads of the group must have ended by
-        then.
+        Call this method before Python exits, because the threads of the group must end first.
         """
         dist.barrier(self.group)
         dist.destroy_process_group(self.group)
@@ -74,7 +73,7 @@ class RankGroup:
         Raises:
             UserError: On all ranks, if `function` raised a UserError, OSError or ValueError on any
                 rank. The error is `Damage` (a file with wrong content) only if all failing ranks
-                raised `Damage`. After another error, the file may be intact.
+                raised `Damage`. After any other error, the file may be intact.
         """
         # Keep the error of this rank until all ranks have called the function.
         result = None
@@ -97,7 +96,7 @@ class RankGroup:
     def run_on_rank0(self, function: Callable[[], T]) -> T:
         """Call `function` on rank 0 only, and return its result on every rank.
 
-        The result is pickled, so it should be small.
+        The result is pickled, so keep it small.
 
         Raises:
             UserError: On all ranks, if `function` raised a UserError, OSError or ValueError on rank

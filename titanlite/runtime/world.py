@@ -36,7 +36,7 @@ M_ARENA_MAX = -8
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the limit of open files and sockets of this process to the hard limit (Linux only).
+    """Raise this process's limit on open files and sockets to the hard limit (Linux only).
 
     Rank 0 has a connection from every other rank, so the usual soft limit of 1024 is too low for
     large runs.
@@ -47,7 +47,7 @@ def raise_descriptor_limit() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Configure glibc's malloc to keep the memory of freed tensors for the next step.
+    """Configure glibc malloc to keep the memory of freed tensors for the next step.
 
     By default, glibc maps new pages for each large tensor, and the operating system must fill these
     pages with zeros, which takes a tenth of a training step on a CPU. With another C library, this
@@ -59,17 +59,17 @@ def keep_freed_memory() -> None:
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)  # bytes, the largest int
     mallopt(M_MMAP_THRESHOLD, 2**30)
     if torch.get_num_threads() == 1:
-        # Use one heap. Otherwise gloo's threads have their own heaps, which hold 10 MB per rank
-        # that are never freed. With several compute threads, do not: waiting for the lock of the
-        # shared heap would take a fifth of a step.
+        # Use one heap for all threads. Otherwise, gloo threads get separate heaps, which hold 10 MB
+        # per rank that are never freed. With several compute threads, keep separate heaps, because
+        # waiting for the lock of a shared heap would take a fifth of a step.
         mallopt(M_ARENA_MAX, 1)
 
 
 def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Gather a value from every rank of a group. All ranks of the group call this together.
+    """Gather a value from every rank of a group. All ranks of the group must call this together.
 
     Args:
-        value: Value of this rank, which is pickled.
+        value: Value of this rank. It is pickled.
         group: Process group. None means all ranks.
 
     Returns:
@@ -104,11 +104,11 @@ def _rendezvous(world_size: int, timeout: timedelta, file: str | None) -> Store:
         world_size: Number of ranks.
         timeout: Longest time to wait for the other ranks.
         file: File of the store, which the titanlite launcher chooses on a single node. If None, use
-            the address in the environment variables of torchrun.
+            the address in MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        UserError: If there are several ranks, and a variable is missing or invalid, or the ranks
-            cannot connect at this address.
+        UserError: If there are several ranks without a titanlite launcher, and the address is
+            missing or invalid, or the ranks cannot connect to it.
     """
     if world_size == 1:
         return HashStore()
@@ -135,7 +135,7 @@ def _explain_rendezvous_error(error: Exception, world_size: int) -> UserError:
     """Convert the error of a failed rendezvous to an error that explains how to fix it.
 
     Args:
-        error: Error of torch. A C++ stack can follow the first line of its message.
+        error: Error that torch raised. A C++ stack can follow the first line of its message.
         world_size: Number of ranks.
     """
     reason = str(error).partition("\n")[0].rstrip(".")
@@ -148,7 +148,7 @@ def _explain_rendezvous_error(error: Exception, world_size: int) -> UserError:
 
 @contextmanager
 def process_group(job: JobConfig) -> Iterator[torch.device]:
-    """Initialize the default process group, and destroy it when the context ends without an error.
+    """Initialize the default process group, and destroy it if the context ends without an error.
 
     Also configure torch for training in this process. Without a launcher, the group consists of
     this process only.
@@ -160,8 +160,8 @@ def process_group(job: JobConfig) -> Iterator[torch.device]:
         The device of this rank.
 
     Raises:
-        UserError: If this process has a process group already, or the device lacks the attention
-            kernels of the job.
+        UserError: If this process already has a process group, the ranks cannot connect, or the
+            device lacks the attention kernels of the job.
     """
     if dist.is_initialized():
         raise UserError(
@@ -186,12 +186,12 @@ def process_group(job: JobConfig) -> Iterator[torch.device]:
 
     timeout = timedelta(seconds=job.comm.init_timeout_seconds)
     store = _rendezvous(world_size, timeout, os.environ.get(STORE))
-    # The keys of earlier process groups stay in the store, so each group has its own prefix.
+    # The keys of earlier process groups stay in the store, so each group gets a different prefix.
     store = PrefixStore(f"world-{next(_worlds)}", store)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
 
-    # Run the backward pass in this thread. DTensor caches meshes in each thread, and only the cache
-    # of this thread can be cleared for the next process group.
+    # Run the backward pass in this thread. DTensor has a mesh cache in each thread, and only the
+    # cache of this thread can be cleared for the next process group.
     with attention_kernels(job, device), torch.autograd.set_multithreading_enabled(False):
         yield device
 
@@ -214,8 +214,8 @@ def _configure_torch(job: JobConfig, device: torch.device, local_world_size: int
     if device.type == "cpu":
         keep_freed_memory()
 
-    # titanlite does not draw from the global generator, but plugins may. Its state is also part of
-    # checkpoints, which would otherwise differ between equal runs.
+    # titanlite does not use the global random generator, but plugins may. Its state is also part of
+    # checkpoints, which would otherwise differ between identical runs.
     torch.manual_seed(job.training.seed)
     if job.training.deterministic:
         # cuBLAS is deterministic only with a fixed workspace.
@@ -241,8 +241,8 @@ def _set_num_threads(num_threads: int, local_world_size: int) -> None:
 def _configure_communication() -> None:
     """Limit the sockets that gloo opens, and record collectives so that hangs can be diagnosed."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives in the flight recorder
-    # Connect two ranks when they first exchange data. By default gloo connects all with all, for
-    # each group, which takes more descriptors than a process may have at a few hundred ranks.
+    # Connect two ranks when they first exchange data. By default, gloo connects all pairs of ranks
+    # in each group. With a few hundred ranks, this exceeds the descriptor limit of a process.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     raise_descriptor_limit()
 
@@ -253,7 +253,7 @@ def _clear_mesh_cache() -> None:
     Cached meshes hold the names of destroyed process groups. A mesh of a new process group compares
     equal to a cached mesh, so DTensor would use the old names.
     """
-    # Imported here, because it takes 0.4 s, for which the first batch would wait.
+    # Imported here, because the import takes 0.4 s, which would delay the first batch.
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
