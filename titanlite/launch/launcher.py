@@ -3,8 +3,8 @@
 This module implements `titanlite launch` and ./run_train.sh.
 
 Invariant: an invalid job or environment variable is reported in a fraction of a second, before any
-process is started. On a single node the launcher never imports torch, so it takes little memory and
-time.
+process is started. On a single node, the launcher never imports torch, so it needs little memory
+and time.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def launch(argv: Sequence[str]) -> int:
         resume_hint=lambda: resume_hint(run, argv),
     )
     agent_folder = os.environ.pop(multi_node.FOLDER, None)
-    if agent_folder is not None:  # the torch agent has started this process as the node process
+    if agent_folder is not None:  # the torch agent started this process as the node process
         return multi_node.run_node_process(Path(agent_folder), ranks)
 
     check_memory(run, num_workers)
@@ -136,7 +136,7 @@ def launch_command(words: Sequence[str]) -> int:
 
 
 def get_set_variables() -> dict[str, str]:
-    """Return the environment variables of the launcher that the user has set, by name."""
+    """Return the names and values of the launcher environment variables that the user has set."""
     names = Variables.model_fields
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
@@ -179,8 +179,7 @@ def _describe_invalid_variable(failure: ValidationError) -> str:
 def count_gpus() -> int:
     """Return the number of GPUs that this process can use, or 0 if there is no NVIDIA driver.
 
-    The function calls nvidia-smi and reads CUDA_VISIBLE_DEVICES, because importing torch would be
-    slow.
+    The function uses nvidia-smi and CUDA_VISIBLE_DEVICES, because importing torch is slow.
     """
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)

@@ -1,6 +1,6 @@
-"""Run on several nodes: the torch elastic agents connect the nodes and restart all after a crash.
+"""Run on several nodes, with torch elastic agents that connect and restart the nodes.
 
-The torch agent starts one process on its node: `titanlite launch` again, called the node process
+The torch agent of a node starts a single process: `titanlite launch` again, called the node process
 here, which starts and watches the ranks of the node. Signals, the time to save, exit codes and
 error reports therefore work as on a single node. The agents connect through a c10d store at
 MASTER_ADDR, which accepts every process that can reach it. docs/guides/clusters.md lists what the
@@ -40,18 +40,19 @@ if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
 FOLDER = "TITANLITE_NODE"  # environment variable: folder of the three files below
-PROCESS_FILE = "process"  # process id of the node process
+PROCESS_FILE = "process"  # process ID of the node process
 END_FILE = "code"  # exit code of a run that has ended for a known reason
 CRASH_FILE = "crash"  # exit code of a crash that is not restarted
 
 Address = tuple[str, int]
 """Host name or IP address, and port."""
-# An example address of RFC 5737, to look up the default route of this node. Nothing is sent there.
+# A documentation address (RFC 5737), used to look up the default route of this node. Nothing is
+# sent to it.
 DEFAULT_ROUTE = ("192.0.2.1", 9)
 SIOCGIFADDR = 0x8915  # request of netdevice(7): the address of an interface
-CONNECT_SECONDS = 900  # seconds to wait until all nodes, or lost nodes, have connected
-SILENT_SECONDS = 10.0  # seconds until a waiting node logs what is missing
-# Seconds for the agent to end after a crash. It can hang on an unreachable store.
+CONNECT_SECONDS = 900  # seconds to wait for nodes to connect, or to reconnect after a crash
+SILENT_SECONDS = 10.0  # seconds after which a waiting node logs what is missing
+# Seconds that the agent has to end after a crash. It can hang if the store is unreachable.
 AGENT_SECONDS = 10.0
 
 
@@ -79,7 +80,7 @@ def run_agent(
         StoppedBySignal: If the connection to the other nodes was lost after a save, so that the run
             can be resumed.
     """
-    # Otherwise C++ stacks follow the error message.
+    # By default, torch prints C++ stacks after the error message.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -96,7 +97,7 @@ def run_agent(
         command, environment = python_command(["-m", "titanlite", "launch", *argv])
         os.environ.update(environment)
         os.environ[FOLDER] = str(folder)
-        # Otherwise the store survives a restart, with the addresses of ranks that no longer exist.
+        # A shared store would survive a restart, with the addresses of ranks that no longer exist.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         _start_threads(folder, store, is_host)
 
@@ -132,8 +133,8 @@ def _configure_agent(
 ) -> LaunchConfig:
     """Configure the torch agent to start one process on this node, and to host or join the store.
 
-    By default, torch decides whether to host the store by resolving the name of this node, which
-    often gives a loopback address.
+    By default, torch would decide whether this node hosts the store by resolving the name of the
+    node, which often gives a loopback address.
 
     Args:
         nodes: Minimum and maximum number of nodes.
@@ -200,12 +201,12 @@ def _start_threads(folder: Path, store: Address, is_host: bool) -> None:
 
 
 def run_node_process(folder: Path, ranks: Ranks) -> int:
-    """Run the ranks of this node, in the process that the torch agent has started for it.
+    """Run the ranks of this node in its node process, which the torch agent started.
 
-    The agent restarts all nodes if this process exits with a code other than 0. The launcher, which
-    waits for the agent, reads the result from files in `folder`:
+    The agent restarts all nodes if this process exits with a code other than 0. The process that
+    runs the agent reads these files in `folder`:
 
-    - `PROCESS_FILE`: Process id of this process.
+    - `PROCESS_FILE`: Process ID of this process.
     - `END_FILE`: Exit code of a run for which a restart would not help, for example after an
       invalid option. This process then exits with 0.
     - `CRASH_FILE`: Exit code of a run that has crashed and used up its restarts.
@@ -239,7 +240,7 @@ def run_node_process(folder: Path, ranks: Ranks) -> int:
         end_file.write_text(str(exit_code))
         return 0
 
-    # The run has crashed, and the agent restarts it unless it has done so too often.
+    # The run has crashed. The agent restarts it if there are restarts left.
     restarts_left = ranks.max_restarts - int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if restarts_left:
         note(f"Starting again from the newest checkpoint (restarts left: {restarts_left - 1}).")
@@ -249,7 +250,7 @@ def run_node_process(folder: Path, ranks: Ranks) -> int:
 
 
 def _pass_on_signals(signals: set[signal.Signals], folder: Path) -> None:
-    """Pass signals on to the node process, which the torch agent in this process has started.
+    """Forward signals to the node process, which the torch agent in this process started.
 
     If a signal arrives while the node process is not running, end this process.
 
@@ -285,7 +286,7 @@ def _leave_after_crash(folder: Path) -> None:
 
 
 def _log_missing_nodes(folder: Path, store: Address, is_host: bool) -> None:
-    """Wait `SILENT_SECONDS`. If the nodes have not connected by then, log the probable reason.
+    """Log the probable reason if the nodes have not connected after `SILENT_SECONDS`.
 
     Args:
         folder: Folder in which the node process writes a file once the nodes have connected.
@@ -346,8 +347,8 @@ def _resolve_store(store: Address) -> list[str]:
 def _is_local(addresses: Sequence[str]) -> bool:
     """Return whether one of the addresses belongs to this node.
 
-    The function tries to bind a socket to each address, which only succeeds on the node that has
-    the address.
+    The function tries to bind a socket to each address, which succeeds only on the node with this
+    address.
     """
     for address in addresses:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -363,14 +364,14 @@ def _is_local(addresses: Sequence[str]) -> bool:
 def _find_local_address(store: Address) -> str | None:
     """Return the IP address at which other nodes reach this node, or None if it is unknown.
 
-    Usually, this is the address from which this node sends to the first node. By default, torch
-    would use the address of this node's name, which /etc/hosts often maps to a loopback address.
+    This is usually the address from which this node sends to the first node. By default, torch
+    would look up the name of this node, which /etc/hosts often maps to a loopback address.
 
     Args:
         store: Address and port of the first node.
     """
     address = _source_address(store)
-    # The name of the first node may lead to a loopback address there, which no other node reaches.
+    # On the first node, its name may resolve to a loopback address, which other nodes cannot reach.
     if address is not None and _is_loopback(address) and not _is_loopback(store[0]):
         return _source_address(DEFAULT_ROUTE) or address
     return address

@@ -20,7 +20,7 @@ from titanlite.runtime.logging import EVENTS_FILE, LOG_FILE, LOGGER_NAME, note
 INVALID_JOB = UserError.exit_code
 
 FileId = tuple[int, int] | None
-"""Device and inode number, which identify a file even after it was renamed. None: there is no
+"""Device and inode number, which identify a file even after it was renamed. None if there is no
 file.
 """
 
@@ -40,7 +40,8 @@ def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
         The exit code that `train` returns.
 
     Raises:
-        UserError: If `train` raises it, or another run does not release the folder in time.
+        UserError: If `train` raises it, or another run does not release the folder within
+            `LOCK_TIMEOUT` seconds.
     """
     new_folders = _missing_folders(run.dump_folder)
     lock_files = _wait_for_other_runs(run)
@@ -67,8 +68,8 @@ def _missing_folders(folder: Path) -> list[Path]:
 def _wait_for_other_runs(run: Run) -> dict[Path, FileId]:
     """Wait until no other run uses the output folder or the checkpoint folder.
 
-    A run locks both folders while it trains. To wait for its end, take each lock and release it
-    again. This process does not keep the locks, because rank 0 of the new run takes them itself.
+    A run locks both folders while it trains. To wait for its end, acquire each lock and release it
+    again. This process does not keep the locks, because rank 0 of the new run acquires them.
 
     Returns:
         The lock files and their IDs, so that the files can be removed later.
@@ -96,7 +97,7 @@ def _create_logs(folder: Path) -> dict[Path, FileId]:
     """Create the log files in a new output folder.
 
     Returns:
-        The created files and their IDs. Files that another process has created are left out.
+        The created files and their IDs. Files that another process has created are not included.
     """
     file_ids: dict[Path, FileId] = {}
     for name in (LOG_FILE, EVENTS_FILE):
@@ -118,7 +119,7 @@ def _remove_unused(
     Args:
         run: The run that has ended.
         new_folders: Folders that this process has created, innermost first.
-        created_files: Files that this process has created -> their IDs.
+        created_files: IDs of the files that this process has created, keyed by path.
     """
     try:
         descriptor = lock_folder(run.dump_folder / "run", timeout=0.0, log=note)

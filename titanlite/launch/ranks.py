@@ -1,10 +1,10 @@
 """Start and watch the ranks of this node, restart them after a crash, and report why they ended.
 
-A rank is one training process, usually on its own GPU. On a single node this module is used instead
-of the torch elastic agent, which by default gives ranks only 30 seconds to save after a signal,
-restarts a run that has saved and ended, and imports torch, which would delay the first step by more
-than a second. On several nodes, `titanlite.launch.multi_node` lets the torch agent start
-one launcher on each node.
+A rank is one training process, usually with one GPU. On a single node, this module replaces the
+torch elastic agent. By default, that agent gives ranks only 30 seconds to save after a signal, and
+restarts a run that has saved and ended. It also imports torch, which would delay the first step by
+more than a second. On several nodes, `titanlite.launch.multi_node` lets the torch agent start one
+launcher on each node.
 
 Invariants:
 
@@ -48,20 +48,20 @@ from titanlite.runtime.logging import (
 )
 from titanlite.runtime.process import STOP_SIGNALS, STORE, start_python, stop_signals
 
-# The interface that only this node can reach.
+# Name of the loopback network interface.
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 POLL_SECONDS = 0.1  # seconds between two checks of the processes
-# Seconds between the moment a dying process closes its connections, which makes other ranks fail,
-# and the moment its exit is visible here.
+# Assumed maximum time, in seconds, from the moment when a dying process closes its connections, so
+# that other ranks fail, until the launcher sees its exit.
 DYING_SECONDS = 1.0
-# Seconds that the other ranks have to end after a rank has crashed, or ended for a known reason.
+# Seconds that the other ranks have to end after a rank crashed, or ended for a known reason.
 CRASH_PATIENCE = 5.0
 KNOWN_EXIT_PATIENCE = 30.0
 KNOWN_EXITS = {
     error.exit_code for error in (UserError, GuardError, CheckpointError, StoppedBySignal)
 }
-# Codes of ranks that a signal stopped without a save: 128 + signal if the rank handled the signal,
-# minus the signal if the signal killed it.
+# Exit codes of ranks that a signal stopped without a save: 128 + number of the signal if the rank
+# handled it, or the negative number if the signal killed the rank.
 UNSAVED_STOPS = tuple(code for number in STOP_SIGNALS for code in (128 + number, -number))
 END_KINDS = {
     UserError.exit_code: "user error",
@@ -80,7 +80,7 @@ class RankHang(NamedTuple):
     """Whether the rank waits for other ranks."""
     rank: int
     text: str
-    """Describes where in the code the rank is."""
+    """Message that describes where in the code the rank is."""
 
 
 class RankEnd(NamedTuple):
@@ -88,7 +88,7 @@ class RankEnd(NamedTuple):
 
     Attributes:
         rank: The rank.
-        code: Exit code of the process, minus the number of the signal that killed it, or
+        code: Exit code of the process, or the negative number of the signal that killed it, or
             `EARLY_EXIT`.
         time: Unix time at which the rank failed.
         message: Error message or traceback that the rank wrote for the launcher, or "" if it wrote
@@ -103,7 +103,7 @@ class RankEnd(NamedTuple):
 
 @dataclass
 class Ranks:
-    """The processes of the ranks on this node, and how to start, stop and restart them.
+    """Starts, watches, stops and restarts the processes of the ranks on this node.
 
     Args:
         words: Arguments of Python in each process, such as ["-m", "titanlite", "train"]. The
@@ -125,13 +125,13 @@ class Ranks:
     resume_hint: Callable[[], str] = str
 
     _received: list[int] = field(default_factory=list, init=False)
-    """Signals that the launcher has received and must pass on to the ranks."""
+    """Signals that the launcher has received but not yet forwarded to the ranks."""
     _stop_signal: int = field(default=0, init=False)
     """The first signal that stops the run, or 0."""
     _processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict, init=False)
     """Process of each rank on this node."""
     _folder: Path = field(default=Path(), init=False)
-    """Private folder in which the ranks report errors and hangs. Each start has its own."""
+    """Private folder in which the ranks report errors and hangs. Each start creates a new one."""
     _is_stall_reported: bool = field(default=False, init=False)
 
     def run(self) -> int:
@@ -209,7 +209,7 @@ class Ranks:
         return variables
 
     def _watch(self) -> tuple[list[RankEnd], list[int]]:
-        """Wait until all ranks have ended. Meanwhile, pass signals on to them and report stalls.
+        """Wait until all ranks have ended. Meanwhile, forward signals to them and report stalls.
 
         After a failure or a signal, kill the ranks that do not end in time.
 
@@ -260,7 +260,7 @@ class Ranks:
     def _get_patience(self, failed: Sequence[RankEnd]) -> float:
         """Return how many seconds running ranks have to end by themselves before they are killed.
 
-        The result is infinity if no rank has failed and no signal has arrived.
+        The result is infinity if no rank has failed and no stop signal has arrived.
         """
         exit_codes = {end.code for end in failed}
         crash_codes = exit_codes - KNOWN_EXITS
@@ -271,7 +271,7 @@ class Ranks:
         return KNOWN_EXIT_PATIENCE if exit_codes else math.inf
 
     def _check_stall(self, running: Set[int]) -> None:
-        """Print a report if all running ranks of this node are stalled, once per stall."""
+        """Print a report, once per stall, if all running ranks of this node are stalled."""
         is_stalled = self._is_stalled(running)
         if is_stalled and not self._is_stall_reported:
             self._report_stall()
@@ -299,10 +299,10 @@ class Ranks:
         self._print_and_log("\n".join(lines), "stall")
 
     def _pass_on_signals(self) -> bool:
-        """Pass the signals that the launcher has received on to the ranks.
+        """Forward the signals that the launcher has received to the ranks.
 
-        The first signal that stops the run lets the ranks save a checkpoint. After it, Ctrl-C kills
-        the ranks. Other stop signals are then ignored, because schedulers send SIGTERM repeatedly.
+        After the first stop signal, the ranks save a checkpoint and end. A later Ctrl-C kills the
+        ranks. Other later stop signals are ignored, because schedulers send SIGTERM repeatedly.
 
         Returns:
             Whether the ranks must be killed.
@@ -347,8 +347,8 @@ class Ranks:
         """Print and log why the run ended early, and return the exit code of the launcher.
 
         Args:
-            cause: End of the rank that made all other ranks end.
-            killed: Ranks that the launcher has killed.
+            cause: How the rank that triggered the shutdown ended.
+            killed: Ranks that the launcher killed.
         """
         is_unsaved_stop = self._is_unsaved_stop(cause, killed)
         exit_code = 128 + self._stop_signal if is_unsaved_stop else _exit_code(cause.code)
@@ -363,7 +363,7 @@ class Ranks:
         return exit_code
 
     def _is_unsaved_stop(self, cause: RankEnd, killed: Sequence[int]) -> bool:
-        """Return whether the run ended because a signal stopped it before it was saved."""
+        """Return whether a signal stopped the run before it was saved."""
         if self._stop_signal == 0 or _is_known(cause):
             return False
         return cause.rank in killed or cause.code in UNSAVED_STOPS
@@ -372,7 +372,7 @@ class Ranks:
         """Print why the run ended, and log it unless rank 0 has already logged it.
 
         Args:
-            cause: End of the rank that made all other ranks end.
+            cause: How the rank that triggered the shutdown ended.
             text: Text to print.
             kind: Kind of the event to log, such as "failure".
         """
@@ -391,9 +391,9 @@ class Ranks:
         For example, "Rank 3 failed first: SIGSEGV. Killed, because they did not end: ranks 0, 1."
 
         Args:
-            cause: End of the rank that made all other ranks end.
-            killed: Ranks that the launcher has killed.
-            is_unsaved_stop: Whether a signal stopped the run before it was saved, so that the line
+            cause: How the rank that triggered the shutdown ended.
+            killed: Ranks that the launcher killed.
+            is_unsaved_stop: Whether a signal stopped the run before it was saved. The line then
                 names the signal instead of the rank.
         """
         if is_unsaved_stop:
@@ -419,15 +419,14 @@ class Ranks:
 
 
 def _find_cause(failed: Sequence[RankEnd], killed: Sequence[int]) -> RankEnd:
-    """Return the `RankEnd` that the launcher reports as the cause of the end of a run.
+    """Choose the rank that the launcher reports as the cause of a shutdown; return how it ended.
 
-    It belongs to the lowest rank that ended for a known reason, such as an invalid option. Without
-    a known reason, it belongs to the rank that failed first. If no rank failed, it belongs to the
-    first rank in `killed`.
+    Choose the lowest rank that ended for a known reason, such as an invalid option. If there is
+    none, choose the rank that failed first. If no rank failed, choose the first rank in `killed`.
 
     Args:
         failed: How the failed ranks ended, sorted by time.
-        killed: Ranks that the launcher has killed.
+        killed: Ranks that the launcher killed.
     """
     known = [end for end in failed if _is_known(end)]
     if known:
@@ -459,7 +458,7 @@ def _read_end(folder: Path, rank: int, code: int, default_time: float) -> RankEn
     Args:
         folder: Private folder with the error reports of the ranks.
         rank: Number of the rank.
-        code: Exit code of its process, or minus the number of the signal that killed it.
+        code: Exit code of its process, or the negative number of the signal that killed it.
         default_time: Unix time of the end, used if the rank wrote no report.
     """
     report = {"time": default_time, "message": ""}
@@ -482,7 +481,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _read_hangs(folder: Path) -> list[RankHang]:
-    """Read the hang reports that the ranks of this node wrote into the launcher's private folder.
+    """Read the hang reports that the ranks of this node wrote to the launcher's private folder.
 
     Reports of ranks that do not wait for other ranks come first.
     """
