@@ -1,6 +1,6 @@
 """Read the tensors of a checkpoint with torch.distributed.checkpoint (DCP).
 
-Invariant: Reading a checkpoint runs no code from it and opens no file outside of its folder.
+Invariant: Reading a checkpoint runs no code from it and opens no file outside its folder.
 """
 
 from __future__ import annotations
@@ -43,21 +43,20 @@ from titanlite.config.mistakes import shorten
 
 
 class SafeReader(FileSystemReader):
-    """Reads a checkpoint with DCP, without running code from it, and verifies checksums.
+    """Reads a checkpoint with DCP without running code from it, and verifies checksums.
 
-    DCP's own reader unpickles the index, which can execute arbitrary code.
+    The DCP reader, in contrast, unpickles the index, which can execute arbitrary code.
 
     Args:
-        path: Folder of the checkpoint.
-        files: Manifest entry (size and checksums) of each file, by its name. Files without
-            checksums of chunks must have been verified before. Pass {} for a checkpoint that
-            another program wrote.
-        is_wanted: Returns whether you want to read the tensor with a given name. All other entries
-            of the index are ignored, and may be of any kind.
+        path: Step folder of the checkpoint.
+        files: Manifest entry (size and checksums) of each file, by name. Verify files without
+            chunk checksums beforehand. Pass {} for a checkpoint that another program wrote.
+        is_wanted: Returns whether to read the tensor with a given name. All other index entries
+            are ignored and may have any type.
 
     Attributes:
-        index: Size, dtype and chunks (saved shards) of each wanted tensor, by its name.
-        names: Current names of all entries of the index, including unwanted ones.
+        index: Size, dtype and chunks (saved shards) of each wanted tensor, by name.
+        names: Current names of all index entries, including unwanted ones.
 
     Raises:
         CheckpointError: If the index cannot be read.
@@ -85,22 +84,22 @@ class SafeReader(FileSystemReader):
         self.index = cast(dict[str, TensorStorageMetadata], self._metadata.state_dict_metadata)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the size, dtype and file positions of each tensor. DCP plans its reads with them.
+        """Return the size, dtype and file positions of each tensor, so that DCP can plan its reads.
 
-        The arguments are ignored.
+        All arguments are ignored.
         """
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the planned parts of the checkpoint from disk into the tensors of this rank.
+        """Read the planned parts of the checkpoint from disk into this rank's tensors.
 
         Args:
-            plan: DCP's list of the parts to read. Each part is a slice of a chunk (a saved tensor
-                or shard). A chunk is read only once, even if several parts need it.
-            planner: Returns the tensor in memory to which a part is copied.
+            plan: The parts to read. Each part is a slice of a chunk (a saved tensor or shard). A
+                chunk is read only once, even if several parts need it.
+            planner: Returns the tensor in memory that a part is copied to.
 
         Raises:
-            Damage: If the checksum of a chunk differs.
+            Damage: If a chunk does not match its checksum.
         """
         parts_by_chunk: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
         for part in plan.items:
@@ -113,7 +112,7 @@ class SafeReader(FileSystemReader):
         return completed_future(None)
 
     def _group_by_file(self, chunks: Iterable[MetadataIndex]) -> dict[str, list[MetadataIndex]]:
-        """Group chunks (saved tensors or shards) by file name, sorted by their offset in the file.
+        """Group chunks (saved tensors or shards) by file name, sorted by offset within each file.
 
         This order makes the reads sequential.
         """
@@ -126,16 +125,16 @@ class SafeReader(FileSystemReader):
 def _load_chunk(
     file: BinaryIO, position: _StorageInfo, parts: Iterable[ReadItem], planner: LoadPlanner
 ) -> None:
-    """Read one chunk (a saved tensor or shard), and copy the requested parts to memory.
+    """Read one chunk (a saved tensor or shard) and copy the requested parts of it to memory.
 
     Args:
         file: The open file that contains the chunk.
-        position: Offset and length of the chunk in the file, in bytes.
+        position: Offset and length of the chunk in the file, in bytes, and its checksum.
         parts: The slices of the chunk to copy.
-        planner: Returns the tensor in memory to which a part is copied.
+        planner: Returns the tensor in memory that a part is copied to.
 
     Raises:
-        Damage: If the checksum of the chunk differs.
+        Damage: If the chunk does not match its checksum.
     """
     content = _read_chunk(file, position)
     chunk = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -148,21 +147,21 @@ def _load_chunk(
 
 
 def _read_chunk(file: BinaryIO, position: _StorageInfo) -> bytes:
-    """Read the bytes of a chunk (a saved tensor or shard), and verify their checksum.
+    """Read the bytes of a chunk (a saved tensor or shard) and verify their checksum.
 
-    Checkpoints of other programs have no checksums, so their chunks are not verified.
+    Checkpoints written by other programs have no checksums, so their chunks are not verified.
 
     Args:
         file: The open file that contains the chunk.
         position: Offset and length of the chunk in the file, in bytes, and its checksum.
 
     Raises:
-        Damage: If the checksum differs.
+        Damage: If the bytes do not match the checksum.
     """
     start = position.offset
     file.seek(start)
     content = file.read(position.length)
-    # `_write_tensor` adds the checksum to DCP's object. Other programs do not.
+    # `_write_tensor` in dcp_writer.py adds the checksum to the DCP object. Other programs do not.
     expected = getattr(position, CHECKSUM, None)
     if expected is not None and xxhash.xxh3_128_digest(content) != expected:
         end = start + position.length
@@ -173,18 +172,18 @@ def _read_chunk(file: BinaryIO, position: _StorageInfo) -> bytes:
 def load_tensors(
     reader: SafeReader, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Fill tensors in place with the values in a checkpoint.
+    """Fill tensors in place with their values from a checkpoint.
 
-    The tensors may be sharded differently than when they were saved. After an error, some of them
-    may have been overwritten.
+    The sharding of the tensors may differ from when they were saved. If loading fails, some
+    tensors may already have been overwritten.
 
     Args:
         reader: Reader of the checkpoint.
-        tensors: Tensors to fill, by their names in the checkpoint.
-        group: The ranks that load together, or None for this process alone.
+        tensors: Tensors to fill, by name in the checkpoint.
+        group: The ranks that load together. None means this process alone.
 
     Raises:
-        Damage: On all ranks, if any rank has read damaged bytes.
+        Damage: On all ranks, if every failing rank read damaged bytes.
         CheckpointError: On all ranks, if any rank cannot read its tensors for another reason.
     """
     try:
@@ -203,14 +202,14 @@ def load_tensors(
 
 
 def get_weight_prefix(reader: SafeReader, averaged: bool) -> str:
-    """Return the prefix of the names of the weights in a checkpoint, such as "model.".
+    """Return the name prefix of the weights in a checkpoint, such as "model.".
 
     Args:
         reader: Reader of the checkpoint.
         averaged: Return the prefix of the averaged weights (EMA) instead.
 
     Raises:
-        UserError: If `averaged` is true and the checkpoint has no averages.
+        UserError: If `averaged` is true but the checkpoint has no averaged weights.
     """
     if not averaged:
         return "model."
@@ -223,18 +222,18 @@ def get_weight_prefix(reader: SafeReader, averaged: bool) -> str:
 
 
 class ShardLoadPlanner(DefaultLoadPlanner):
-    """Plans which parts of a checkpoint a rank reads into its tensors and shards.
+    """Plans which parts of a checkpoint each rank reads into its tensors and shards.
 
-    Unlike DCP's planner, it supports dimensions that TP and FSDP divide unevenly (see
+    Unlike the DCP planner, it supports dimensions that TP and FSDP divide unevenly (see
     `shard_chunk`). Create it with `flatten_state_dict=False`.
     """
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan to read all parts of the checkpoint that overlap with tensors of this rank."""
+        """Create a plan for reading all checkpoint parts that overlap this rank's tensors."""
         plan = super().create_local_plan()
         assert self.metadata is not None
         items: list[ReadItem] = []
-        # DCP's plan is right for ordinary tensors, but not for all sharded ones.
+        # The DCP plan is correct for ordinary tensors, but not for all sharded ones.
         for item in plan.items:
             if not isinstance(self.state_dict[item.dest_index.fqn], DTensor):
                 items.append(item)
@@ -247,7 +246,7 @@ class ShardLoadPlanner(DefaultLoadPlanner):
 
 
 def join_lines(lines: list[str], limit: int = 8) -> str:
-    """Join lines for an error message. After `limit` lines, add only "... and N more"."""
+    """Join the first `limit` lines for an error message and count the others: "... and 5 more"."""
     if len(lines) > limit:
         lines = [*lines[:limit], f"... and {len(lines) - limit} more"]
     return "\n  ".join(lines)
@@ -271,18 +270,18 @@ _ALLOWED_NAMES = {
         "TensorStorageMetadata",
         "_MEM_FORMAT_ENCODING",
     },
-    "pathlib": {"PosixPath"},  # in checkpoints of other programs
+    "pathlib": {"PosixPath"},  # in checkpoints written by other programs
     "pathlib._local": {"PosixPath"},
 }
-"""Names of classes and functions that a pickled index may contain, by module. `_IndexUnpickler`
-replaces each by a subclass of `_Record`, so none of their code runs."""
+"""Names of the classes and functions that a pickled index may contain, by module. `_IndexUnpickler`
+replaces each of them with a subclass of `_Record`, so none of their code runs."""
 
 
 class _Record:
-    """Replaces an object in an untrusted pickle, so that unpickling it runs no code.
+    """Placeholder for an object in an untrusted pickle, so that unpickling runs no code.
 
     Attributes:
-        args: Arguments with which the original object would be created.
+        args: Constructor arguments of the original object.
         state: Content of the original object, such as its attributes, if it has any.
     """
 
@@ -294,9 +293,9 @@ class _Record:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Unpickles DCP's index without running code: each object becomes a placeholder, `_Record`.
+    """Unpickles a DCP index without running code by replacing each object with a `_Record`.
 
-    Classes and functions that a valid index does not contain raise CheckpointError.
+    Classes and functions that do not belong in an index raise CheckpointError.
     """
 
     def find_class(self, module: str, name: str) -> type[_Record]:
@@ -309,17 +308,17 @@ def _parse_index(raw: bytes, is_wanted: Callable[[str], bool]) -> tuple[Metadata
     """Parse the pickled index of a checkpoint without running code from it.
 
     Args:
-        raw: Content of the index file. If it is damaged, this may raise any type of exception.
+        raw: Content of the index file. Damaged content may raise any type of exception.
         is_wanted: Returns whether to keep the tensor with a given name.
 
     Returns:
-        The wanted tensors and their chunks (saved shards), and the names of all entries.
+        The wanted tensors with their chunks (saved shards), and the names of all index entries.
 
     Raises:
-        CheckpointError: If the index contains a class that is not allowed, or a file outside of
-            the folder.
+        CheckpointError: If the index contains a class that is not allowed or refers to a file
+            outside the checkpoint folder.
     """
-    # Each object is unpickled as a placeholder, whose attribute `state` contains its fields.
+    # Each object is unpickled as a `_Record` whose attribute `state` contains the fields.
     index = _IndexUnpickler(io.BytesIO(raw)).load().state
     names = []
     tensors = {}
@@ -337,10 +336,10 @@ def _parse_index(raw: bytes, is_wanted: Callable[[str], bool]) -> tuple[Metadata
 def _parse_chunk_positions(
     records: Mapping[_Record, _Record], is_wanted: Callable[[str], bool]
 ) -> dict[MetadataIndex, _StorageInfo]:
-    """Return the file, the offset and the length of each chunk (a saved tensor or shard).
+    """Return the file, offset and length of each chunk (a saved tensor or shard).
 
     Args:
-        records: The unpickled index of chunks: (tensor name, offset in the tensor) -> position.
+        records: Unpickled mapping from chunks (tensor name, offset in the tensor) to positions.
         is_wanted: Returns whether to keep the chunks of the tensor with a given name.
     """
     positions = {}
@@ -354,13 +353,13 @@ def _parse_chunk_positions(
 
 
 def _parse_chunk_position(record: _Record) -> _StorageInfo:
-    """Convert the unpickled position of a chunk to DCP's class, and add the checksum of the chunk.
+    """Convert the unpickled position of a chunk to `_StorageInfo`, including its checksum.
 
     Args:
         record: Placeholder with the file name, the offset and length in bytes, and the checksum.
 
     Raises:
-        CheckpointError: If the file is outside of the folder of the checkpoint.
+        CheckpointError: If the file is outside the checkpoint folder.
     """
     fields = record.state
     file_name = fields["relative_path"]
@@ -372,11 +371,11 @@ def _parse_chunk_position(record: _Record) -> _StorageInfo:
 
 
 def _parse_tensor(name: str, record: _Record) -> TensorStorageMetadata:
-    """Convert an unpickled description of a tensor to DCP's class.
+    """Convert the unpickled description of a tensor to `TensorStorageMetadata`.
 
     Args:
         name: Name of the tensor, for error messages.
-        record: Placeholder of a TensorStorageMetadata. Its `state` contains "size", "properties"
+        record: Placeholder for a TensorStorageMetadata. Its `state` contains "size", "properties"
             (such as the dtype) and "chunks" (saved shards).
 
     Raises:
@@ -396,25 +395,26 @@ def _parse_tensor(name: str, record: _Record) -> TensorStorageMetadata:
 
 
 def _parse_dtype(properties: _Record) -> torch.dtype:
-    """Return the dtype in the unpickled properties of a tensor.
+    """Return the dtype from the unpickled properties of a tensor.
 
     Args:
-        properties: Placeholder of a TensorProperties. DCP pickles it as a tuple that starts with
-            the dtype, which was replaced by a class with its name, such as "float32".
+        properties: Placeholder for a TensorProperties. DCP pickles it as a tuple whose first item
+            is the dtype. Unpickling replaced the dtype with a class of the same name, such as
+            "float32".
     """
     dtype_class = properties.state[0]
     return _DTYPES[dtype_class.__name__]
 
 
 def _to_size(record: _Record) -> torch.Size:
-    """Convert an unpickled size to torch.Size."""
+    """Convert the placeholder for a size to torch.Size."""
     return torch.Size(*record.args)
 
 
 def _current_tensor_name(name: str) -> str:
-    """Convert a tensor name that titanlite 0.2 or earlier has saved to the current name.
+    """Convert a tensor name in a checkpoint from titanlite 0.2 or earlier to its current name.
 
-    For example, "hooks.Ema.weight" becomes "hooks.ema.weight". Other names do not change.
+    For example, "hooks.Ema.weight" becomes "hooks.ema.weight". All other names stay the same.
     """
     kind, _, hook_tensor = name.partition(".")
     hook, _, tensor = hook_tensor.partition(".")

@@ -1,4 +1,4 @@
-"""Write the tensors of a checkpoint with torch.distributed.checkpoint (DCP), and publish it."""
+"""Write the tensors of a checkpoint with torch.distributed.checkpoint (DCP) and publish it."""
 
 from __future__ import annotations
 
@@ -39,23 +39,24 @@ from titanlite.checkpoint.manifest import (
 from titanlite.config.errors import CheckpointError
 from titanlite.config.flavors import Architecture
 
-# DCP also works in a process without a process group, and warns about it.
+# DCP issues this warning if there is no process group, but works without one.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 CHECKSUM = "xxh3_128"
-"""Attribute of DCP's `_StorageInfo` with the checksum of a chunk. Other readers ignore it."""
+"""Attribute of the DCP class `_StorageInfo` with the checksum of a chunk. DCP ignores it."""
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes a checkpoint with DCP, and publishes its folder when all ranks have written.
+    """Writes a checkpoint with DCP and publishes its folder once all ranks have written.
 
-    DCP calls `write_data` on every rank. When all ranks have returned, it passes their results to
-    `finish` on rank 0, which publishes the checkpoint.
+    DCP calls `write_data` on every rank, then passes the results of all ranks to `finish` on
+    rank 0, which publishes the checkpoint.
 
     Args:
         folder: Parent of the step folder.
         step: The step to save.
-        token: Suffix of the temporary folder's name. It must be unique, and equal on all ranks.
+        token: Suffix for the name of the temporary folder. It must be unique for each save and the
+            same on all ranks.
         info: Description of the model and the run to store in the manifest, as a JSON value.
 
     Attributes:
@@ -73,7 +74,7 @@ class CheckpointWriter(FileSystemWriter):
         self.fs = _HashingFileSystem()
 
     def add_file(self, name: str, content: bytes) -> None:
-        """Write a file that is not a tensor, such as the tokenizer, into the checkpoint.
+        """Add a file without tensors, such as the tokenizer, to the checkpoint.
 
         Args:
             name: Name of the file in the step folder.
@@ -88,10 +89,10 @@ class CheckpointWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         """Write this rank's tensors to a new file.
 
-        If `single_file_per_rank` is False, as for imported weights, write a file for each tensor.
+        If `single_file_per_rank` is False, as for imported weights, write one file per tensor.
 
         Returns:
-            A completed future of a `_RankResult`, which DCP sends to `finish` on rank 0.
+            A completed future with a `_RankResult`, which DCP sends to `finish` on rank 0.
         """
         if self.single_file_per_rank:
             items_of_files = [plan.items] if plan.items else []
@@ -108,7 +109,7 @@ class CheckpointWriter(FileSystemWriter):
     def _write_file(
         self, name: str, items: list[WriteItem], planner: SavePlanner
     ) -> list[WriteResult]:
-        """Write tensors to a new file, and flush it to disk.
+        """Write tensors to a new file and flush it to disk.
 
         Args:
             name: Name of the file in the step folder.
@@ -124,17 +125,17 @@ class CheckpointWriter(FileSystemWriter):
                 tensor = cast(Tensor, planner.resolve_data(item))
                 position = _write_tensor(file, name, tensor)
                 results.append(WriteResult(item.index, position.length, position))
-            os.fsync(file.fileno())  # `HashingFile.fileno` flushes Python's buffer first
+            os.fsync(file.fileno())  # `HashingFile.fileno` flushes the buffer first
         return results
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
-        """Write the index and the manifest, and publish the step folder. Runs on rank 0.
+        """Write the index and the manifest, then publish the step folder. DCP calls this on rank 0.
 
         Args:
-            metadata: DCP's description (size, dtype, shards) of all tensors.
+            metadata: Size, dtype and shards of each tensor.
             results: The `_RankResult` that `write_data` returned on each rank.
         """
-        # DCP writes and syncs the index with `self.fs`, which keeps its manifest entry.
+        # DCP writes and syncs the index with `self.fs`, which records the manifest entry.
         super().finish(metadata, [result.tensors for result in results])
 
         entries: dict[str, Entry] = {}
@@ -144,12 +145,12 @@ class CheckpointWriter(FileSystemWriter):
         publish_checkpoint(self.tmp_folder, self.step, entries, self.info)
 
     def storage_meta(self) -> StorageMeta:
-        """Return DCP's description of the storage. Omit the path, so that you can move folders."""
+        """Return the DCP description of the storage, without the path so that folders can move."""
         return StorageMeta(save_id=self.save_id)
 
 
 def _write_tensor(file: HashingFile, file_name: str, tensor: Tensor) -> _StorageInfo:
-    """Append a tensor to an open file, and return its offset, length in bytes and checksum.
+    """Append a tensor to an open file and return its offset and length in bytes and its checksum.
 
     Args:
         file: The open file.
@@ -168,28 +169,28 @@ def _write_tensor(file: HashingFile, file_name: str, tensor: Tensor) -> _Storage
 
 
 def completed_future(result: Any) -> Future[Any]:
-    """Return a future that is already done. DCP expects one even from a synchronous function."""
+    """Return a completed future. DCP expects a future even from synchronous functions."""
     future: Future[Any] = Future()
     future.set_result(result)
     return future
 
 
 class _RankResult(NamedTuple):
-    """Tensors and files that a rank has written."""
+    """Tensors and files that a rank wrote."""
 
     tensors: list[WriteResult]
-    """Position and checksum of each tensor, for DCP's index."""
+    """Position and checksum of each tensor, for the DCP index."""
     files: dict[str, Entry]
-    """Size and checksum of each file, by its name, for the manifest."""
+    """Size and checksum of each file, by name, for the manifest."""
 
 
 class _HashingFileSystem(FileSystem):
-    """DCP's local file system, which also computes the checksums of the files that it writes.
+    """DCP file system that also computes the checksums of the files it writes.
 
     `CheckpointWriter` writes the tensors with it, and DCP writes the index with it.
 
     Attributes:
-        written: Manifest entries of the files written so far, by their names in the checkpoint.
+        written: Manifest entries of the files written so far, by name in the checkpoint.
     """
 
     def __init__(self) -> None:
@@ -209,14 +210,14 @@ class _HashingFileSystem(FileSystem):
 
 
 class ShardSavePlanner(DefaultSavePlanner):
-    """Plans which tensors and shards a rank saves.
+    """Plans which tensors and shards each rank saves.
 
-    Unlike DCP's planner, it supports dimensions that TP and FSDP divide unevenly (see
-    `shard_chunk`). Create it with `flatten_state_dict=False`, because the state is flat already.
+    Unlike the DCP planner, it supports dimensions that TP and FSDP divide unevenly (see
+    `shard_chunk`). Create it with `flatten_state_dict=False`, because the state is already flat.
     """
 
     def create_local_plan(self) -> SavePlan:
-        """Plan to save the tensors and shards of this rank, without empty shards."""
+        """Create a plan for saving this rank's tensors and shards, skipping empty shards."""
         plan = super().create_local_plan()
         items: list[WriteItem] = []
         for item in plan.items:
@@ -235,13 +236,13 @@ class ShardSavePlanner(DefaultSavePlanner):
 
 
 def manifest_info(arch: Architecture, train_state: dict[str, Any], **extra: Any) -> dict[str, Any]:
-    """Return the `info` entry of a checkpoint's manifest, which describes the model and the run.
+    """Return the `info` entry of a manifest, which describes the model and the run.
 
     Args:
         arch: Architecture of the model.
-        train_state: Training state that is not a tensor, such as step and data position.
-        extra: Additional keys, such as "origin", or values that replace the defaults of "job"
-            (None) and "layout" (one rank).
+        train_state: Training state other than tensors, such as the step and the data position.
+        extra: Additional keys, such as "origin", or replacements for the defaults of "job" (None)
+            and "layout" (one rank).
     """
     info = {
         "train_state": train_state,
@@ -264,10 +265,10 @@ def library_versions() -> dict[str, str]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an exception that was raised while saving or loading, in one line.
+    """Return a one-line description of an exception raised during a save or load.
 
     DCP wraps the exceptions of all ranks in one `CheckpointException`. If several ranks raised the
-    same exception, the line contains it only once.
+    same exception, it appears only once.
     """
     if isinstance(error, CheckpointException):
         causes = {describe_error(cause) for cause, _ in error.failures.values()}

@@ -1,7 +1,7 @@
 """Find checkpoints by path, verify them, and read the jobs that trained them.
 
-All commands and job keys that take a checkpoint accept the same paths, which `find_checkpoints`
-resolves. This module changes nothing on disk and does not import torch.
+All commands and job keys that take a checkpoint accept the paths that `find_checkpoints` resolves.
+Except for downloads, this module changes nothing on disk. It does not import torch.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 
 COMMAND = "TITANLITE_COMMAND"
-"""Environment variable that contains the launcher's command line and the variables set for it, to
-show the user how to resume the run."""
+"""Environment variable with the command line of the launcher, including the variables set for it.
+It is used to show how to resume the run."""
 
 T = TypeVar("T")
 
@@ -47,12 +47,13 @@ def find_checkpoints(path: Path) -> list[Path]:
 
     Args:
         path: A step folder, a checkpoint folder (which contains step folders), the output folder of
-            a run, or a link to one of them. If it is the URL of such a folder, only the newest
+            a run, or a link to one of them. For the URL of such a folder, only the newest
             checkpoint is downloaded and returned.
 
     Raises:
         UserError: If the folder does not exist.
-        CheckpointError: If it contains no checkpoint, or only damaged ones that were renamed.
+        CheckpointError: If the folder contains no checkpoint, or only damaged ones that a run
+            renamed.
     """
     path = download_if_url(path)
     if not os.path.isdir(path):  # Path.is_dir would raise OSError if the name is too long
@@ -66,7 +67,7 @@ def find_checkpoints(path: Path) -> list[Path]:
     is_step_folder = get_step(path) >= 0
     if is_step_folder:
         return [path]
-    # An output folder has the step folders in its subfolders, for example in "checkpoint".
+    # In an output folder, the step folders are in subfolders such as "checkpoint".
     subfolders = list(path.glob("*"))
     checkpoints = list_checkpoints(path) or list_checkpoints(*subfolders)
     if checkpoints:
@@ -83,14 +84,14 @@ def find_checkpoints(path: Path) -> list[Path]:
 
 
 def download_if_url(path: Path) -> Path:
-    """Download the newest checkpoint at a URL, and return its local path.
+    """Download the newest checkpoint at a URL and return its local path.
 
     Args:
-        path: A URL such as s3://bucket/run. A local path is returned with `~` expanded.
+        path: A URL such as s3://bucket/run, or a local path, which is returned with `~` expanded.
 
     Raises:
         CheckpointError: If there is no checkpoint at the URL.
-        UserError: If the storage fails.
+        UserError: If the storage cannot be accessed.
     """
     url = storage.as_url(path)
     if url is None:
@@ -119,19 +120,21 @@ def load_newest(
     check: Callable[[Path], object] = check_checkpoint,
     log: Callable[[str], None] = lambda line: None,
 ) -> T:
-    """Verify and load the newest checkpoint at a path. If it is damaged, try the next older one.
+    """Verify and load the newest valid checkpoint at a path.
+
+    If a checkpoint is damaged, try the next older one.
 
     Args:
         path: A path or URL that `find_checkpoints` accepts.
         load: Loads the checkpoint in a step folder, or raises `Damage`. Its result is returned.
         check: Called with the step folder before `load`. It raises `Damage` if the checkpoint is
             damaged.
-        log: Called with one line of text for each damaged checkpoint.
+        log: Called with a one-line message before each older checkpoint is tried.
 
     Raises:
         UserError: If the folder does not exist.
-        CheckpointError: If there is no valid checkpoint, or a checkpoint cannot be read for another
-            reason than damage.
+        CheckpointError: If there is no valid checkpoint, or if a checkpoint cannot be read for a
+            reason other than damage.
     """
 
     def check_and_load(step_folder: Path) -> T:
@@ -146,18 +149,19 @@ def load_newest_of(
     load: Callable[[Path], T],
     log: Callable[[str], None] = lambda line: None,
 ) -> T:
-    """Load the last of several checkpoints. If it is damaged, try the one before it.
+    """Load the newest valid checkpoint in a list. If one is damaged, try the one before it.
 
-    If several ranks load together, pass the same list on all of them. A run may add checkpoints, so
-    list them on one rank only.
+    If several ranks load together, pass the same list on all of them. List the checkpoints on one
+    rank only, because a run may add some in the meantime.
 
     Args:
-        step_folders: Folders of the checkpoints, sorted by step.
+        step_folders: The step folders, sorted by step.
         load: Loads the checkpoint in a step folder, or raises `Damage`. Its result is returned.
-        log: Called with one line of text for each damaged checkpoint.
+        log: Called with a one-line message before each older checkpoint is tried.
 
     Raises:
-        CheckpointError: If all checkpoints are damaged, or one cannot be read for another reason.
+        CheckpointError: If all checkpoints are damaged, or if one cannot be read for a reason other
+            than damage.
     """
     problems: list[str] = []
     for step_folder in reversed(step_folders):
@@ -171,16 +175,16 @@ def load_newest_of(
 
 
 def read_newest_manifest(path: Path) -> Manifest:
-    """Return the manifest of the newest checkpoint at a path. If it is damaged, try older ones.
+    """Return the newest valid manifest of the checkpoints at a path.
 
-    This is fast, because it does not check the other files of the checkpoint.
+    This is fast because it does not check the other files of the checkpoint.
 
     Args:
         path: A path or URL that `find_checkpoints` accepts.
 
     Raises:
         UserError: If the folder does not exist.
-        CheckpointError: If there is no valid manifest, or one cannot be read now.
+        CheckpointError: If there is no valid manifest, or if one is currently unreadable.
     """
     return load_newest_of(find_checkpoints(path), read_manifest)
 
@@ -189,7 +193,8 @@ def verify(folder: Path) -> dict[str, Any]:
     """Verify all checkpoints at a path by reading every byte, and return a report.
 
     Args:
-        folder: A path or URL that `find_checkpoints` accepts.
+        folder: A path or URL that `find_checkpoints` accepts. At a URL, only the newest checkpoint
+            is verified.
 
     Returns:
         A dictionary with these keys:
@@ -198,11 +203,11 @@ def verify(folder: Path) -> dict[str, Any]:
         - "checkpoints": list of dictionaries with "name", "step", "bytes", "state" ("good",
           "damaged" or "unreadable") and "damage", a list of messages
         - "unfinished": names of interrupted saves and removals
-        - "set_aside": names of damaged checkpoints that a run has renamed
+        - "set_aside": names of damaged checkpoints that a run renamed
 
     Raises:
         UserError: If the folder does not exist.
-        CheckpointError: If it contains no checkpoint.
+        CheckpointError: If the folder contains no checkpoint.
     """
     local_folder = download_if_url(folder).resolve()
     step_folders = find_checkpoints(local_folder)
@@ -223,7 +228,7 @@ def verify(folder: Path) -> dict[str, Any]:
 
 
 def _list_unfinished_beside(checkpoints: Sequence[Path]) -> list[str]:
-    """Return the names of interrupted saves and removals in the folders that hold checkpoints."""
+    """Return the names of interrupted saves and removals in the parent folders of checkpoints."""
     names: list[str] = []
     for folder in sorted({path.parent for path in checkpoints}):
         names += [path.name for path in list_unfinished(folder)]
@@ -231,7 +236,7 @@ def _list_unfinished_beside(checkpoints: Sequence[Path]) -> list[str]:
 
 
 def _verify_step_folders(paths: Sequence[Path], folder: Path) -> list[dict[str, Any]]:
-    """Verify several checkpoints, and return a report for each that still exists.
+    """Verify several checkpoints and return a report for each one that still exists.
 
     Args:
         paths: The step folders.
@@ -241,14 +246,14 @@ def _verify_step_folders(paths: Sequence[Path], folder: Path) -> list[dict[str, 
     for path in paths:
         name = path.name if path == folder else os.path.relpath(path, folder)
         report = {"name": name, **_verify_step_folder(path)}
-        # Leave out a checkpoint that its run has removed in the meantime.
+        # Skip a checkpoint that its run removed in the meantime.
         if path == folder or path in list_checkpoints(path.parent):
             reports.append(report)
     return reports
 
 
 def _verify_step_folder(path: Path) -> dict[str, Any]:
-    """Verify a checkpoint, and return a dictionary with "step", "bytes", "state" and "damage"."""
+    """Verify a checkpoint and return a dictionary with "step", "bytes", "state" and "damage"."""
     state = "good"
     damage = []
     try:
@@ -265,9 +270,9 @@ class NoTokenizerError(CheckpointError):
 
 
 def read_newest_job(path: Path, tokenizer_path: Path | None = None) -> JobConfig:
-    """Return the job configuration in the newest checkpoint at a path.
+    """Return the job configuration from the newest checkpoint at a path.
 
-    If the manifest of this checkpoint is damaged, use the next older one.
+    If the manifest of a checkpoint is damaged, use the next older checkpoint.
 
     Args:
         path: A path or URL that `find_checkpoints` accepts.
@@ -275,14 +280,15 @@ def read_newest_job(path: Path, tokenizer_path: Path | None = None) -> JobConfig
 
     Raises:
         UserError: If the folder does not exist, or the job needs a plugin that is not loaded.
-        CheckpointError: If all manifests are damaged, or the job cannot be read.
+        CheckpointError: If there is no checkpoint, all manifests are damaged, or the job cannot be
+            read.
     """
     read = partial(read_job, tokenizer_path=tokenizer_path)
     return load_newest_of(find_checkpoints(path), read)
 
 
 def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig:
-    """Return the job configuration in a checkpoint, from which you can build model and tokenizer.
+    """Return the job configuration in a checkpoint, for building the model and the tokenizer.
 
     Args:
         step_folder: Folder of the checkpoint.
@@ -291,8 +297,8 @@ def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig
     Raises:
         UserError: If the job needs a plugin that is not loaded.
         Damage: If the manifest is damaged.
-        CheckpointError: If the job cannot be read, or the checkpoint has no job.
-        NoTokenizerError: If the checkpoint has no tokenizer, and `tokenizer_path` is None.
+        CheckpointError: If the job cannot be read, or if the checkpoint has no job.
+        NoTokenizerError: If the checkpoint has no tokenizer and `tokenizer_path` is None.
     """
     manifest = read_manifest(step_folder)
     info = manifest["info"]
@@ -319,7 +325,7 @@ def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig
 def _was_imported_without_tokenizer(info: dict[str, Any]) -> bool:
     """Return whether a checkpoint contains weights that were imported without a tokenizer.
 
-    Return False for imports of early versions, which recorded neither job nor tokenizer.
+    Return False for imports by early titanlite versions, which recorded neither job nor tokenizer.
 
     Args:
         info: Entry "info" of the manifest.
@@ -335,21 +341,21 @@ def set_tokenizer_path(job: JobConfig, path: str | Path) -> JobConfig:
 
 
 def _read_saved_job(step_folder: Path, sections: dict[str, Any]) -> JobConfig:
-    """Validate the job configuration in the manifest of a checkpoint, and return it.
+    """Validate the job configuration in the manifest of a checkpoint and return it.
 
     Args:
-        step_folder: The checkpoint, for messages.
-        sections: The job in the manifest: section name -> keys and values.
+        step_folder: The checkpoint, for error messages.
+        sections: The job in the manifest: a mapping from section names to keys and values.
 
     Raises:
         UserError: If the job needs a plugin that is not loaded.
-        CheckpointError: If the job has keys or values that this version cannot read.
+        CheckpointError: If the job has keys or values that this version of titanlite cannot read.
     """
     job, mistakes = JobConfig.read(sections)
     require_plugins(job.job.plugins, step_folder)
 
-    # Ignore options, and choices for the value of an option, that titanlite has removed since the
-    # save. They do not change the model.
+    # Ignore options and option values that titanlite has removed since the save. They do not
+    # change the model.
     unreadable_keys = []
     for mistake in mistakes:
         is_removed_option = mistake.kind == REMOVED_NAME
@@ -365,7 +371,7 @@ def _read_saved_job(step_folder: Path, sections: dict[str, Any]) -> JobConfig:
 def _read_job_of_old_import(step_folder: Path) -> JobConfig:
     """Return the job configuration of weights that an early version of titanlite imported.
 
-    Early versions wrote the job to config.toml in the output folder, and not to the manifest.
+    Early versions wrote the job to config.toml in the output folder instead of the manifest.
 
     Raises:
         CheckpointError: If the output folder has no config.toml.
@@ -383,7 +389,8 @@ def read_compute_dtype(run: Run) -> ComputeDtype | None:
     """Return the compute dtype of the newest checkpoint of a run, which a resumed run keeps.
 
     Returns:
-        "float32" or "bfloat16". None if there is no checkpoint, or if it cannot be read.
+        "float32" or "bfloat16". None if there is no readable checkpoint, or if the run does not
+        use checkpoints.
     """
     if not run.job.checkpoint.enable:
         return None
@@ -400,7 +407,7 @@ def read_compute_dtype(run: Run) -> ComputeDtype | None:
 
 
 class Progress(NamedTuple):
-    """How far a run has trained, according to the checkpoint from which it resumes.
+    """How far a run has trained, according to the checkpoint from which it will resume.
 
     Attributes:
         steps: Number of steps whose data the run has read.
@@ -417,7 +424,7 @@ class Progress(NamedTuple):
 def read_progress(run: Run) -> Progress:
     """Return how far a run has trained, according to the checkpoints in its output folder.
 
-    If there is no checkpoint, or it cannot be read, return a progress of 0 steps.
+    If there is no readable checkpoint, return a progress of 0 steps.
     """
     if not is_saved(run):
         return Progress()
@@ -441,8 +448,8 @@ def read_progress(run: Run) -> Progress:
 def _read_manifest_to_resume(run: Run) -> Manifest:
     """Return the manifest of the checkpoint from which a run will resume.
 
-    This is the checkpoint of step `checkpoint.load_step`, or else the newest one. `load_step`
-    selects a checkpoint only until the run has resumed from this step once.
+    This is the checkpoint of step `checkpoint.load_step` if it exists, or else the newest one. Once
+    the run has resumed from `load_step` and saved a later checkpoint, it is also the newest one.
     """
     load_step = run.job.checkpoint.load_step
     checkpoints = list_checkpoints(run.checkpoint_folder)
@@ -455,7 +462,7 @@ def _read_manifest_to_resume(run: Run) -> Manifest:
 def _read_newest_manifest_of(run: Run) -> Manifest:
     """Return the manifest of the newest checkpoint of a run, or {} if it has no checkpoint.
 
-    If the local folder has no checkpoint, the checkpoints at `checkpoint.mirror` are used.
+    If there is no local checkpoint, look for one at the URL `checkpoint.mirror`.
     """
     if is_saved(run):
         return read_newest_manifest(run.checkpoint_folder)
@@ -475,9 +482,9 @@ def _read_newest_manifest_at(url: str) -> Manifest:
 
 
 def get_saved_section(info: dict[str, Any], section: str) -> dict[str, Any]:
-    """Return a section of the job that saved a checkpoint.
+    """Return a section of the job that saved a checkpoint, or {} if it has no such section.
 
-    The section is empty if the checkpoint has no job, which is possible for imported weights.
+    Imported weights may have no job at all.
 
     Args:
         info: Entry "info" of the manifest.
@@ -490,8 +497,7 @@ def get_saved_section(info: dict[str, Any], section: str) -> dict[str, Any]:
 def get_data_state(info: dict[str, Any]) -> dict[str, Any]:
     """Return the data position in a checkpoint, as saved by `save_position`, or {} if it has none.
 
-    For imported weights, the only key is "tokenizer". Its value is None if no tokenizer was
-    imported.
+    For imported weights, the only key is "tokenizer", which is None if no tokenizer was imported.
 
     Args:
         info: Entry "info" of the manifest.
@@ -503,7 +509,7 @@ def has_resumed_from(checkpoints: Sequence[Path], load_step: int) -> bool:
     """Return whether a run has resumed from step `load_step` and saved a later checkpoint since.
 
     For example, a run with `checkpoint.load_step` = 100 loads the checkpoint of step 100 and trains
-    up to step 200. If it is restarted, it must resume from step 200 instead of step 100.
+    to step 200. If it restarts, it must resume from step 200 instead of step 100.
 
     Args:
         checkpoints: Step folders of the run, sorted by step.
@@ -513,13 +519,13 @@ def has_resumed_from(checkpoints: Sequence[Path], load_step: int) -> bool:
     manifest = _read_newest_valid_manifest(later_checkpoints)
     if manifest is None:
         return False
-    # If it differs, the later checkpoint was saved before the user has set this `load_step`.
+    # If it differs, the later checkpoint was saved before the user set this `load_step`.
     saved_load_step = get_saved_section(manifest["info"], "checkpoint").get("load_step")
     return saved_load_step == load_step
 
 
 def _read_newest_valid_manifest(checkpoints: Sequence[Path]) -> Manifest | None:
-    """Return the manifest of the last checkpoint whose manifest is valid, or None."""
+    """Return the newest valid manifest of checkpoints sorted by step, or None if there is none."""
     for path in reversed(checkpoints):
         with suppress(Damage):
             return read_manifest(path)
@@ -527,12 +533,12 @@ def _read_newest_valid_manifest(checkpoints: Sequence[Path]) -> Manifest | None:
 
 
 def is_saved(run: Run) -> bool:
-    """Return whether a run has checkpoints, and saving is enabled, so that a restart resumes."""
+    """Return whether a run has checkpoints and uses them, so that a restart would resume."""
     return run.job.checkpoint.enable and bool(list_checkpoints(run.checkpoint_folder))
 
 
 def resume_hint(run: Run, argv: Sequence[str]) -> str:
-    """Return a line for the user that shows the command to resume a run that has ended early.
+    """Return a one-line message with the command that resumes a run that ended early.
 
     Args:
         run: The run.

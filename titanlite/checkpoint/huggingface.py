@@ -1,8 +1,8 @@
 """Read and write published weights: Hugging Face models, Meta models, imports and averages.
 
-Invariant: About one tensor, or one output file, is in memory at a time. A folder appears under its
-name only when it is complete. Nothing in the files is executed, and no file outside of the folder
-is opened.
+Invariant: About one tensor or one output file is in memory at a time. A folder gets its final name
+only when it is complete. Nothing in the files is executed, and no file outside the folder is
+opened.
 """
 
 from __future__ import annotations
@@ -68,18 +68,19 @@ _MAX_JSON_BYTES = 1 << 24  # the index of Llama 405B takes about 100 kB
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 TokenizerWriter = Callable[[Path], dict[str, int | None]]
-"""Writes the tokenizer's files into a folder, and returns its special token IDs."""
+"""Writes the tokenizer files into a folder and returns the special token IDs, such as
+`eos_token_id`."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of a model that are stored in files, in any format. They are read one at a time.
+    """Weights of a model, stored in files of any format and read one parameter at a time.
 
     Attributes:
         arch: Architecture of the model.
-        dtypes: Stored dtype of each parameter, by its name in titanlite, for example
+        dtypes: Stored dtype of each parameter, by titanlite name, for example
             "layers.3.attention.wq.weight".
-        read: Reads a whole (unsharded) parameter from the files, given its name in titanlite.
+        read: Reads a whole (unsharded) parameter from the files, given its titanlite name.
     """
 
     arch: Architecture
@@ -101,22 +102,23 @@ def check_tensors(
     described_by: str,
     to_stored_name: Callable[[str], str] = lambda name: name,
 ) -> dict[str, torch.dtype]:
-    """Check that a folder contains exactly the parameters of a model, and return their dtypes.
+    """Check that a folder contains exactly the parameters of a model and return their dtypes.
 
     Args:
         folder: The folder, for error messages.
         arch: Architecture of the model.
-        tensors: The tensors in the folder, by their stored names.
+        tensors: The tensors in the folder, by stored name.
         described_by: File or section that describes the architecture, such as "config.json", for
             error messages.
         to_stored_name: Converts the titanlite name of a parameter to its stored name.
 
     Returns:
-        Stored dtype of each parameter, by its titanlite name.
+        Stored dtype of each parameter, by titanlite name.
 
     Raises:
-        UserError: If the width cannot be divided into heads, or if tensors are missing, unexpected,
-            or have a wrong shape or an unsupported dtype. The message lists these tensors.
+        UserError: If the width cannot be divided into heads, or if any tensor is missing or
+            unexpected or has the wrong shape or an unsupported dtype. The message lists these
+            tensors.
     """
     _check_heads(folder, arch)
 
@@ -134,11 +136,11 @@ def check_tensors(
 
 
 def _check_heads(folder: Path, arch: Architecture) -> None:
-    """Check that the head width is even, as RoPE needs, and that query heads form equal groups.
+    """Check that the head width is even, as RoPE requires, and that query heads form equal groups.
 
     Raises:
-        UserError: If the head width is odd, or the number of heads is not a multiple of the number
-            of key/value heads. The message names `folder`.
+        UserError: If the head width is odd, or if the number of heads is not a multiple of the
+            number of key/value heads. The message names `folder`.
     """
     if arch.head_dim % 2 or arch.n_heads % arch.n_kv_heads:
         heads = f"{arch.n_heads} heads of even width and {arch.n_kv_heads} key/value heads"
@@ -146,16 +148,17 @@ def _check_heads(folder: Path, arch: Architecture) -> None:
 
 
 def checkpoint_weights(path: Path, averaged: bool = False) -> Weights:
-    """Open the weights of a checkpoint, to read whole parameters one at a time in one process.
+    """Open the weights of a checkpoint for reading whole parameters one at a time in one process.
 
     Args:
         path: A step folder that has passed `check_checkpoint`.
-        averaged: Whether to return the averages of the weights (EMA) instead.
+        averaged: Return the averaged weights (EMA) instead.
 
     Raises:
-        UserError: If the checkpoint has no averages, or its architecture needs a plugin.
-        CheckpointError: If it does not describe its architecture, or this version cannot read the
-            description.
+        UserError: If `averaged` is true but the checkpoint has no averages, or if its architecture
+            needs a plugin that is not loaded.
+        CheckpointError: If the checkpoint does not describe its architecture, or if this version of
+            titanlite cannot read the description.
     """
     manifest = read_manifest(path)
     arch = _build_architecture(path, manifest["info"]["architecture"])
@@ -164,14 +167,15 @@ def checkpoint_weights(path: Path, averaged: bool = False) -> Weights:
 
 
 def _build_architecture(path: Path, fields: dict[str, Any] | None) -> Architecture:
-    """Create the architecture that the manifest of a checkpoint describes.
+    """Create the architecture described in the manifest of a checkpoint.
 
     Args:
         path: The step folder, for error messages.
         fields: Fields of the architecture in the manifest, or None if it has none.
 
     Raises:
-        CheckpointError: If `fields` is None, or this version of titanlite has other fields.
+        CheckpointError: If `fields` is None, or if the fields do not match the architecture class
+            in this version of titanlite.
         UserError: If the architecture belongs to a plugin that is not loaded.
     """
     if fields is None:
@@ -191,9 +195,9 @@ def _build_architecture(path: Path, fields: dict[str, Any] | None) -> Architectu
 
 
 def dcp_weights(reader: SafeReader, arch: Architecture, prefix: str) -> Weights:
-    """Open weights that torch.distributed.checkpoint (DCP) has saved.
+    """Open weights that were saved with torch.distributed.checkpoint (DCP).
 
-    The function `read` of the result raises `Damage` if the weight that it reads is damaged.
+    The `read` function of the result raises `Damage` if the requested weight is damaged.
 
     Args:
         reader: Reader of the checkpoint.
@@ -224,22 +228,22 @@ def export_hf(
 ) -> None:
     """Write a model in Hugging Face format, so that `transformers` can load it.
 
-    The exported model belongs to a family of `transformers`, such as Llama, that computes the same
+    The exported model uses a `transformers` model family, such as Llama, that computes the same
     function as the titanlite model.
 
     Args:
         source: The weights.
         out: The folder to create.
         dtype: "float32", "bfloat16" or "float16".
-        write_tokenizer: Writes the tokenizer's files into a folder, and returns bos_token_id and
+        write_tokenizer: Writes the tokenizer files into a folder and returns bos_token_id and
             eos_token_id.
-        shard_bytes: Largest size of a weight file in bytes. Writing a file needs twice its size in
+        shard_bytes: Maximum size of a weight file in bytes. Writing a file takes twice its size in
             memory.
-        token: Suffix of the temporary folder's name. Default: random.
+        token: Suffix for the name of the temporary folder. Defaults to a random string.
 
     Raises:
-        UserError: If `out` exists or cannot be written, or if no family in `transformers` computes
-            the same function.
+        UserError: If `out` exists or cannot be written, or if no `transformers` model family
+            computes the same function.
     """
     from huggingface_hub import split_torch_state_dict_into_shards  # slow to import
 
@@ -248,7 +252,7 @@ def export_hf(
     config = formats.hf_config(source.arch, dtype)
     torch_dtype = getattr(torch, dtype)
     titanlite_names: dict[str, str] = {}  # by Hugging Face name
-    empty_tensors = {}  # which only describe the sizes
+    empty_tensors = {}  # meta tensors, which only describe the sizes
     for name, shape in parameter_shapes(source.arch).items():
         exported_name = hf_name(source.arch, name)
         titanlite_names[exported_name] = name
@@ -265,7 +269,7 @@ def export_hf(
                 tensor = source.read(titanlite_names[exported_name]).detach()
                 tensors[exported_name] = tensor.to("cpu", torch_dtype).contiguous()
             save_file(tensors, tmp_folder / file_name, {"format": "pt"})
-            del tensors  # before the next file is read, to limit memory
+            del tensors  # free this memory before reading the next file
 
         tables = {
             "config.json": config | token_ids,
@@ -289,11 +293,11 @@ def export_hf(
 
 
 def hf_weights(folder: Path) -> Weights:
-    """Open the weights of a Hugging Face model. Its safetensors files are memory-mapped.
+    """Open the weights of a Hugging Face model by memory-mapping its safetensors files.
 
     Raises:
-        UserError: If the folder contains no model, or if titanlite would compute other results than
-            transformers for this model. The message lists all reasons.
+        UserError: If the folder contains no valid model, or if titanlite would compute different
+            results for this model than transformers. The message lists all reasons.
     """
     if exists(folder / _ADAPTER_CONFIG):
         raise UserError(
@@ -306,7 +310,7 @@ def hf_weights(folder: Path) -> Weights:
     tensors = _open_safetensors(folder)
     parameters = dict(tensors)
     if arch.tied_embeddings:
-        parameters.pop(HF_OUTPUT, None)  # no parameter, but some models store a copy
+        parameters.pop(HF_OUTPUT, None)  # not a parameter, but some models store a copy
     to_hf_name = partial(hf_name, arch)
     dtypes = check_tensors(folder, arch, parameters, "config.json", to_hf_name)
     if arch.tied_embeddings:
@@ -315,11 +319,11 @@ def hf_weights(folder: Path) -> Weights:
 
 
 def _check_tied_output(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Check that a model with tied embeddings has no output weights, or a copy of the embedding.
+    """Check that the output weights of a model with tied embeddings equal the embedding, if stored.
 
     Args:
         folder: Folder of the model, for the error message.
-        tensors: All tensors in the folder by name.
+        tensors: All tensors in the folder, by name.
 
     Raises:
         UserError: If the output weights differ from the embedding.
@@ -332,9 +336,9 @@ def _check_tied_output(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _open_safetensors(folder: Path) -> dict[str, Tensor]:
-    """Memory-map the tensors of a Hugging Face model, and return them by name.
+    """Memory-map the tensors of a Hugging Face model and return them by name.
 
-    Tensors that can be derived from config.json, such as rotary angles, are left out.
+    Omit tensors that can be derived from config.json, such as rotary angles.
 
     Raises:
         UserError: If a file is missing or damaged.
@@ -368,10 +372,10 @@ class _SafetensorsIndex(FileModel):
 
 
 def _list_safetensors(folder: Path) -> list[Path]:
-    """Return the weight files of a Hugging Face model, chosen in the same way as in transformers.
+    """Return the weight files of a Hugging Face model, selected in the same way as in transformers.
 
-    These are model.safetensors or, if it does not exist, all files that
-    model.safetensors.index.json lists.
+    Return model.safetensors or, if it does not exist, all files listed in
+    model.safetensors.index.json.
 
     Raises:
         UserError: If the folder has neither file.
@@ -391,17 +395,17 @@ def _list_safetensors(folder: Path) -> list[Path]:
 
 @torch.no_grad()
 def load_hf_weights(folder: Path, model: Llama) -> None:
-    """Load the weights of a Hugging Face model into a titanlite model in memory.
+    """Load the weights of a Hugging Face model into a titanlite model in place.
 
-    If the titanlite model is sharded, each rank copies only its own shards.
+    If the titanlite model is sharded, each rank copies only the shards that it holds.
 
     Args:
         folder: Folder of the Hugging Face model.
-        model: The model, sharded or not.
+        model: The titanlite model, sharded or not.
 
     Raises:
-        UserError: If titanlite does not support the Hugging Face model, or its architecture differs
-            from that of `model`. The message lists the differences.
+        UserError: If titanlite does not support the Hugging Face model, or if its architecture
+            differs from `model.arch`. The message lists the differences.
     """
     source = hf_weights(folder)
     _check_same_model(folder, source.arch, model.arch)
@@ -410,7 +414,7 @@ def load_hf_weights(folder: Path, model: Llama) -> None:
 
 
 def _check_same_model(folder: Path, saved_arch: Architecture, arch: Architecture) -> None:
-    """Check that saved weights fit the model of the job. Only `max_seq_len` may differ.
+    """Check that saved weights have the architecture of the job, apart from `max_seq_len`.
 
     Args:
         folder: Folder of the saved weights, for the error message.
@@ -434,7 +438,7 @@ def _check_same_model(folder: Path, saved_arch: Architecture, arch: Architecture
 
 
 def meta_weights(folder: Path) -> Weights:
-    """Open the weights of a Llama in Meta's format.
+    """Open the weights of a Llama model in the Meta format.
 
     Args:
         folder: Folder with params.json and consolidated.00.pth, consolidated.01.pth, ... Each .pth
@@ -442,7 +446,7 @@ def meta_weights(folder: Path) -> Weights:
             shards.
 
     Raises:
-        UserError: If files are missing, or their tensors differ from the tensors of a Llama. The
+        UserError: If a file is missing or damaged, or if the tensors do not form a Llama model. The
             message lists the differences.
     """
     path = find_file_inside(folder, "params.json")
@@ -479,7 +483,7 @@ def meta_weights(folder: Path) -> Weights:
         split_by_columns.append(embedding)
 
     def join(name: str, device: str = "cpu") -> Tensor:
-        """Read a weight: concatenate its shards. Each file contains one shard."""
+        """Read a weight by concatenating its shards, one from each file."""
         parts = [file[name].to(device) for file in files]
         if parts[0].ndim != 2:
             return parts[0]  # norms are not split
@@ -494,10 +498,10 @@ def meta_weights(folder: Path) -> Weights:
 
 
 def _load_pth(path: Path) -> dict[str, Tensor]:
-    """Memory-map a .pth file, and return its tensors by name.
+    """Memory-map a .pth file and return its tensors by name.
 
     Raises:
-        UserError: If the file is damaged, or contains anything but contiguous tensors.
+        UserError: If the file is damaged or contains anything but contiguous tensors.
     """
     try:
         tensors = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
@@ -518,16 +522,16 @@ def _load_pth(path: Path) -> dict[str, Tensor]:
 def average_weights(
     paths: Sequence[Path], sources: Sequence[Weights], factors: Sequence[float]
 ) -> Weights:
-    """Average the weights of several checkpoints, with a factor for each checkpoint.
+    """Return the weighted average of several checkpoints.
 
-    `Weights.read` of the result computes the mean of a parameter in float64, and returns it in
-    float32.
+    The `read` function of the result computes the average of a parameter in float64 and returns it
+    in float32.
 
     Args:
         paths: Path of each checkpoint, for error messages.
         sources: Weights of each checkpoint.
-        factors: Factor of each checkpoint. They need not add up to 1, because they are divided by
-            their sum.
+        factors: Weighting factor of each checkpoint. They need not add up to 1, because they are
+            divided by their sum.
 
     Raises:
         UserError: If the checkpoints contain different models.
@@ -563,18 +567,19 @@ def import_weights(
 ) -> Path:
     """Write weights as a titanlite checkpoint, without optimizer state and data position.
 
-    A run can start from the checkpoint with `checkpoint.initial_load_path`, but cannot resume it.
+    A run can start from the checkpoint with `checkpoint.initial_load_path`, but cannot resume from
+    it.
 
     Args:
-        out: Folder of checkpoints in which the step folder is created.
+        out: Checkpoint folder in which to create the step folder.
         source: The weights and their architecture.
         origin: Where the weights come from, for example the path of a model. It is recorded in the
             manifest.
         step: Step of the checkpoint.
-        job: Job that describes the model. Default: a job with the architecture of `source`.
+        job: Job that describes the model. Defaults to a job with the architecture of `source`.
         tokenizer: Tokenizer of the model. Its files are copied into the checkpoint.
-        tokenizer_fingerprint: Fingerprint to record if `tokenizer` is None, so that no files are
-            copied.
+        tokenizer_fingerprint: Tokenizer fingerprint to record if `tokenizer` is None. No tokenizer
+            files are copied in this case.
 
     Returns:
         The step folder.
@@ -605,7 +610,8 @@ def import_weights(
         origin=origin,
     )
     writer = CheckpointWriter(out, step, secrets.token_hex(8), info)
-    # DCP keeps all tensors of a file in memory until the file is written.
+    # Write one file per tensor, because DCP keeps all tensors of a file in memory until it is
+    # written.
     writer.single_file_per_rank = False
     tensors = {
         f"model.{name}": torch.empty(shape, dtype=source.dtypes[name], device="meta")
@@ -622,7 +628,7 @@ def import_weights(
 
 
 def describing_job(source: Weights, plugins: Sequence[str] = ()) -> JobConfig:
-    """Create the job configuration to store with imported weights, which describes their model.
+    """Create a job configuration that describes the model of imported weights, to store with them.
 
     Args:
         source: The weights and their architecture.
@@ -638,11 +644,11 @@ def describing_job(source: Weights, plugins: Sequence[str] = ()) -> JobConfig:
 
 
 def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, Path]:
-    """List the files of a tokenizer to copy into a checkpoint.
+    """List the tokenizer files to copy into a checkpoint.
 
     Returns:
-        Name in the checkpoint -> path of the file, the main file first. Empty if the tokenizer has
-        no file, which is possible for plugins.
+        Mapping from names in the checkpoint to file paths, with the main file first. It is empty if
+        the tokenizer has no file, as is possible for plugins.
     """
     if not tokenizer.path.is_file():
         return {}
@@ -654,7 +660,7 @@ def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, Path]:
 
 
 class _ReadingPlanner(DefaultSavePlanner):
-    """DCP save planner that reads each weight from other files just before DCP writes it.
+    """DCP save planner that reads each weight from `source` just before DCP writes it.
 
     DCP plans the save with meta tensors, so that only one weight is in memory at a time.
 

@@ -1,4 +1,4 @@
-"""Name the tensors of a run: the weights, the optimizer state and the tensors of hooks."""
+"""Collect the tensors of a run by name: the weights, the optimizer state and the hook tensors."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from titanlite.optim.adamw import shard_slices
 from titanlite.optim.clip import is_fp8_wrapper, local_shard
 
 AVERAGES = f"hooks.{EMA}."
-"""Prefix of the averages of the weights (EMA)."""
+"""Name prefix of the averaged weights (EMA)."""
 WEIGHTS = ("model.", AVERAGES)
-"""Prefixes of weights and of their averages."""
+"""Name prefixes of the weights and the averaged weights."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LiveState:
-    """The model, the optimizer and the hooks of this rank, which a checkpoint saves or restores.
+    """The model, optimizer and hooks of this rank, which checkpoints save and restore.
 
     Attributes:
         model: The model, sharded or not. Its parameters may be offloaded to the CPU.
-        optimizer: Optimizer of `model`; None to save and load only weights.
-        new_optimizer: Builds a new optimizer for the same parameters, whose initial state is used
-            to reset `optimizer`.
-        hook_tensors: Returns the tensors of the run's hooks, keyed by "<hook name>.<tensor name>".
+        optimizer: Optimizer of `model`, or None to save and load only the weights.
+        new_optimizer: Builds a new optimizer for the same parameters. Its initial state is used to
+            reset `optimizer`.
+        hook_tensors: Returns the tensors of all hooks, keyed by "<hook name>.<tensor name>".
         prepare_hooks: Called before hook tensors are loaded, with the sizes of the saved tensors
             and the saved `state_dict` of each hook.
     """
@@ -49,16 +49,16 @@ class LiveState:
     def tensors(
         self, *, optimizer: bool = True, hooks: bool = True, rng: bool = False
     ) -> dict[str, Tensor]:
-        """Return the tensors to save or to load into, by their names in a checkpoint.
+        """Return the tensors to save or to load into, by name in the checkpoint.
 
         The names, such as "optimizer.layers.3.attention.wq.weight.exp_avg", do not depend on the
         parallel layout. The tensors share memory with the model, the optimizer and the hooks, so
-        that a load changes these in place. Only random states are copies.
+        loading into the tensors changes these in place. Only the random states are copies.
 
         Args:
             optimizer: Include the optimizer state.
-            hooks: Include the tensors of hooks.
-            rng: Include the states of this rank's random generators.
+            hooks: Include the hook tensors.
+            rng: Include the states of the random number generators on this rank.
         """
         tensors = {f"model.{name}": tensor for name, tensor in model_tensors(self.model).items()}
         if optimizer and self.optimizer is not None:
@@ -72,7 +72,7 @@ class LiveState:
 
 
 def _random_states() -> dict[str, Tensor]:
-    """Return the states of this rank's random generators by name, such as "rng.cpu.0"."""
+    """Return the states of this rank's random number generators by name, such as "rng.cpu.0"."""
     rank = dist.get_rank()
     states = {f"rng.cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -81,9 +81,9 @@ def _random_states() -> dict[str, Tensor]:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers of a model by name, without autograd.
+    """Return the parameters and persistent buffers of a model by name, detached from autograd.
 
-    Tied tensors appear once, under their first name.
+    A tied tensor appears once, under its first name.
     """
     tensors = {}
     seen = set()
@@ -110,10 +110,10 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def _split_quantized(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Split an 8-bit optimizer state of torchao into ordinary tensors, which DCP can save.
+    """Split a torchao 8-bit optimizer state into ordinary tensors, which DCP can save.
 
-    torchao stores such a state as a code of 8 bits for each value, and a scale for each block of
-    values. Our 8-bit optimizer quantizes the shards of DTensors only.
+    torchao stores an 8-bit code for each value and a scale for each block of values. The titanlite
+    8-bit optimizer quantizes only the shards of DTensors.
 
     Returns:
         "<name>.codes" and "<name>.scale" for an 8-bit state; `name` for any other state.
@@ -122,8 +122,8 @@ def _split_quantized(name: str, tensor: Tensor) -> dict[str, Tensor]:
     if not isinstance(tensor, DTensor) or not hasattr(shard, "codes"):
         return {name: to_plain(tensor)}  # not quantized
 
-    # Each row has its own scales. For example, a matrix with 8 rows and 512 columns has codes of
-    # shape (8, 512), and with blocks of 256 values scales of shape (8, 2).
+    # Blocks do not span rows. For example, with blocks of 256 values, an (8, 512) matrix has codes
+    # of shape (8, 512) and scales of shape (8, 2).
     num_rows = shard.shape[0]
     scale = shard.scale.view(num_rows, -1)
     return {
@@ -136,7 +136,7 @@ def _shard_rows_like(tensor: DTensor, shard: Tensor) -> DTensor:
     """Create a DTensor matrix from this rank's rows, sharded in the same way as `tensor`.
 
     Args:
-        tensor: The sharded tensor, with as many rows as the result.
+        tensor: Sharded tensor with the same number of rows as the result.
         shard: This rank's rows of the result.
     """
     return DTensor.from_local(
@@ -150,7 +150,7 @@ def _shard_rows_like(tensor: DTensor, shard: Tensor) -> DTensor:
 
 
 def to_plain(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor without autograd and without torchao's FP8 wrapper class.
+    """Return a view of a tensor without autograd and without the torchao FP8 wrapper class.
 
     Checkpoints contain ordinary tensors, so that they can be loaded with or without FP8. The result
     shares memory with `tensor`.
@@ -170,16 +170,16 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor has no NaN or infinity."""
-    if tensor.sum().isfinite():  # usually decides, and allocates no memory
+    """Return whether a tensor contains neither NaN nor infinity."""
+    if tensor.sum().isfinite():  # usually sufficient, and needs no temporary tensor
         return True
     return bool(tensor.isfinite().all())
 
 
 def shard_chunk(tensor: DTensor) -> ChunkStorageMetadata:
-    """Return the offsets and the sizes of this rank's shard in the whole tensor.
+    """Return the offsets and sizes of this rank's shard within the whole tensor.
 
-    DCP's own computation is wrong up to torch 2.15 if tensor parallelism and FSDP over three or
+    Up to torch 2.15, DCP computes them incorrectly if tensor parallelism and FSDP over three or
     more ranks divide the same dimension unevenly, such as a vocabulary with an odd size.
     """
     slices = shard_slices(tensor)

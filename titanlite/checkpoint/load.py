@@ -1,6 +1,6 @@
 """Resume a run from its newest valid checkpoint, or load only the weights of a checkpoint.
 
-Invariant: Loading restores exactly what a save stored. Each parameter gets the tensor with its own
+Invariant: Loading restores exactly what a save stored. Each parameter gets the tensor with the same
 name and shape, all weights are finite, and no tensor of the saved model or optimizer is left over.
 """
 
@@ -71,10 +71,10 @@ class Resumer:
 
     Args:
         context: Checkpoint folder, options, live state and ranks of the run.
-        is_same_tokenizer: Given the fingerprint of a saved tokenizer, returns whether the run uses
-            the same tokenizer.
-        compare_data: Given a saved data position, returns how the data of the run differs from the
-            saved data. None skips this comparison.
+        is_same_tokenizer: Given the fingerprint of the saved tokenizer, returns whether the run
+            uses the same tokenizer.
+        compare_data: Given the saved data position, returns how the data of the run differs from
+            the saved data. None skips this comparison.
     """
 
     def __init__(
@@ -93,24 +93,25 @@ class Resumer:
         self._initial_hook_tensors = _copy_hook_tensors(context.live)
 
     def load(self) -> dict[str, Any] | None:
-        """Load the newest valid checkpoint in place, or the checkpoint of `checkpoint.load_step`.
+        """Load the newest valid checkpoint, or the one from step `checkpoint.load_step`, in place.
 
         Call this when a run starts.
 
-        - If a checkpoint is damaged, it is renamed, and the next older one is loaded.
-        - With `load_step`, only the checkpoint of that step is loaded. Later checkpoints are
-          renamed, because the run will write these steps again.
-        - `load_step` and `exclude_from_loading` apply only once. If the run has saved a checkpoint
-          with the same values of these keys since, a restart loads this checkpoint completely.
-        - If there is no checkpoint, the weights at `initial_load_path` are loaded, if it is set.
+        - If a checkpoint is damaged, rename it and load the next older one.
+        - If `load_step` is set, load only the checkpoint of that step. Rename later checkpoints,
+          because the run will train and save these steps again.
+        - `load_step` and `exclude_from_loading` apply only once. If the run has since saved a
+          checkpoint with the same values of these keys, a restart loads this checkpoint completely.
+        - If there is no checkpoint but `initial_load_path` is set, load the weights from there.
 
         Returns:
-            The training state that was saved, without the keys in `exclude_from_loading`. None if
-            there is no checkpoint.
+            The saved training state, without the parts in `exclude_from_loading`. None if there is
+            no checkpoint.
 
         Raises:
-            UserError: If model, optimizer, tokenizer or data of the job do not fit the checkpoint.
-            CheckpointError: If there are checkpoints, but no valid one.
+            UserError: If the model, optimizer, tokenizer or data of the job does not fit the
+                checkpoint.
+            CheckpointError: If there are checkpoints but no valid one.
         """
         folder = self.context.folder
         checkpoints, damaged = self._ranks.run_on_rank0(
@@ -122,7 +123,7 @@ class Resumer:
         wanted = "valid checkpoint"
         fix = "To start from scratch, move them away or choose another checkpoint.folder."
 
-        # `load_step` selects a checkpoint only until the run has resumed from this step once.
+        # Ignore `load_step` if the run has already resumed from this step.
         step = self._config.load_step
         if step != -1 and not self._ranks.run_on_rank0(lambda: has_resumed_from(checkpoints, step)):
             candidates = [path for path in checkpoints if get_step(path) == step]
@@ -134,7 +135,7 @@ class Resumer:
                 fix = "Choose another step, or remove checkpoint.load_step to load the newest one."
 
         state, damages = self._load_newest_valid(candidates, "Resumed")
-        # Rename nothing before the load, which raises an error if the job is wrong.
+        # Rename checkpoints only now, because the load raises an error if the job does not fit.
         for path in damages:
             self._rename(path, f"Damaged {path.name}", "damaged")
         if state is not None:
@@ -142,7 +143,7 @@ class Resumer:
                 self._rename(path, f"Rolling back to step {step}: {path.name}", "archived")
             return state
         problems += damages.values()
-        if problems:  # never start from scratch if there are checkpoints, but no valid one
+        if problems:  # never start from scratch if there are checkpoints but no valid one
             listed = "\n  ".join([f"{folder}: there is no {wanted}.", *problems])
             raise CheckpointError(f"{listed}\n{fix}")
         self.load_initial_weights()
@@ -151,15 +152,15 @@ class Resumer:
     def _load_newest_valid(
         self, checkpoints: list[Path], action: str
     ) -> tuple[dict[str, Any] | None, dict[Path, str]]:
-        """Load the newest valid checkpoint, and log this and each damaged one.
+        """Load the newest valid checkpoint. Log this event and each damaged checkpoint.
 
         Args:
             checkpoints: Step folders, sorted by step.
             action: Start of the log line, such as "Resumed".
 
         Returns:
-            The training state in the checkpoint, or None if there is no valid one, and a
-            description of each damaged checkpoint.
+            The training state in the loaded checkpoint (None if there is no valid checkpoint), and
+            a description of each damaged checkpoint that was tried.
         """
         damages = {}
         for path in reversed(checkpoints):
@@ -177,15 +178,16 @@ class Resumer:
     def load_before(self, step: int) -> dict[str, Any] | None:
         """Load the newest valid checkpoint before `step` in place, for a rollback or a replay.
 
-        Unlike `load`, this never renames a damaged checkpoint.
+        Unlike `load`, this never renames damaged checkpoints.
 
         Returns:
-            The training state that was saved. None if there is no earlier checkpoint, in which case
-            nothing changes.
+            The saved training state. If there is no earlier checkpoint, return None and change
+            nothing.
 
         Raises:
-            UserError: If model, optimizer, tokenizer or data of the job do not fit the checkpoint.
-            CheckpointError: If there are earlier checkpoints, but no valid one. The weights and the
+            UserError: If the model, optimizer, tokenizer or data of the job does not fit the
+                checkpoint.
+            CheckpointError: If there are earlier checkpoints but no valid one. The weights and the
                 optimizer state in memory are then unusable.
         """
         folder = self.context.folder
@@ -215,7 +217,7 @@ class Resumer:
         self._log(f"Starting from the weights in {path}")
 
     def _load_hf_model(self, path_or_url: Path) -> Path:
-        """Load the weights of a Hugging Face model at a path or URL, and return its local path."""
+        """Load the weights of a Hugging Face model at a path or URL and return its local path."""
         path = self._ranks.run_together(lambda: get_local_copy(path_or_url))
         load_hf_weights(path, self._live.model)
         weights = self._live.tensors(optimizer=False, hooks=False)
@@ -223,31 +225,31 @@ class Resumer:
         return path
 
     def _load_newest_weights(self, path_or_url: Path) -> Path:
-        """Load the weights of the newest valid checkpoint at a path or URL, on all ranks together.
+        """Load the weights of the newest valid checkpoint at a path or URL on all ranks.
 
         Returns:
             The local step folder.
         """
         local_path = self._ranks.run_together(lambda: download_if_url(path_or_url))
-        # A running job may add or remove checkpoints meanwhile, so only rank 0 lists them.
+        # Only rank 0 lists the checkpoints, because a running job may add or remove some.
         step_folders = self._ranks.run_on_rank0(lambda: find_checkpoints(local_path))
         return load_newest_of(step_folders, self._check_and_load_weights, self._log)
 
     def _check_and_load_weights(self, step_folder: Path) -> Path:
-        """Verify a checkpoint, load its weights on all ranks together, and return its folder."""
+        """Verify a checkpoint, load its weights on all ranks, and return its step folder."""
         check_on_all_ranks(step_folder, self._ranks)
         load_weights(step_folder, self._live.model, self._ranks)
         return step_folder
 
     def check_job(self, path: PurePath, manifest: Manifest) -> None:
-        """Compare the job of the run with the job that saved a checkpoint, and log differences.
+        """Log how the job of the run differs from the job that saved a checkpoint.
 
         Args:
             path: Path or URL of the checkpoint, for messages.
             manifest: Manifest of the checkpoint, which contains the saved job.
 
         Raises:
-            UserError: If the differences do not allow the run to resume from the checkpoint.
+            UserError: If the run cannot resume from the checkpoint because of the differences.
         """
         info = manifest["info"]
         job = self.context.job
@@ -256,7 +258,7 @@ class Resumer:
 
         changes = self._compare_with_saved_job(job, info)
 
-        # The path of a tokenizer can stay the same although the file has changed.
+        # The tokenizer file may have changed even if its path is the same.
         data_state = get_data_state(info)
         if "tokenizer" in data_state and not self._is_same_tokenizer(data_state["tokenizer"]):
             description = f"tokenizer.path: {job['tokenizer']['path']} has other token IDs"
@@ -271,10 +273,10 @@ class Resumer:
     def _compare_with_saved_job(
         self, job: dict[str, Any], info: dict[str, Any]
     ) -> list[tuple[Effect, str]]:
-        """Return the effect and the description of each difference between a job and a saved job.
+        """Return the effect and description of each difference between a job and a saved job.
 
-        The section [model] of both jobs is first replaced by the architecture that it describes,
-        because different keys can describe the same model.
+        Before the comparison, the section [model] of both jobs is replaced with the resulting
+        architecture, because different keys can describe the same model.
 
         Args:
             job: Job of this run, as a JSON value.
@@ -286,12 +288,12 @@ class Resumer:
         return compare_jobs(saved_job, current_job, self._find_data_changes(info))
 
     def _rename(self, path: Path, description: str, suffix: str) -> None:
-        """Rename a checkpoint so that no later start loads it, and log why.
+        """Rename a checkpoint so that it is never loaded again, and log the reason.
 
         Args:
-            path: The step folder. A folder that titanlite did not write is not renamed, because it
-                may belong to another program.
-            description: Start of the log line, which gives the reason.
+            path: The step folder. It is not renamed if titanlite did not write it, because it may
+                belong to another program.
+            description: Start of the log line, which states the reason.
             suffix: Suffix of the new name, "damaged" or "archived".
         """
 
@@ -308,14 +310,14 @@ class Resumer:
             )
 
     def _load(self, path: Path) -> dict[str, Any]:
-        """Load one checkpoint into the model, the optimizer and the hooks in memory.
+        """Load a checkpoint into the model, the optimizer and the hooks in memory.
 
         Returns:
             The training state, without the parts that `checkpoint.exclude_from_loading` resets.
 
         Raises:
-            Damage: On all ranks, if the checkpoint is damaged. The previous weights and optimizer
-                state may be lost.
+            Damage: On all ranks, if the checkpoint is damaged. The weights and optimizer state that
+                were in memory may be lost.
         """
         manifest = check_on_all_ranks(path, self._ranks)
         info = manifest["info"]
@@ -328,7 +330,7 @@ class Resumer:
         try:
             self._load_tensors(reader, info, parts_to_reset)
         except Damage:
-            _fill_live_state_with_nan(self._live)  # instead of training with damaged values
+            _fill_live_state_with_nan(self._live)  # so that no rank trains with damaged values
             raise
 
         state = info["train_state"]
@@ -337,17 +339,18 @@ class Resumer:
     def _load_tensors(
         self, reader: SafeReader, info: dict[str, Any], parts_to_reset: set[str]
     ) -> None:
-        """Load the tensors of a checkpoint in place, and reset the state that is not loaded.
+        """Load the tensors of a checkpoint in place and reset all state that is not loaded.
 
         Args:
             reader: Reader of the checkpoint.
             info: Entry "info" of its manifest.
-            parts_to_reset: Parts of the state, such as "optimizer", that are not loaded.
+            parts_to_reset: Parts of the state, such as "optimizer", to reset instead of loading
+                them.
         """
         parts = self._find_parts_to_load(reader, info) - parts_to_reset
         if "hooks" in parts:
             self._resize_hook_tensors(reader, info["train_state"])
-        # In a rollback, state that is not loaded must not keep its later values.
+        # After a rollback, state that is not loaded must not keep its values from later steps.
         self._reset_hook_tensors()
         if "optimizer" in parts:
             self._create_optimizer_state()
@@ -363,13 +366,13 @@ class Resumer:
         _set_random_state(tensors)
 
     def _select_tensors(self, parts: set[str], reader: SafeReader) -> dict[str, Tensor]:
-        """Return the tensors in memory to load into, by name: the weights and the given parts.
+        """Return the weights and the tensors of other parts to load into, by name.
 
-        A checkpoint may lack tensors of hooks that are new in the job, and random states of GPUs if
-        it was saved on CPUs. These are left out.
+        Omit tensors that the checkpoint lacks because a hook is new in this job, and the random
+        states of GPUs if the checkpoint was saved on CPUs.
 
         Args:
-            parts: Some of "hooks", "optimizer" and "rng".
+            parts: Parts to load besides the weights: any of "hooks", "optimizer" and "rng".
             reader: Reader of the checkpoint.
         """
         tensors = self._live.tensors(
@@ -381,31 +384,31 @@ class Resumer:
         return tensors
 
     def _find_parts_to_load(self, reader: SafeReader, info: dict[str, Any]) -> set[str]:
-        """Return the parts of a checkpoint besides its weights that this run can load.
+        """Return the parts of a checkpoint, besides the weights, that this run can load.
 
         Args:
             reader: Reader of the checkpoint.
             info: Entry "info" of its manifest.
 
         Returns:
-            "hooks", and depending on the checkpoint and the run also "optimizer" and "rng" (the
-            states of the random generators).
+            Always "hooks". Depending on the checkpoint and the run, also "optimizer" and "rng" (the
+            states of the random number generators).
         """
         parts = {"hooks"}
         is_optimizer_saved = any(name.startswith("optimizer.") for name in reader.index)
         if is_optimizer_saved and self._live.optimizer is not None:
             parts.add("optimizer")
-        # Each rank saves its random state, so only the same number of ranks can restore it.
+        # Each rank saves its random state, so only the same number of ranks can restore them.
         if info["layout"]["world_size"] == self._ranks.size:
             parts.add("rng")
         return parts
 
     def _resize_hook_tensors(self, reader: SafeReader, train_state: dict[str, Any]) -> None:
-        """Resize the tensors of hooks to their sizes in a checkpoint, so that they can be loaded.
+        """Resize hook tensors to their sizes in a checkpoint, so that they can be loaded.
 
         Args:
             reader: Reader of the checkpoint.
-            train_state: Saved state that is not a tensor, such as the `state_dict` of each hook.
+            train_state: Saved training state, including the `state_dict` of each hook.
         """
         sizes = {
             name.removeprefix("hooks."): entry.size
@@ -415,9 +418,10 @@ class Resumer:
         self._live.prepare_hooks(sizes, train_state.get("hooks", {}))
 
     def _reset_hook_tensors(self) -> None:
-        """Reset the tensors of hooks to their values at the start of the process.
+        """Reset hook tensors to their values at the start of the process.
 
-        Tensors that had no value or another shape then are filled with NaN, or 0 for integers.
+        Tensors that had no value or a different shape at that time are filled with NaN, or with 0
+        if they contain integers.
         """
         for name, tensor in self._live.tensors(optimizer=False).items():
             if not name.startswith("hooks."):
@@ -430,9 +434,9 @@ class Resumer:
                 _fill_with_nan(tensor)
 
     def _create_optimizer_state(self) -> None:
-        """Create the state of the optimizer, such as its moments, so that it can be loaded.
+        """Create the optimizer state, such as the moments, so that it can be loaded.
 
-        A new torch optimizer has no state until its first step.
+        A new torch optimizer has no state before its first step.
         """
         optimizer = self._live.optimizer
         if optimizer is not None:
@@ -441,10 +445,10 @@ class Resumer:
             set_mode(optimizer, "eval")
 
     def _log_parts_to_reset(self, path: Path, parts_to_reset: set[str]) -> None:
-        """Log the parts of a checkpoint that are reset because of `exclude_from_loading`.
+        """Log which parts of the state are reset because of `checkpoint.exclude_from_loading`.
 
-        Also log the parts in this option that are loaded, because they were already reset before
-        the checkpoint was saved.
+        Also log the parts in this option that are nevertheless loaded, because they were already
+        reset before the checkpoint was saved.
 
         Args:
             path: The step folder.
@@ -465,8 +469,8 @@ class Resumer:
             info: Entry "info" of the manifest.
 
         Returns:
-            The differences. None if the checkpoint has no data position, or the run does not resume
-            from it.
+            The differences, or None if the checkpoint has no data position or the run does not
+            resume from it.
         """
         data_state = get_data_state(info)
         if self._compare_data is None or not data_state:
@@ -478,8 +482,8 @@ class Resumer:
     def _find_parts_to_reset(self, info: dict[str, Any]) -> set[str]:
         """Return the parts of the state, such as "optimizer", to reset instead of loading them.
 
-        These are the parts in `checkpoint.exclude_from_loading`. A part that the same option had
-        already reset when the checkpoint was saved is not reset again.
+        These are the parts in `checkpoint.exclude_from_loading`, except for parts that the job that
+        saved the checkpoint already excluded.
 
         Args:
             info: Entry "info" of the manifest.
@@ -489,18 +493,18 @@ class Resumer:
 
 
 def check_on_all_ranks(path: Path, ranks: RankGroup) -> Manifest:
-    """Verify a checkpoint before it is loaded, and return its manifest.
+    """Verify a checkpoint before loading it and return its manifest.
 
-    Each rank checks some of the files. The checksum of a tensor is checked later, when it is
-    loaded.
+    Each rank checks some of the files. The checksum of each tensor is verified later, when the
+    tensor is loaded.
 
     Args:
         path: The step folder.
         ranks: The ranks that load together.
 
     Raises:
-        Damage: On all ranks, if any rank found damage.
-        CheckpointError: On all ranks, if any rank cannot read a file now.
+        Damage: On all ranks, if any rank finds damage.
+        CheckpointError: On all ranks, if any rank cannot currently read a file.
     """
     share = (ranks.rank, ranks.size)
     return ranks.run_together(lambda: check_checkpoint(path, verified_on_load=True, share=share))
@@ -514,14 +518,14 @@ def load_weights(
     Args:
         path: A step folder that has passed `check_checkpoint`.
         model: The model, sharded or not.
-        ranks: The ranks that hold the model together. All of them must call this.
-        averaged: Whether to load the averages of the weights (EMA) instead.
+        ranks: The ranks that hold the model together. Call this on all of them.
+        averaged: Load the averaged weights (EMA) instead.
 
     Raises:
-        UserError: If the checkpoint contains a different model, or no averages although `averaged`
-            is set.
+        UserError: If the checkpoint contains a different model, or if `averaged` is true but it has
+            no averages.
         Damage: If the weights are damaged. The weights of `model` are then unusable.
-        CheckpointError: If the weights are not finite, or cannot be read now.
+        CheckpointError: If the weights are not finite or currently unreadable.
     """
     reader = ranks.run_together(lambda: SafeReader(path, read_manifest(path)["files"]))
     prefix = get_weight_prefix(reader, averaged)  # raises the same error on all ranks
@@ -530,17 +534,17 @@ def load_weights(
 
 
 def check_tokenizer(path: Path, tokenizer: Tokenizer, name: str, num_embeddings: int) -> None:
-    """Check that a checkpoint was trained with a given tokenizer.
+    """Check that a checkpoint was trained with the given tokenizer.
 
     Args:
         path: The step folder.
         tokenizer: The tokenizer.
         name: Name of the tokenizer for the error message, for example its path.
-        num_embeddings: Number of rows of the model's embedding.
+        num_embeddings: Number of rows of the embedding matrix.
 
     Raises:
-        CheckpointError: If the tokenizer is not the one of the checkpoint. This is certain if it
-            has more tokens than the model has embeddings.
+        CheckpointError: If the tokenizer does not match the saved fingerprint or has more tokens
+            than the model has embeddings.
     """
     saved_fingerprint = get_data_state(read_manifest(path)["info"]).get("tokenizer")
     is_same = saved_fingerprint is None or tokenizer.is_known_as(saved_fingerprint)
@@ -559,17 +563,17 @@ def _load_and_check(
     ranks: RankGroup,
     unknown_state: Sequence[str] = (),
 ) -> None:
-    """Check the shapes of saved tensors, load them in place, and check that weights are finite.
+    """Check the shapes of saved tensors, load them in place, and check that the weights are finite.
 
     All ranks call this together. If one rank fails, all ranks raise an error.
 
     Args:
-        tensors: This rank's tensors to fill, by their names in the checkpoint.
+        tensors: This rank's tensors to fill, by name in the checkpoint.
         arch: Architecture of the model.
         reader: Reader of the checkpoint.
         ranks: The ranks that load together.
-        unknown_state: Names of saved optimizer tensors that the optimizer does not have, such as
-            moments of another optimizer. If there are any, the check raises an error.
+        unknown_state: Names of saved tensors that the optimizer does not have, such as moments of a
+            different optimizer. If there are any, a UserError lists them.
     """
     ranks.run_together(lambda: _check_shapes(tensors, arch, reader, unknown_state))
     load_tensors(reader, tensors, ranks.group)
@@ -577,7 +581,7 @@ def _load_and_check(
 
 
 def _check_can_resume(path: Path, info: dict[str, Any]) -> None:
-    """Check that a checkpoint has the state that a run needs to resume, besides the weights.
+    """Check that a checkpoint contains the state needed to resume a run, not only weights.
 
     Args:
         path: The step folder.
@@ -608,10 +612,10 @@ def _check_shapes(
     """Check that the tensors in a checkpoint have the expected names and shapes.
 
     Args:
-        tensors: This rank's tensors to load, by their names in the checkpoint.
+        tensors: This rank's tensors to load, by name in the checkpoint.
         arch: Architecture of the whole model. A pipeline rank holds only a part of it.
         reader: Reader of the checkpoint.
-        unknown_state: Names of saved optimizer tensors that the optimizer does not have.
+        unknown_state: Names of saved tensors that the optimizer does not have.
 
     Raises:
         UserError: If names or shapes differ. The message lists the differences.
@@ -621,7 +625,7 @@ def _check_shapes(
     if not differences:
         return
 
-    # For example, "optimizer.norm.weight.exp_avg: missing" is about the part "optimizer".
+    # For example, "optimizer.norm.weight.exp_avg: missing" refers to the part "optimizer".
     parts = sorted({difference.partition(".")[0] for difference in differences})
     exclusion = f"checkpoint.exclude_from_loading = {json.dumps(parts)}"
     if "model" in parts:
@@ -639,13 +643,13 @@ def _check_shapes(
 def _compare_with_saved_shapes(
     tensors: dict[str, Tensor], arch: Architecture, reader: SafeReader
 ) -> list[str]:
-    """Return a line for each difference in names or shapes between a checkpoint and a model.
+    """Describe each difference in tensor names or shapes between a checkpoint and a model.
 
     The checkpoint must contain all weights of the model and all tensors in `tensors`, and no other
     weights. Other tensors in the checkpoint, such as optimizer state, are ignored.
 
     Args:
-        tensors: This rank's tensors to load, by their names in the checkpoint.
+        tensors: This rank's tensors to load, by name in the checkpoint.
         arch: Architecture of the whole model.
         reader: Reader of the checkpoint.
     """
@@ -663,14 +667,14 @@ def _compare_with_saved_shapes(
 def _find_unknown_optimizer_state(
     model: Llama, tensors: dict[str, Tensor], reader: SafeReader
 ) -> list[str]:
-    """Return the names of saved optimizer tensors that the optimizer of this rank does not have.
+    """Return the names of saved optimizer tensors that the optimizer on this rank does not have.
 
-    State of frozen weights and, with a pipeline, of other ranks' weights is left out, because this
-    rank need not load it.
+    Omit the state of frozen weights and of weights on other pipeline ranks, because this rank need
+    not load it.
 
     Args:
         model: This rank's part of the model.
-        tensors: This rank's tensors to load, by their names in the checkpoint.
+        tensors: This rank's tensors to load, by name in the checkpoint.
         reader: Reader of the checkpoint.
     """
     trained_weights = [name for name, weight in model.named_parameters() if weight.requires_grad]
@@ -681,7 +685,7 @@ def _find_unknown_optimizer_state(
 
 
 def _check_finite(path: object, tensors: dict[str, Tensor]) -> None:
-    """Check that all weights are finite. Other tensors, such as optimizer state, are not checked.
+    """Check that all weights are finite. Ignore other tensors, such as optimizer state.
 
     Raises:
         CheckpointError: If weights contain NaN or infinity. The message lists them.
@@ -696,20 +700,20 @@ def _check_finite(path: object, tensors: dict[str, Tensor]) -> None:
 
 
 def _complete_architecture(saved: dict[str, Any], arch: Architecture) -> dict[str, Any]:
-    """Add fields that an architecture lacks because an older version saved it.
+    """Add the fields that a saved architecture lacks because an older version saved it.
 
-    The added fields get their default values, with which the older version trained.
+    The added fields get their default values, which match the behavior of the older version.
 
     Args:
         saved: Fields of the saved architecture.
-        arch: Architecture of this run, whose class defines all fields and their default values.
+        arch: Architecture of this run. Its class defines all fields and their default values.
 
     Returns:
         All fields of the saved architecture, for a comparison with `arch`.
     """
     complete = dict(saved)
     for field in fields(arch):
-        # The default of head_dim is no fixed value, but dim / n_heads.
+        # head_dim has no fixed default; it defaults to dim / n_heads.
         has_default = field.default is not MISSING and field.name != "head_dim"
         if has_default:
             complete.setdefault(field.name, field.default)
@@ -717,10 +721,10 @@ def _complete_architecture(saved: dict[str, Any], arch: Architecture) -> dict[st
 
 
 def _set_random_state(tensors: dict[str, Tensor]) -> None:
-    """Restore the states of this rank's random generators.
+    """Restore the states of this rank's random number generators.
 
     Args:
-        tensors: The loaded tensors by name. Only those such as "rng.cpu.0" and "rng.cuda.0" are
+        tensors: The loaded tensors by name. Only names such as "rng.cpu.0" and "rng.cuda.0" are
             used. If there are none, nothing changes.
     """
     for name, tensor in tensors.items():
@@ -731,9 +735,9 @@ def _set_random_state(tensors: dict[str, Tensor]) -> None:
 
 
 def _copy_hook_tensors(live: LiveState) -> dict[str, Tensor]:
-    """Return copies of this rank's shards of hook tensors by name, so that you can restore them.
+    """Return copies of this rank's shards of the hook tensors, by name, to restore them later.
 
-    Tensors that contain only NaN are left out, because they have no value yet.
+    Omit tensors that contain only NaN, because they have no value yet.
     """
     copies = {}
     for name, tensor in live.tensors(optimizer=False).items():
@@ -746,10 +750,9 @@ def _copy_hook_tensors(live: LiveState) -> dict[str, Tensor]:
 
 
 def _fill_live_state_with_nan(live: LiveState) -> None:
-    """Fill weights and hook tensors with NaN, and reset the optimizer.
+    """Fill weights and hook tensors with NaN and reset the optimizer.
 
-    After a damaged checkpoint was partly loaded, this keeps training from silently using its
-    values.
+    This keeps training from silently using the values of a partly loaded, damaged checkpoint.
     """
     for tensor in live.tensors(optimizer=False).values():
         _fill_with_nan(tensor)
@@ -762,7 +765,7 @@ def _fill_with_nan(tensor: Tensor) -> None:
 
 
 def _take_empty_step(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer allocate its state with a step that does not change the weights.
+    """Make an optimizer allocate its state by taking a step that does not change the weights.
 
     All gradients and the learning rate are 0. If the optimizer already has state, do nothing.
     """
@@ -780,7 +783,7 @@ def _take_empty_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _reset_optimizer(live: LiveState) -> None:
-    """Reset the optimizer to the state and options of a new one. The object stays the same."""
+    """Reset the optimizer in place to the state and options of a new one."""
     if live.optimizer is None or live.new_optimizer is None:
         return
     live.optimizer.state.clear()  # first, so that two states never exist at once

@@ -1,10 +1,11 @@
 """Publish, list, verify, rename and remove checkpoints, which are step folders on disk.
 
 Invariant: A folder such as `step-00000100` is complete, or it does not exist. A save writes to a
-temporary folder `.tmp-...`, adds a manifest with the size and checksum of each file, syncs all of
-it, and publishes it with one rename. Published folders are never written to.
+temporary folder `.tmp-...`, adds a manifest with the size and checksum of each file, syncs
+everything to disk, and publishes the folder with one rename. Published folders are never written
+to.
 
-This module works on files only and does not import torch.
+This module works only with files and does not import torch.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ TMP_PREFIX = ".tmp-"
 BEST_LINK = "best"
 """Name of the link to the checkpoint with the lowest validation loss."""
 EXPORT_MARKER = "titanlite.json"
-"""File in `final_hf` that shows that a run wrote this folder."""
+"""File that marks a `final_hf` folder as written by a titanlite run."""
 INDEX = ".metadata"
-"""DCP's index of tensors."""
+"""Name of the DCP index, which lists all tensors."""
 FORMAT_VERSION = 2
-"""Checkpoints of format 1 were trained with another learning rate schedule."""
+"""Checkpoints of format 1 were trained with a different learning rate schedule."""
 
-# Names under which checkpoints store the state of the titanlite hooks.
+# Names of the titanlite hooks under which checkpoints store their state.
 EMA = "ema"
 BEST_CHECKPOINT = "best_checkpoint"
 NON_FINITE_GUARD = "non_finite_guard"
@@ -58,13 +59,13 @@ OLD_HOOK_NAMES = {
     "NonFiniteGuard": NON_FINITE_GUARD,
     "SpikeGuard": SPIKE_GUARD,
 }
-"""Current hook names by the class names that titanlite 0.2 and earlier stored instead."""
+"""Mapping from the hook class names that titanlite 0.2 and earlier stored to the current names."""
 
 Entry = dict[str, Any]
-"""A file in the manifest: {"size": bytes, "xxh3_128": hexadecimal, "chunk_checksums": bool}.
+"""Manifest entry of a file: {"size": bytes, "xxh3_128": hexadecimal, "chunk_checksums": bool}.
 
-`chunk_checksums` is true if the index has a checksum of each chunk in the file. titanlite 0.2 did
-not write this key.
+`chunk_checksums` is true if the index contains a checksum for each chunk (tensor or shard) in the
+file. titanlite 0.2 did not write this key.
 """
 
 Manifest = dict[str, Any]
@@ -72,22 +73,22 @@ Manifest = dict[str, Any]
 
 - "format": version number
 - "step"
-- "files": entry of each file by name
+- "files": entry of each file, by name
 - "info": job, architecture, training state and more
 """
 
 
 class HashingFile(io.BufferedWriter):
-    """A new file that computes the checksums of itself and of its tensors while it is written.
+    """A new file that computes checksums of its content and of each chunk while it is written.
 
-    Write sequentially; seeking is not supported.
+    A chunk is a saved tensor or shard. Write sequentially; seeking is not supported.
 
     Args:
         path: Path of the file, which must not exist.
 
     Attributes:
-        error: The OSError with which a write has failed, or None. Raise it instead of the less
-            helpful exception of `torch.save`.
+        error: The OSError of a failed write, or None. Raise it instead of the less helpful
+            exception that `torch.save` raises.
     """
 
     def __init__(self, path: Path) -> None:
@@ -99,7 +100,7 @@ class HashingFile(io.BufferedWriter):
         self._chunk_start = 0
 
     def write(self, data: Any) -> int:
-        """Write bytes and add them to the checksums."""
+        """Write bytes and update the checksums."""
         self._file_hash.update(data)
         self._chunk_hash.update(data)
         try:
@@ -111,7 +112,7 @@ class HashingFile(io.BufferedWriter):
         return written
 
     def end_chunk(self) -> tuple[int, int, bytes]:
-        """End a chunk, which consists of all bytes written since the end of the last chunk.
+        """End a chunk, which consists of all bytes written since the previous chunk ended.
 
         Returns:
             The offset of the chunk in the file and its length, both in bytes, and its checksum.
@@ -123,15 +124,15 @@ class HashingFile(io.BufferedWriter):
         return offset, self._size - offset, checksum
 
     def fileno(self) -> int:
-        """Flush Python's buffer, and return the file descriptor.
+        """Flush the buffer and return the file descriptor.
 
-        DCP passes the descriptor to `os.fsync`, but does not flush the buffer before.
+        DCP passes the descriptor to `os.fsync` without flushing the buffer first.
         """
         self.flush()
         return super().fileno()
 
     def entry(self) -> Entry:
-        """Return the size and the checksums for the manifest. Call this after the last write."""
+        """Return the manifest entry of the file. Call this after the last write."""
         return {
             "size": self._size,
             "xxh3_128": self._file_hash.hexdigest(),
@@ -161,17 +162,17 @@ class _CheckpointFile(io.FileIO):
 
 @contextmanager
 def open_file(path: Path) -> Iterator[io.BufferedReader[Any]]:
-    """Open a file of a checkpoint for reading, and reject links, pipes and folders.
+    """Open a file of a checkpoint for reading. Reject links, pipes and folders.
 
     Raises:
-        Damage: If the file is missing, or not a regular file.
-        CheckpointError: If the file cannot be opened, or a read in the `with` block fails. Its
+        Damage: If the file is missing or not a regular file.
+        CheckpointError: If the file cannot be opened, or if a read in the `with` block fails. Its
             content may be intact.
     """
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise Damage(f"{path.name}: not a regular file")
-        # O_NONBLOCK keeps `open` from waiting if a pipe replaces the file at this moment.
+        # O_NONBLOCK keeps `open` from blocking if a pipe replaces the file after the check.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(path, flags)
     except FileNotFoundError:
@@ -183,7 +184,7 @@ def open_file(path: Path) -> Iterator[io.BufferedReader[Any]]:
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    """Create the error to raise if reading a file fails, for example because storage is offline."""
+    """Create the error for a failed read, for example if the storage is offline."""
     return CheckpointError(
         f"cannot read {path}: {type(error).__name__}: {error.strerror}. Its content may be intact. "
         "Fix the cause, or move this checkpoint away."
@@ -191,7 +192,7 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 def step_folder_name(step: int) -> str:
-    """Return the name of a step folder, such as "step-00000100". Sorted names are in step order."""
+    """Return the name of a step folder, such as "step-00000100". Names sort in step order."""
     return f"step-{step:08d}"
 
 
@@ -202,10 +203,10 @@ def get_step(path: Path) -> int:
 
 
 def list_checkpoints(*folders: Path) -> list[Path]:
-    """Return the step folders that one or several folders contain, sorted by step.
+    """Return the step folders in one or more folders, sorted by step.
 
-    The result includes damaged checkpoints, even those that lack a manifest. It does not include
-    unfinished, removed or renamed checkpoints, nor empty folders.
+    Include damaged checkpoints, even if they lack a manifest. Exclude unfinished, removed and
+    renamed checkpoints, and empty folders.
     """
     checkpoints = []
     for folder in folders:
@@ -216,9 +217,9 @@ def list_checkpoints(*folders: Path) -> list[Path]:
 
 
 def _is_removed(path: Path) -> bool:
-    """Return whether a step folder is only the remains of a removed checkpoint.
+    """Return whether a step folder is left over from a removed checkpoint.
 
-    If a process is killed while it removes a checkpoint, the folder stays, either empty or with the
+    If a process is killed while removing a checkpoint, it leaves an empty folder or a folder with a
     renamed manifest.
     """
     if (path / MANIFEST).exists():
@@ -227,17 +228,17 @@ def _is_removed(path: Path) -> bool:
 
 
 def _is_empty(folder: Path) -> bool:
-    """Return whether a folder contains nothing, or has just been removed."""
+    """Return whether a folder is empty or no longer exists."""
     try:
         return not any(folder.iterdir())
     except FileNotFoundError:
         return True
-    except OSError:  # cannot be read, which `read_manifest` reports
+    except OSError:  # unreadable; `read_manifest` reports this
         return False
 
 
 def list_set_aside(*folders: Path) -> list[Path]:
-    """Return the damaged checkpoints that a run has renamed, such as "step-00000100.damaged"."""
+    """Return the damaged checkpoints that a run renamed, such as "step-00000100.damaged"."""
     checkpoints: list[Path] = []
     for folder in folders:
         checkpoints += folder.glob("step-*.damaged*")
@@ -245,7 +246,7 @@ def list_set_aside(*folders: Path) -> list[Path]:
 
 
 def list_unfinished(folder: Path) -> list[Path]:
-    """Return the temporary folders of interrupted or current saves, and partly removed folders."""
+    """Return the temporary folders of interrupted or current saves and partly removed folders."""
     return sorted([*folder.glob(f"{TMP_PREFIX}*"), *_list_half_removed(folder)])
 
 
@@ -257,7 +258,7 @@ def _list_half_removed(folder: Path) -> list[Path]:
 def publish_checkpoint(
     tmp_folder: Path, step: int, files: dict[str, Entry], info: dict[str, Any]
 ) -> Path:
-    """Write the manifest of a checkpoint, and rename its folder so that readers find it.
+    """Write the manifest of a checkpoint and rename its folder so that readers find it.
 
     Call this on rank 0 when all ranks have written and synced their files.
 
@@ -271,9 +272,9 @@ def publish_checkpoint(
         The step folder.
 
     Raises:
-        FileExistsError: If the step folder exists.
-        OSError: If the disk fails, or a file is missing or has another size, for example because
-            the nodes do not share the folder.
+        FileExistsError: If the step folder exists and is not empty.
+        OSError: If the disk fails, or if a file is missing or has the wrong size, for example
+            because the nodes do not share the folder.
     """
     _check_complete(tmp_folder, files)
     body = {
@@ -292,14 +293,14 @@ def publish_checkpoint(
 
 
 def _check_complete(folder: Path, files: dict[str, Entry]) -> None:
-    """Check that this node sees all files of a checkpoint, which other nodes may have written.
+    """Check that this node sees all files of a checkpoint, including files from other nodes.
 
     Args:
         folder: The temporary folder that contains the files.
         files: Manifest entry (size and checksums) of each file, by name.
 
     Raises:
-        OSError: If a file is missing or has a different size.
+        OSError: If a file is missing or has the wrong size.
     """
     for name, entry in files.items():
         path = folder / name
@@ -310,16 +311,17 @@ def _check_complete(folder: Path, files: dict[str, Entry]) -> None:
 
 
 def publish_folder(tmp_folder: Path, target: Path) -> None:
-    """Rename a temporary folder to `target`, so that readers find it, and sync it to disk.
+    """Rename a temporary folder to `target` so that readers find it, and sync the rename to disk.
 
     The files in the folder must be complete and already synced.
 
     Raises:
-        FileExistsError: If `target` exists, and is not an empty folder.
-        OSError: If the folder cannot be synced or renamed. It keeps its temporary name.
+        FileExistsError: If `target` exists and is not an empty folder.
+        OSError: If the folder cannot be synced or renamed. It then keeps its temporary name.
     """
     sync(tmp_folder)
-    with suppress(OSError):  # not an empty folder, which an interrupted removal may have left
+    # An interrupted removal may have left an empty folder.
+    with suppress(OSError):
         target.rmdir()
     if os.path.lexists(target):
         raise FileExistsError(f"{target} exists already")
@@ -334,10 +336,10 @@ def publish_folder(tmp_folder: Path, target: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file or folder to disk, so that it survives a power failure.
+    """Flush a file or folder to disk so that it survives a power failure.
 
-    For a folder, this flushes the names of its files, but not their content. After you rename a
-    file, also sync its folder.
+    For a folder, this flushes the names of its files but not their content. After renaming a file,
+    sync its folder as well.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -347,7 +349,7 @@ def sync(path: Path) -> None:
 
 
 def encode_manifest(body: Manifest) -> bytes:
-    """Encode a manifest as indented JSON, with a last key "checksum" that covers all other keys."""
+    """Encode a manifest as indented JSON and append the key "checksum", which covers all others."""
     content = json.dumps(body, separators=(",", ":")).encode()
     sealed = {**body, "checksum": xxhash.xxh3_128_hexdigest(content)}
     return (json.dumps(sealed, indent=1) + "\n").encode()
@@ -360,8 +362,8 @@ def read_manifest(folder: Path) -> Manifest:
         folder: The step folder.
 
     Raises:
-        Damage: If the manifest is missing or altered, or names files outside of the folder.
-        CheckpointError: If it cannot be read now, or has a newer format.
+        Damage: If the manifest is missing or altered, or lists files outside the folder.
+        CheckpointError: If the manifest is currently unreadable or has a newer format.
     """
     with open_file(folder / MANIFEST) as file:
         return parse_manifest(file.read(), folder / MANIFEST)
@@ -375,8 +377,8 @@ def parse_manifest(content: bytes, path: object) -> Manifest:
         path: Path or URL of the file, for error messages.
 
     Raises:
-        Damage: If the manifest is altered, or names files outside of the folder.
-        CheckpointError: If it has a newer format.
+        Damage: If the manifest is altered or lists files outside the folder.
+        CheckpointError: If the manifest has a newer format.
     """
     body = _decode_manifest(content)
     if body is None:
@@ -395,12 +397,12 @@ def parse_manifest(content: bytes, path: object) -> Manifest:
 
 
 def _rename_old_hooks(hook_states: dict[str, Any]) -> None:
-    """Rename hooks in a manifest of an earlier version to their current names, in place.
+    """Replace hook names from earlier titanlite versions with the current names, in place.
 
     For example, "Ema" becomes "ema".
 
     Args:
-        hook_states: State of each hook in a manifest, by the name of the hook.
+        hook_states: State of each hook in a manifest, by hook name.
     """
     for old_name, new_name in OLD_HOOK_NAMES.items():
         if old_name in hook_states:
@@ -415,12 +417,12 @@ def _decode_manifest(content: bytes) -> Manifest | None:
     """
     try:
         body = json.loads(content)
-        # Encoding the other keys computes the checksum again.
+        # Encoding the other keys recomputes the checksum.
         del body["checksum"]
         is_intact = content == encode_manifest(body)
         return body if is_intact and _has_required_keys(body) else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None  # not JSON, or JSON of another form
+        return None  # not JSON, or JSON with a different structure
 
 
 def _has_required_keys(body: Manifest) -> bool:
@@ -435,57 +437,58 @@ def _has_required_keys(body: Manifest) -> bool:
 def get_run_id(manifest: Manifest) -> str | None:
     """Return the ID of the run that saved a checkpoint, or None if the manifest has no run ID.
 
-    Checkpoints of titanlite 0.1, imported weights and averages of checkpoints have none.
+    titanlite 0.1 checkpoints, imported weights and averages of checkpoints have no run ID.
     """
     return manifest["info"]["train_state"].get("run")
 
 
 def holds_run_state(manifest: Manifest) -> bool:
-    """Return whether a checkpoint was saved by a training run, not by an import or an average.
+    """Return whether a training run saved a checkpoint, as opposed to an import or an average.
 
-    Imported weights and averages of checkpoints have an origin, which the manifest records.
+    The manifests of imported weights and averages of checkpoints record an "origin".
     """
     return "origin" not in manifest["info"]
 
 
 def belongs_to_run(manifest: Manifest, run: str | None) -> bool:
-    """Return whether a checkpoint belongs to a run. Only then may the run remove it.
+    """Return whether a checkpoint belongs to a run, so that the run may remove it.
 
-    A checkpoint of titanlite 0.1 has no run ID, and counts as saved by any run.
+    titanlite 0.1 checkpoints have no run ID and count as belonging to every run.
 
     Args:
         manifest: Manifest of the checkpoint.
-        run: ID of the run. None: unknown, so only checkpoints without a run ID count.
+        run: ID of the run, or None if it is unknown. For None, only checkpoints without a run ID
+            count.
     """
     return holds_run_state(manifest) and get_run_id(manifest) in (None, run)
 
 
 def is_titanlite_manifest(raw: bytes) -> bool:
-    """Return whether titanlite wrote a manifest, even if the manifest is damaged.
+    """Return whether titanlite wrote a manifest, which may be damaged.
 
     Other programs may use the same file name.
 
     Args:
-        raw: Content of the file.
+        raw: Content of the manifest file.
     """
     return b'"xxh3_128"' in raw
 
 
 def is_from_titanlite(folder: Path) -> bool:
-    """Return whether titanlite wrote a checkpoint, even if its manifest is damaged or missing.
+    """Return whether titanlite wrote a checkpoint, whose manifest may be damaged or missing.
 
     Other programs may use the same file names.
     """
     manifest = folder / MANIFEST
     if manifest.is_file() and is_titanlite_manifest(manifest.read_bytes()):
         return True
-    # Only titanlite adds checksums to DCP's index.
+    # Only titanlite adds checksums to the DCP index.
     index = folder / INDEX
     return index.is_file() and b"xxh3_128" in index.read_bytes()
 
 
 def find_foreign_export(dump_folder: Path) -> Path | None:
-    """Return the folder `final_hf` if it exists and no run of titanlite wrote it, or else None.
+    """Return the folder `final_hf` if it exists but was not written by titanlite, or else None.
 
     Runs export their model to this folder, but must not replace it if another program wrote it.
 
@@ -510,10 +513,10 @@ def get_validation_loss(manifest: Manifest) -> float:
 
 
 def select_outdated(steps: list[int], config: schema.Checkpoint) -> list[int]:
-    """Return the steps whose checkpoints are outdated, so that they can be removed.
+    """Return the steps whose checkpoints are outdated and can be removed.
 
-    These are all steps except the last `keep_latest_k` ones and the multiples of
-    `keep_every_n_steps`. If `keep_latest_k` is 0, no checkpoint is outdated.
+    These are all steps except the last `keep_latest_k` steps and multiples of `keep_every_n_steps`.
+    If `keep_latest_k` is 0, no checkpoint is outdated.
 
     Args:
         steps: Steps of all checkpoints, in ascending order.
@@ -529,18 +532,19 @@ def select_outdated(steps: list[int], config: schema.Checkpoint) -> list[int]:
 def check_checkpoint(
     path: Path, *, verified_on_load: bool = False, share: tuple[int, int] = (0, 1)
 ) -> Manifest:
-    """Verify the files of a checkpoint against its manifest, and return the manifest.
+    """Verify the files of a checkpoint against its manifest and return the manifest.
 
     Args:
         path: The step folder.
-        verified_on_load: Set this if you load the tensors next. The checksums that loading verifies
-            are then skipped.
-        share: Which files to check: (first, stride), so that several ranks can share the work. For
-            example, (1, 4) checks files 1, 5, 9...
+        verified_on_load: Skip the checksums that loading the tensors verifies. Set this if you load
+            the tensors next.
+        share: Which files to check, as (first, stride), so that several ranks can share the work.
+            For example, (1, 4) checks files 1, 5, 9, ...
 
     Raises:
-        Damage: If the manifest is altered, or a file is missing or has another size or checksum.
-        CheckpointError: If a file cannot be read now, or a newer version of titanlite wrote it.
+        Damage: If the manifest is altered or belongs to another step, or if a file is missing or
+            has the wrong size or checksum.
+        CheckpointError: If a file is currently unreadable, or if the manifest has a newer format.
             The content may be intact.
     """
     manifest = read_manifest(path)
@@ -550,7 +554,7 @@ def check_checkpoint(
     first, stride = share
     for name in sorted(manifest["files"])[first::stride]:
         entry = manifest["files"][name]
-        # Loading verifies the index, and each tensor of a file with chunk checksums.
+        # Loading verifies the index and each tensor in a file with chunk checksums.
         loading_verifies = name == INDEX or bool(entry.get("chunk_checksums"))
         _check_file(path, name, entry, only_size=verified_on_load and loading_verifies)
     return manifest
@@ -560,8 +564,8 @@ def _check_file(folder: Path, name: str, entry: Entry, *, only_size: bool) -> No
     """Check the size of a file and, unless `only_size` is set, its checksum.
 
     Raises:
-        Damage: If the size or the checksum differs, or the file is missing.
-        CheckpointError: If the file cannot be read now.
+        Damage: If the file is missing or has the wrong size or checksum.
+        CheckpointError: If the file is currently unreadable.
     """
     with open_file(folder / name) as file:
         size = os.fstat(file.fileno()).st_size
@@ -577,13 +581,13 @@ def _check_file(folder: Path, name: str, entry: Entry, *, only_size: bool) -> No
 def remove_unfinished(folder: Path, path_hash: str, log: Callable[[str], None]) -> None:
     """Delete the temporary files and folders that interrupted saves left in a folder.
 
-    If one of them cannot be deleted, for example because it is open on another node, log this.
+    Failed deletions, for example because a file is open on another node, are only logged.
 
     Args:
         folder: The folder to clean up.
-        path_hash: Hash of the path of the run's checkpoint folder, which its temporary names
-            contain. The temporary files of other runs are kept.
-        log: Called with one line of text for each file.
+        path_hash: Hash of the checkpoint folder path. The names of this run's temporary files
+            contain it; other temporary files are kept.
+        log: Called with a one-line message for each temporary file or folder.
     """
     for path in folder.glob(f"{TMP_PREFIX}*{path_hash}*"):
         try:
@@ -597,11 +601,11 @@ def remove_unfinished(folder: Path, path_hash: str, log: Callable[[str], None]) 
 
 
 def finish_removals(folder: Path, log: Callable[[str], None]) -> None:
-    """Complete the interrupted removals of checkpoints in a folder.
+    """Complete interrupted removals of checkpoints in a folder.
 
     Args:
         folder: Parent of the step folders.
-        log: Called with one line of text for each checkpoint that was partly removed.
+        log: Called with a one-line message for each partly removed checkpoint.
     """
     for path in _list_half_removed(folder):
         try:
@@ -616,7 +620,7 @@ def set_aside(path: Path, reason: str = "damaged") -> Path:
 
     Args:
         path: The step folder.
-        reason: Suffix of the new name. If this name exists already, a number is added to it.
+        reason: Suffix of the new name. If the new name already exists, a number is appended.
 
     Returns:
         The new path.
@@ -640,9 +644,9 @@ def replace_link(link: Path, target: Path) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Delete the files of a checkpoint, and then its folder, if the folder is empty.
+    """Delete the files of a checkpoint, and then its folder if it is empty.
 
-    The manifest is renamed first, so that readers already ignore the checkpoint while its files are
+    First rename the manifest, so that readers ignore the checkpoint while its files are being
     deleted. If the removal is interrupted, `finish_removals` completes it.
     """
     read_manifest(path)
@@ -651,9 +655,9 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def _remove_listed_files(path: Path) -> None:
-    """Delete the files of a checkpoint, its renamed manifest, and the folder, if it is then empty.
+    """Delete the files of a checkpoint, its renamed manifest, and the folder if it is then empty.
 
-    Only files that the manifest lists are deleted.
+    Other files, which the manifest does not list, are kept.
     """
     with open_file(path / INCOMPLETE) as file:
         manifest = parse_manifest(file.read(), path / INCOMPLETE)
@@ -666,18 +670,18 @@ def _remove_listed_files(path: Path) -> None:
 
 @dataclass
 class CheckpointContext:
-    """The checkpoint folder of a run, and all that is needed to save to it and to load from it.
+    """The checkpoint folder of a run and everything needed to save to it and load from it.
 
     Attributes:
         config: Section [checkpoint] of the job.
         folder: Parent of the step folders. All nodes must share it.
         live: Model, optimizer and hooks in memory.
         ranks: The ranks of the run.
-        log: Called with one line of text for each event, also from other threads.
-        job: The resolved job as a JSON value. A save stores it in the manifest, and a resume
-            compares it with the stored one.
-        token: Part of the names of temporary files, set by `prepare_folder`. It is equal on all
-            ranks, and different each time the run is started.
+        log: Called with an event or a one-line message, possibly from other threads.
+        job: The resolved job as a JSON value. Saves store it in the manifest. On resume, it is
+            compared with the stored job.
+        token: Part of the names of temporary files, set by `prepare_folder`. It is the same on all
+            ranks and differs each time the run starts.
     """
 
     config: schema.Checkpoint
@@ -689,15 +693,16 @@ class CheckpointContext:
     token: str = ""
 
     def prepare_folder(self) -> None:
-        """Create the checkpoint folder, and check that all nodes share it.
+        """Create the checkpoint folder and check that all nodes share it.
 
-        This also removes the temporary files of interrupted saves. Call it on all ranks before the
-        first save.
+        Also remove the leftovers of interrupted saves and removals. Call this on all ranks before
+        the first save.
 
         Raises:
-            UserError: On all ranks, if the folder is not writable, or the nodes do not share it.
+            UserError: On all ranks, if the folder is not writable or not shared by all nodes.
         """
-        # Rank 0 creates a probe file. Network storage shows it to other nodes after some seconds.
+        # Rank 0 creates a probe file. On network storage, it may take seconds until other nodes
+        # see the file.
         self.token = self.ranks.run_on_rank0(self._clean_up_and_create_probe)
         probe = self.folder / f"{TMP_PREFIX}{self.token}"
         deadline = time.monotonic() + 10
@@ -713,15 +718,15 @@ class CheckpointContext:
         self.ranks.run_on_rank0(probe.unlink)
 
     def check_free_space(self, size: int) -> None:
-        """Check that the disk has enough free space for a checkpoint, before training starts.
+        """Check that the disk has enough free space for a checkpoint.
 
-        All ranks call this together.
+        All ranks call this together, before training starts.
 
         Args:
             size: Estimated size of a checkpoint in bytes.
 
         Raises:
-            UserError: On all ranks, if there is too little free space.
+            UserError: On all ranks, if there is not enough free space.
         """
         free = self.ranks.run_on_rank0(lambda: shutil.disk_usage(self.folder).free)
         if free < size:
@@ -731,15 +736,16 @@ class CheckpointContext:
             )
 
     def _clean_up_and_create_probe(self) -> str:
-        """Create the checkpoint folder, and in it an empty probe file that all nodes must see.
+        """Create the checkpoint folder and an empty probe file in it, which all nodes must see.
 
-        This also removes the leftovers of interrupted saves and removals. Call it on rank 0 only.
+        Also remove the leftovers of interrupted saves and removals. Call this on rank 0 only.
 
         Returns:
-            The token in the name of the probe, to use for all temporary files of this start.
+            The token in the name of the probe, to use for all temporary files until the process
+            ends.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        # The next start finds the temporary files of this start by this part of the token.
+        # If the run restarts, it recognizes leftover temporary files by this part of the token.
         path_hash = xxhash.xxh3_64_hexdigest(os.fsencode(self.folder.resolve()))
         self._remove_leftovers(path_hash)
 
@@ -749,12 +755,12 @@ class CheckpointContext:
         return token
 
     def _remove_leftovers(self, path_hash: str) -> None:
-        """Remove the temporary files of interrupted saves, and complete interrupted removals.
+        """Remove the temporary files of interrupted saves and complete interrupted removals.
 
         Args:
             path_hash: Part of the names of the temporary files.
         """
-        # Exports and weights of the last step are also written under temporary names.
+        # Final weights and exports in the output folder also start with temporary names.
         output_folder = self.folder.parent
         for folder in (self.folder, output_folder / "final", output_folder):
             remove_unfinished(folder, path_hash, self.log)

@@ -1,13 +1,13 @@
-"""Copy the checkpoints of a run to a URL during training, to resume from there on another node.
+"""Copy the checkpoints of a run to a URL during training, so that it can resume on another node.
 
 The URL (`checkpoint.mirror`) is called the mirror.
 
-Invariant: A step at the mirror has a manifest only while all of its files are complete. The
+Invariant: A step on the mirror has a manifest only while all of its files are complete. The
 manifest is written last and removed first. Training waits for a copy only at the end of the run. A
 failed copy affects nothing else.
 
-Only files of this run are overwritten, renamed or removed: those listed in a manifest that names
-the run. While a checkpoint is being copied or removed, its manifest is called
+Only files of this run, which are listed in a manifest with its run ID, are overwritten, renamed or
+removed. While a checkpoint is being copied or removed, its manifest is called
 `manifest.json.incomplete`.
 """
 
@@ -62,30 +62,30 @@ from titanlite.config.storage import (
 from titanlite.runtime.logging import Event
 
 _RETRY_PAUSES = (1, 4, 16, 60)
-"""Seconds between two attempts to copy a checkpoint."""
+"""Seconds to wait after each failed attempt to copy a checkpoint."""
 _BLOCK_SIZE = 1 << 24
-"""Bytes of a part of an object. S3 accepts 10,000 parts."""
+"""Bytes per part of an uploaded object. S3 accepts up to 10,000 parts."""
 _POLL_SECONDS = 5
-"""Longest time for which rank 0 waits for a copy before it reports to the other ranks."""
+"""Maximum time for which rank 0 waits for a copy before it reports to the other ranks."""
 
 T = TypeVar("T")
 
 
 class Mirror:
-    """Copies the checkpoints of a run to a URL (the mirror), and downloads them at the next start.
+    """Copies the checkpoints of a run to a URL (the mirror) and downloads them at the next start.
 
-    All ranks create one, and call `restore`, `begin` and `wait_until_copied` together. Only rank 0
-    accesses the storage. It copies in a background thread.
+    All ranks create a Mirror and call `restore`, `begin` and `wait_until_copied` together. Only
+    rank 0 accesses the files on the mirror. It copies them in a background thread.
 
     Args:
         context: Checkpoint folder, options and ranks of the run.
-        check_job: Given the path and the manifest of a checkpoint, raises UserError if the job of
-            the run cannot resume from it.
+        check_job: Given the path and the manifest of a checkpoint, raises UserError if the run
+            cannot resume from it.
 
     Attributes:
         sending: Local path of the checkpoint that is being copied, or None.
-        num_failed: Number of failures since the process started. Each checkpoint that could not be
-            copied counts once.
+        num_failed: Number of failures since the process started. A checkpoint that could not be
+            copied counts only once.
     """
 
     def __init__(
@@ -104,38 +104,39 @@ class Mirror:
         self.sending: Path | None = None
         self.num_failed = 0
         self._failed = set[str]()  # names of the checkpoints that could not be copied
-        self._copied = set[str]()  # names of the checkpoints known to be at the mirror
-        # Set by `_refresh`: all files at the mirror, and manifests of complete checkpoints by name.
+        self._copied = set[str]()  # names of the checkpoints known to be on the mirror
+        # Set by `_refresh`: all files on the mirror, and manifests of complete checkpoints by name.
         self._files: dict[str, Any] = {}
         self._manifests: dict[str, Manifest] = {}
         self._damaged_manifests: dict[str, bytes] = {}  # contents by checkpoint name
 
         self._thread = ThreadPoolExecutor(1, "mirror")
-        self._last_update = Future[None]()  # of the last `notify`; never done before the first one
+        # Result of the last `notify`. Until the first call, this future is never done.
+        self._last_update = Future[None]()
         self._is_ending = threading.Event()
         self._throttle_lock = threading.Lock()
         self._next_send_time = 0.0
 
     def restore(self) -> None:
-        """Download from the mirror the checkpoints that the run needs and does not have locally.
+        """Download the checkpoints that the run needs but does not have locally from the mirror.
 
-        A run needs the newest checkpoint, the one of step `checkpoint.load_step` and, with
-        `checkpoint.keep_best`, the best one. Damaged checkpoints are renamed at the mirror. Call
-        this on all ranks, before the run loads its checkpoint.
+        A run needs the newest checkpoint, the one from step `checkpoint.load_step` and, with
+        `checkpoint.keep_best`, the best one. If a checkpoint is damaged, rename its manifest on the
+        mirror. Call this on all ranks, before the run loads its checkpoint.
 
         Raises:
-            UserError: If the mirror has checkpoints of another run, or the job cannot resume from
-                them.
-            CheckpointError: If there is no checkpoint in the folder and no valid one at the
-                mirror, or the mirror cannot be read.
+            UserError: If the mirror has checkpoints from a different run, or if the job cannot
+                resume from them.
+            CheckpointError: If the mirror cannot be read, or if it has checkpoints but no valid one
+                and there is no local checkpoint.
         """
         self._run_on_rank0(self._restore)
 
     def begin(self, step: int) -> None:
         """Start copying the checkpoints of the run to the mirror in the background.
 
-        Call this on all ranks, once the run has loaded its checkpoint. Later checkpoints of this
-        run at the mirror are first archived, because their steps will be trained again.
+        Call this on all ranks, once the run has loaded its checkpoint. First archive later
+        checkpoints of this run on the mirror, because their steps will be trained again.
 
         Args:
             step: Step of the loaded checkpoint, or 0.
@@ -148,9 +149,9 @@ class Mirror:
         self._run_on_rank0(begin_on_rank0)
 
     def _archive_checkpoints_after(self, step: int) -> None:
-        """Rename the manifests of this run's checkpoints after `step` at the mirror.
+        """Archive the checkpoints of this run after `step` on the mirror.
 
-        Readers then ignore these checkpoints.
+        Rename their manifests, so that readers ignore these checkpoints.
         """
         run_id = self._find_run_id()
         self._refresh()
@@ -159,23 +160,23 @@ class Mirror:
                 self._set_aside(name, "archived")
 
     def notify(self) -> None:
-        """Start copying all checkpoints that are not at the mirror yet, in the background.
+        """Start copying all checkpoints that are not yet on the mirror, in the background.
 
         Call this on rank 0 after each save.
         """
         self._last_update = self._thread.submit(self._update)
 
     def wait_until_copied(self, report_alive: Callable[[], None]) -> bool:
-        """Wait until the newest checkpoint is copied, for at most `checkpoint.timeout_seconds`.
+        """Wait until all copies have ended, for at most `checkpoint.timeout_seconds`.
 
         Call this on all ranks at the end of the run.
 
         Args:
-            report_alive: Called every few seconds during the wait, so that a watchdog does not
+            report_alive: Called every few seconds during the wait, so that the watchdog does not
                 report a hang.
 
         Returns:
-            Whether the newest checkpoint is at the mirror.
+            Whether the newest checkpoint is on the mirror, or there is no checkpoint.
         """
         timeout = self._config.timeout_seconds
         deadline = time.monotonic() + timeout
@@ -187,35 +188,39 @@ class Mirror:
             wait([self._last_update], poll_seconds)
             return self._last_update.done() or time.monotonic() > deadline
 
-        # Only rank 0 copies. It waits in short intervals, and all ranks report between them.
+        # Only rank 0 copies. It waits in short intervals, after which all ranks report.
         while not self._run_on_rank0(wait_briefly):
             report_alive()
         return self._run_on_rank0(self._is_newest_copied)
 
     def _is_newest_copied(self) -> bool:
-        """Return whether the mirror has the newest local checkpoint. True without checkpoints."""
+        """Return whether the mirror has the newest local checkpoint.
+
+        Also return True if there are no local checkpoints.
+        """
         checkpoints = self._list_local()
         return not checkpoints or self._get_name(checkpoints[-1]) in self._copied
 
     def close(self) -> None:
-        """Abort the copy in progress. The next start of the run copies this checkpoint again."""
+        """Abort the copy in progress. When the run restarts, it copies this checkpoint again."""
         self._is_ending.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _run_on_rank0(self, function: Callable[[], T]) -> T:
-        """Call `function` on rank 0, and return its result on all ranks.
+        """Call `function` on rank 0 and return its result on all ranks.
 
         Raises:
-            CheckpointError: On all ranks, if the storage fails.
+            CheckpointError: On all ranks, if an access to the storage fails.
         """
         return self._ranks.run_on_rank0(storage_errors(self._url, CheckpointError)(function))
 
-    # Files at the mirror and in the folder
+    # Files on the mirror and in the local folder
 
     def _refresh(self) -> None:
-        """List the files at the mirror, and read the manifests of the complete checkpoints there.
+        """List the files on the mirror and read the manifests of its complete checkpoints.
 
-        This sets `_files` and `_manifests`. Checkpoints with a damaged manifest are left out.
+        Set `_files` and `_manifests`. Log checkpoints with a damaged manifest and omit them from
+        `_manifests`.
         """
         self._files = list_files(self._storage, self._root)
         names = find_checkpoints(self._files) + find_checkpoints(self._files, "final/")
@@ -229,16 +234,16 @@ class Mirror:
             try:
                 manifests[name] = parse_manifest(content, path)
             except Damage as damage:
-                # Another program may have written it, so it is not renamed. Log each one only once.
+                # Do not rename it, because another program may have written it. Log it only once.
                 if name not in self._damaged_manifests:
                     self._log(f"Ignoring {self._url}/{name}: {damage}")
                 self._damaged_manifests[name] = content
         self._manifests = manifests
 
     def _names_by_step(self) -> dict[int, str]:
-        """Return the names of the checkpoints at the mirror by step, in ascending order.
+        """Return the names of the checkpoints on the mirror by step, in ascending order.
 
-        Weights in the folder `final` are left out, because a run cannot resume from them.
+        Omit the weights in the folder `final`, because a run cannot resume from them.
         """
         names = [name for name in self._manifests if not name.startswith("final/")]
         return {get_step(Path(name)): name for name in names}
@@ -250,11 +255,11 @@ class Mirror:
         return [path for path in paths if (path / MANIFEST).is_file()]
 
     def _get_name(self, path: Path) -> str:
-        """Return the name of a local checkpoint at the mirror, such as "final/step-00000100"."""
+        """Return the name of a local checkpoint on the mirror, such as "final/step-00000100"."""
         return path.name if path.parent == self._folder else f"final/{path.name}"
 
     def _get_path(self, name: str) -> Path:
-        """Return the local path for a checkpoint at the mirror, the inverse of `_get_name`."""
+        """Return the local path for the name of a checkpoint on the mirror. Inverts `_get_name`."""
         is_final = name.startswith("final/")
         return (self._folder.parent if is_final else self._folder) / name
 
@@ -268,13 +273,13 @@ class Mirror:
         return None
 
     def _check_run(self, run_id: str | None) -> None:
-        """Check that the mirror has no checkpoints of another run.
+        """Check that the mirror has no checkpoints from a different run.
 
         Args:
-            run_id: ID of this run. If it is None, because it is not known yet, nothing is checked.
+            run_id: ID of this run. If None, because it is not known yet, skip the check.
 
         Raises:
-            UserError: If a checkpoint at the mirror has another run ID.
+            UserError: If a checkpoint on the mirror has a different run ID.
         """
         if run_id is None:
             return
@@ -286,7 +291,7 @@ class Mirror:
                 )
 
     def _find_best(self) -> str | None:
-        """Return the name of the checkpoint at the mirror with the lowest validation loss.
+        """Return the name of the checkpoint on the mirror with the lowest validation loss.
 
         Return None if no checkpoint has a validation loss.
         """
@@ -302,7 +307,7 @@ class Mirror:
     # Restore
 
     def _restore(self) -> None:
-        """Download the checkpoints that the run needs. Runs on rank 0; see `restore`."""
+        """Download the checkpoints that the run needs (see `restore`). Call this on rank 0."""
         self._refresh()
         names = self._names_by_step()
         run_id = self._find_run_id()
@@ -319,10 +324,10 @@ class Mirror:
             )
 
     def _download_selected(self, names: dict[int, str]) -> None:
-        """Download the checkpoints that `load_step` and `keep_best` need, if they are missing.
+        """Download the checkpoints needed for `load_step` and `keep_best` if they are missing.
 
         Args:
-            names: Names of the checkpoints at the mirror by step.
+            names: Names of the checkpoints on the mirror, by step.
         """
         selected = [names.get(self._config.load_step)]
         if self._config.keep_best:
@@ -330,18 +335,18 @@ class Mirror:
 
         for name in selected:
             # Checkpoints that turned out to be damaged are no longer in `_manifests`. An empty
-            # folder is left if a removal was interrupted, and does not count as a checkpoint.
+            # local folder, which an interrupted removal may leave, does not count as a checkpoint.
             if name in self._manifests and not any(self._get_path(name).glob("*")):
                 self._download(name)
 
     def _download_newest(self, names: dict[int, str]) -> None:
-        """Download the newest valid checkpoint at the mirror, if it is newer than all local ones.
+        """Download the newest valid checkpoint on the mirror if it is newer than all local ones.
 
         Args:
-            names: Names of the checkpoints at the mirror by step, in ascending order.
+            names: Names of the checkpoints on the mirror by step, in ascending order.
 
         Raises:
-            UserError: If the checkpoint contains imported weights, so no run can resume from it.
+            UserError: If the checkpoint contains imported weights, from which no run can resume.
         """
         local_steps = [get_step(path) for path in list_checkpoints(self._folder)]
         newest_local_step = max(local_steps, default=-1)
@@ -358,34 +363,34 @@ class Mirror:
                 return
 
     def _has_checkpoints(self) -> bool:
-        """Return whether the mirror has a titanlite checkpoint, even a damaged or renamed one."""
+        """Return whether the mirror has any titanlite checkpoint, even a damaged or renamed one."""
         for path in self._files:
             name, _, file = path.rpartition("/")
             is_manifest = file.startswith(MANIFEST) and file != INCOMPLETE
             if not is_manifest:
                 continue
 
-            # Ignore a damaged manifest of another program. An empty manifest counts as ours.
+            # Ignore manifests written by other programs. An empty manifest counts as ours.
             content = self._damaged_manifests.get(name)
             if not content or is_titanlite_manifest(content):
                 return True
         return False
 
     def _download(self, name: str) -> bool:
-        """Download a checkpoint, such as "step-00000100", to the local folder, and verify it.
+        """Download a checkpoint, such as "step-00000100", to the local folder and verify it.
 
-        If it is damaged, rename its manifest at the mirror.
+        If it is damaged, rename its manifest on the mirror.
 
         Returns:
             Whether the checkpoint is valid and now in the local folder.
 
         Raises:
-            UserError: If the job cannot resume from the checkpoint. Nothing is downloaded then.
+            UserError: If the job cannot resume from the checkpoint. It is then not downloaded.
         """
         self._check_job(RemotePath(f"{self._url}/{name}"), self._manifests[name])
         started = time.perf_counter()
         tmp_folder = self._folder / f"{TMP_PREFIX}mirror-{self._context.token}"
-        shutil.rmtree(tmp_folder, ignore_errors=True)  # left by a damaged checkpoint
+        shutil.rmtree(tmp_folder, ignore_errors=True)  # left over from a damaged checkpoint
         files = self._download_files(name, tmp_folder)
         try:
             check_checkpoint(tmp_folder / name)
@@ -405,9 +410,9 @@ class Mirror:
         return True
 
     def _download_files(self, name: str, tmp_folder: Path) -> list[Path]:
-        """Download the files of a checkpoint to `tmp_folder / name`, and return their paths.
+        """Download the files of a checkpoint to `tmp_folder / name` and return their paths.
 
-        Files that are missing at the mirror are skipped. Verifying the checkpoint reports them.
+        Skip files that are missing on the mirror, because verifying the checkpoint reports them.
         """
         sizes = {}  # path relative to the mirror -> bytes
         for file in (MANIFEST, *self._manifests[name]["files"]):
@@ -420,7 +425,7 @@ class Mirror:
         return [tmp_folder / path for path in sizes]
 
     def _set_aside(self, name: str, reason: str, damage: str = "") -> None:
-        """Rename the manifest of a checkpoint at the mirror, so that readers ignore the checkpoint.
+        """Rename the manifest of a checkpoint on the mirror so that readers ignore the checkpoint.
 
         Args:
             name: Name of the checkpoint.
@@ -433,7 +438,7 @@ class Mirror:
         self._log(f"{self._url}/{name} is {reason}{detail}: renamed its manifest to {renamed}")
 
     def _rename_manifest(self, name: str, new_name: str) -> None:
-        """Rename the manifest of a checkpoint at the mirror."""
+        """Rename the manifest of a checkpoint on the mirror."""
         folder = f"{self._root}/{name}"
         # Object stores cannot rename files.
         self._storage.copy(f"{folder}/{MANIFEST}", f"{folder}/{new_name}")
@@ -443,7 +448,10 @@ class Mirror:
     # Copies, in the thread
 
     def _update(self) -> None:
-        """Copy the checkpoints that the mirror lacks, newest first. Runs in the thread."""
+        """Copy missing checkpoints to the mirror, and log and count an unexpected failure.
+
+        Runs in the background thread.
+        """
         try:
             self._copy_missing()
         except Exception as error:  # for example, the local folder cannot be listed
@@ -457,7 +465,7 @@ class Mirror:
         """Copy the checkpoints that the mirror lacks, newest first."""
         tried = set(self._copied)
         while True:
-            # List again after each copy, because the run saves and removes checkpoints meanwhile.
+            # List again after each copy, because the run may have saved or removed checkpoints.
             missing = [path for path in self._list_local() if self._get_name(path) not in tried]
             if not missing:
                 break
@@ -477,9 +485,9 @@ class Mirror:
             self.num_failed += 1
 
     def _send_with_retries(self, path: Path) -> UserError | None:
-        """Copy a checkpoint to the mirror, and return the error if the last attempt fails.
+        """Copy a checkpoint to the mirror and return the error if the last attempt fails.
 
-        After a failure of the storage, wait and try again, unless the run ends during the wait.
+        If an access to the storage fails, wait and try again, unless the run ends during the wait.
         """
         for pause in _RETRY_PAUSES:
             error = self._try_to_send(path)
@@ -489,10 +497,9 @@ class Mirror:
         return self._try_to_send(path)
 
     def _try_to_send(self, path: Path) -> UserError | None:
-        """Copy a checkpoint to the mirror, and return the error if this fails.
+        """Copy a checkpoint to the mirror and return the error if this fails.
 
-        If the run has removed the checkpoint or `close` has aborted the copy, return None, because
-        the checkpoint need not be copied.
+        If it fails because the run removed the checkpoint or `close` aborted the copy, return None.
         """
         try:
             self._copy_and_remove_outdated(path)
@@ -503,11 +510,12 @@ class Mirror:
         return None
 
     def _copy_and_remove_outdated(self, path: Path) -> None:
-        """Copy a checkpoint to the mirror. Then remove outdated checkpoints at the mirror.
+        """Copy a checkpoint to the mirror, then remove outdated checkpoints from the mirror.
 
         Raises:
-            CheckpointError: If the storage fails. Another attempt may succeed.
-            UserError: If another run uses the mirror, or files of other programs are in the way.
+            CheckpointError: If an access to the storage fails. Another attempt may succeed.
+            UserError: If a different run uses the mirror, or if the copy would overwrite files that
+                this run did not write.
         """
         name = self._get_name(path)
         url = f"{self._url}/{name}"
@@ -522,17 +530,18 @@ class Mirror:
             self._remove_outdated()
 
     def _copy(self, path: Path, name: str) -> bool:
-        """Copy the files of a checkpoint to the mirror, its manifest last.
+        """Copy the files of a checkpoint to the mirror, ending with its manifest.
 
         Args:
             path: The local step folder.
-            name: Name of the checkpoint at the mirror.
+            name: Name of the checkpoint on the mirror.
 
         Returns:
-            False if the same checkpoint is already at the mirror, so nothing was copied.
+            Whether anything was copied. False means that the mirror already has this checkpoint.
 
         Raises:
-            UserError: If another run uses the mirror, or files of other programs are in the way.
+            UserError: If a different run uses the mirror, or if the copy would overwrite files that
+                this run did not write.
         """
         manifest = (path / MANIFEST).read_bytes()
         entries = parse_manifest(manifest, path / MANIFEST)["files"]
@@ -545,8 +554,8 @@ class Mirror:
         if is_mirrored and self._storage.cat_file(f"{folder}/{MANIFEST}") == manifest:
             return False
 
-        # Only checkpoints in the folder `final` may change: a run that is resumed and ends again
-        # writes a new one there.
+        # Only checkpoints in the folder `final` may change. A run that is resumed writes a new one
+        # when it ends again.
         is_in_final_folder = path.parent != self._folder
         if is_mirrored and not is_in_final_folder:
             raise UserError(
@@ -561,7 +570,7 @@ class Mirror:
                 "another checkpoint.mirror."
             )
 
-        # Readers ignore the checkpoint until its manifest has the final name.
+        # Readers ignore the checkpoint until its manifest has its final name.
         self._storage.pipe_file(f"{folder}/{INCOMPLETE}", manifest)
         self._copy_files(path, folder, entries)
         self._storage.pipe_file(f"{folder}/{MANIFEST}", manifest)
@@ -569,12 +578,12 @@ class Mirror:
         return True
 
     def _copy_files(self, path: Path, folder: str, entries: dict[str, Entry]) -> None:
-        """Copy the files of a step folder in parallel, without its manifest.
+        """Copy the files of a step folder except the manifest in parallel.
 
         Args:
             path: The local step folder.
             folder: Path of the copy in the storage.
-            entries: Manifest entry of each file, by its name.
+            entries: Manifest entry of each file, by name.
         """
         with ThreadPoolExecutor(PARALLEL) as pool:
             copies = [
@@ -585,10 +594,10 @@ class Mirror:
             copy.result()  # raises the error of a copy that failed
 
     def _may_write(self, name: str, files: Iterable[str], run_id: str | None) -> bool:
-        """Return whether copying a checkpoint to the mirror overwrites only files of this run.
+        """Return whether copying a checkpoint to the mirror overwrites only files from this run.
 
         Args:
-            name: Name of the checkpoint at the mirror.
+            name: Name of the checkpoint on the mirror.
             files: Names of its files.
             run_id: ID of this run.
         """
@@ -597,8 +606,8 @@ class Mirror:
         if overwrites_nothing:
             return True
 
-        # A run writes a manifest before all other files, and later renames it, for example to
-        # "manifest.json.damaged". So this run wrote the files if any of their manifests names it.
+        # A run writes the manifest before all other files and may later rename it, for example to
+        # "manifest.json.damaged". If any of these manifests names this run, it wrote the files.
         manifests = [path for path in self._files if path.startswith(f"{name}/{MANIFEST}")]
         return any(
             _is_manifest_of(run_id, self._storage.cat_file(f"{self._root}/{path}"))
@@ -606,7 +615,7 @@ class Mirror:
         )
 
     def _copy_file(self, path: Path, target: str, entry: Entry) -> None:
-        """Copy a file to the path `target` of the storage, and verify the copy.
+        """Copy a file to the path `target` in the storage and verify the copy.
 
         Raises:
             OSError: If the copy differs from the manifest.
@@ -629,18 +638,18 @@ class Mirror:
             raise OSError(f"the copy of {path.name} differs from the checkpoint")
 
     def _is_intact(self, target: str, entry: Entry, part_md5s: list[bytes]) -> bool:
-        """Return whether a file at the mirror has the size and the checksum in its manifest entry.
+        """Return whether a file on the mirror has the size and checksum in its manifest entry.
 
         Args:
             target: Path of the file in the storage.
             entry: Its manifest entry.
-            part_md5s: MD5 digest of each part that was sent, in order.
+            part_md5s: MD5 digest of each uploaded part, in order.
         """
         info = self._storage.info(target)
         if info["size"] != entry["size"]:
             return False
 
-        # S3 returns a hash of the received bytes as ETag. From other storage, read the copy back.
+        # S3 returns a hash of the received bytes as ETag. For other storage, read the copy back.
         etag = (info.get("ETag") or "").strip('"')
         if etag in _possible_etags(part_md5s):
             return True
@@ -648,12 +657,12 @@ class Mirror:
             return file_digest(copy, xxhash.xxh3_128).hexdigest() == entry["xxh3_128"]
 
     def _throttle(self, size: int) -> None:
-        """Wait until sending `size` more bytes does not exceed `checkpoint.mirror_mbps`.
+        """Wait until `size` more bytes can be sent without exceeding `checkpoint.mirror_mbps`.
 
         Raises:
             InterruptedError: If the run ends during the wait.
         """
-        # Several threads copy files, so each reserves the time in which it may send.
+        # Several threads copy files, so each one reserves a time slot for its bytes.
         with self._throttle_lock:
             start = max(self._next_send_time, time.monotonic())
             bytes_per_second = (self._config.mirror_mbps or math.inf) * 1e6 / 8  # 0: no limit
@@ -664,9 +673,9 @@ class Mirror:
     # Removals, in the thread
 
     def _remove_outdated(self) -> None:
-        """Remove this run's checkpoints from the mirror, unless an option keeps them.
+        """Remove the checkpoints of this run that no option keeps from the mirror.
 
-        Also remove the files that interrupted copies and removals have left there.
+        Also remove the files that interrupted copies and removals left there.
         """
         run_id = self._find_run_id()
         self._refresh()
@@ -684,33 +693,33 @@ class Mirror:
                 self._remove(name)
 
     def _remove_leftovers(self, run_id: str | None) -> None:
-        """Delete the files that interrupted copies and removals of this run left at the mirror.
+        """Delete the files that interrupted copies and removals of this run left on the mirror.
 
         Args:
-            run_id: ID of this run. Files of other runs are not deleted.
+            run_id: ID of this run. Files from other runs are not deleted.
         """
         local_names = [self._get_name(path) for path in self._list_local()]
         for name in self._list_incomplete():
             path = f"{self._root}/{name}/{INCOMPLETE}"
-            if name in self._manifests:  # interrupted at the end of a copy
+            if name in self._manifests:  # the copy was complete except for this file
                 self._storage.rm_file(path)
-            elif name not in local_names:  # otherwise it will be copied again
+            elif name not in local_names:  # local checkpoints will be copied again
                 with suppress(Damage):
                     manifest = parse_manifest(self._storage.cat_file(path), path)
                     if belongs_to_run(manifest, run_id):
                         self._delete(name, manifest["files"])
 
     def _list_incomplete(self) -> list[str]:
-        """Return the names of the checkpoints at the mirror that are partly copied or removed.
+        """Return the names of partly copied or removed checkpoints on the mirror.
 
-        These are the checkpoints at the time of the last `_refresh`.
+        The names are from the last `_refresh`.
         """
         pattern = re.compile(f"((?:final/)?{STEP_FOLDER.pattern})/{re.escape(INCOMPLETE)}")
         matches = [pattern.fullmatch(path) for path in self._files]
         return [match[1] for match in matches if match is not None]
 
     def _remove(self, name: str) -> None:
-        """Remove a complete checkpoint from the mirror, its manifest first.
+        """Remove a complete checkpoint from the mirror. Rename its manifest first.
 
         If the removal is interrupted, a later call of `_remove_leftovers` completes it.
         """
@@ -719,9 +728,9 @@ class Mirror:
         self._delete(name, files)
 
     def _delete(self, name: str, files: Iterable[str]) -> None:
-        """Delete files of a checkpoint at the mirror, and then its manifest.
+        """Delete files of a checkpoint on the mirror, and then its manifest.
 
-        The manifest was already renamed to `manifest.json.incomplete`.
+        The manifest must already have been renamed to `manifest.json.incomplete`.
 
         Args:
             name: Name of the checkpoint.
@@ -738,11 +747,11 @@ class Mirror:
 
 
 def _is_manifest_of(run_id: str | None, raw: bytes) -> bool:
-    """Return whether a given run wrote a manifest, even if the manifest is damaged.
+    """Return whether a given run wrote a manifest, which may be damaged.
 
     Args:
         run_id: ID of the run.
-        raw: Content of the manifest.
+        raw: Content of the manifest file.
     """
     try:
         return belongs_to_run(parse_manifest(raw, MANIFEST), run_id)
@@ -751,7 +760,9 @@ def _is_manifest_of(run_id: str | None, raw: bytes) -> bool:
 
 
 def _possible_etags(part_md5s: list[bytes]) -> list[str]:
-    """Return the ETags that S3 may assign to an object that was uploaded in parts or at once.
+    """Return the ETags that S3 may assign to an uploaded object.
+
+    The ETag depends on whether the object was uploaded in parts or in a single request.
 
     Args:
         part_md5s: MD5 digest of each part, in order.

@@ -1,7 +1,7 @@
 """Save the checkpoints of a run, in the training loop or in a background thread.
 
-Invariant: One save is in progress at a time. It contains the values at the time of the call of
-`save`. A failed save affects nothing else.
+Invariant: Only one save is in progress at a time. It contains the values from the time when `save`
+was called. A failed save affects nothing else.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ Tensors = dict[str, Tensor]
 
 
 class Saver:
-    """Saves weights, optimizer state and hook state of a run as checkpoints.
+    """Saves the weights, optimizer state and hook state of a run as checkpoints.
 
-    All ranks create one, and call each method together.
+    All ranks create a Saver and call each method together.
 
     Args:
         context: Checkpoint folder, options, live state and ranks of the run.
-        write_tokenizer: Writes the tokenizer's files into a folder and returns its special token
-            IDs, for `checkpoint.last_save_in_hf`.
-        on_saved: Called with the step after each save that has succeeded on all ranks.
-        mirror: Copies each checkpoint to the URL `checkpoint.mirror`. None: no copies.
+        write_tokenizer: Writes the tokenizer files into a folder and returns the special token IDs.
+            Used for `checkpoint.last_save_in_hf`.
+        on_saved: Called with the step after each save that succeeds on all ranks.
+        mirror: Copies each checkpoint to the URL `checkpoint.mirror`, or None for no copies.
 
     Attributes:
         loaded_step: Step of the checkpoint from which the run resumed, or None. Set this after
             loading, so that the same step is not saved again.
-        failed_export: Step folder of the last checkpoint if its export has failed, or None.
+        failed_export: Step folder of the last checkpoint if its export failed, or None.
 
     Raises:
-        UserError: If `checkpoint.async_mode` needs a GPU, but none is available.
+        UserError: If `checkpoint.async_mode` needs a GPU but none is available.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class Saver:
         self._num_waits = 0
         self._saved_step: int | None = None  # of the newest complete save
         self._failed_step: int | None = None  # of the newest save, if it failed
-        # The save in progress: its step, and whether it succeeds on this rank.
+        # The save in progress: its step and a future of whether it succeeds on this rank.
         self._pending: tuple[int, Future[bool]] | None = None
 
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        # The copies to pinned memory that are made while the next step runs.
+        # The copies to pinned memory, which are made while the next step runs.
         self._copies: Future[Tensors] | None = None
         self._stager: DefaultStager | None = None
         self._is_pinned = self._config.async_mode == "async_with_pinned_mem"
@@ -100,7 +100,7 @@ class Saver:
         library_versions()  # fill its cache now, because it opens files
 
     def _new_stager(self) -> DefaultStager:
-        """Create the DCP object that copies the tensors of an async save to CPU memory.
+        """Create the DCP stager that copies the tensors of an async save to CPU memory.
 
         With checkpoint.async_mode = "async_with_pinned_mem", it copies them in the background.
         """
@@ -117,21 +117,20 @@ class Saver:
     ) -> None:
         """Save the state of the run as a checkpoint.
 
-        If saving is asynchronous, this returns as soon as training may continue, and a thread
+        If saves are asynchronous, return as soon as training may continue; a background thread
         writes the files. A failed save is logged and counted, and the run continues.
 
         Args:
             step: The step that has just been completed.
-            collect_state: Returns the training state that is not a tensor, such as the data
-                position: a small JSON value, equal on all ranks. `Resumer.load` returns this value
-                when the run resumes from the checkpoint.
-            is_last: Whether the run ends with this step. If so, apply the options
-                `checkpoint.last_save_*`, such as saving only the weights, and wait until the
-                checkpoint is complete.
+            collect_state: Returns the training state other than tensors, such as the data position,
+                as a small JSON value that is the same on all ranks. `Resumer.load` returns this
+                value when the run resumes from the checkpoint.
+            is_last: Whether the run ends with this step. If so, apply the `checkpoint.last_save_*`
+                options, such as saving only the weights, and wait until the checkpoint is complete.
         """
         if self._is_saving():
             self._num_waits += 1
-        # Complete the previous save first: it calls `on_saved`, which may change the state.
+        # Complete the previous save first, because it calls `on_saved`, which may change the state.
         self.wait_until_saved()
         train_state = collect_state()
         # Outdated checkpoints are removed only if they have the same run ID.
@@ -143,9 +142,10 @@ class Saver:
             self._save_all(step, train_state)
 
     def _save_last(self, step: int, train_state: dict[str, Any]) -> None:
-        """Save the last step as the options `checkpoint.last_save_*` require.
+        """Save the last step according to the `checkpoint.last_save_*` options.
 
-        Wait until the save has ended. Then remove outdated checkpoints, and export the last one.
+        Wait until the save has ended. Then remove outdated checkpoints and, if requested, export
+        the last one.
         """
         if self._config.last_save_model_only:
             path = self._save_only_weights(step, train_state)
@@ -156,9 +156,9 @@ class Saver:
         self._export_if_requested(path, step)
 
     def _save_all(self, step: int, train_state: dict[str, Any]) -> Path:
-        """Start saving the whole state of the run, unless this step is saved already.
+        """Start saving the full state of the run unless this step is already saved.
 
-        Return the step folder. With async saves, it is not complete yet.
+        Return the step folder, which async saves have not completed yet.
         """
         if not self.has_saved(step):
             tensors = self._live.tensors(rng=True)
@@ -167,11 +167,11 @@ class Saver:
         return self._folder / step_folder_name(step)
 
     def _save_only_weights(self, step: int, train_state: dict[str, Any]) -> Path:
-        """Start saving the weights and their averages in the folder `final`.
+        """Start saving the weights and their averages (EMA) in the folder `final`.
 
-        If the run has resumed from this step and has saved them before, keep the existing folder.
+        If the run resumed from this step and already saved these weights, keep the existing folder.
 
-        Return the step folder. With async saves, it is not complete yet.
+        Return the step folder, which async saves have not completed yet.
         """
         folder = self._folder.parent / "final"
         path = folder / step_folder_name(step)
@@ -192,13 +192,13 @@ class Saver:
     def _create_writer(
         self, folder: Path, step: int, train_state: dict[str, Any], **extra: Any
     ) -> CheckpointWriter:
-        """Create the object that writes a checkpoint and its manifest.
+        """Create the writer of a checkpoint and its manifest.
 
         Args:
             folder: Parent of the step folder.
             step: The step to save.
-            train_state: Training state that is not a tensor.
-            extra: Additional keys of the manifest's `info`, such as `weights_only`.
+            train_state: Training state other than tensors.
+            extra: Additional keys for `info` in the manifest, such as `weights_only`.
         """
         info = manifest_info(
             self._live.model.arch,
@@ -215,7 +215,7 @@ class Saver:
     def _start_save(self, writer: CheckpointWriter, tensors: Tensors) -> None:
         """Start writing a checkpoint in the background.
 
-        If checkpoint.async_mode is "disabled", or the background save cannot start, write the
+        If checkpoint.async_mode is "disabled" or the background save cannot start, write the
         checkpoint before returning.
         """
         if self._stager is None:  # checkpoint.async_mode is "disabled"
@@ -225,17 +225,17 @@ class Saver:
 
         result = self._write_in_background(writer, tensors, self._stager)
         if result is None:
-            # The other ranks may write in the background. They call the same collectives.
+            # Other ranks may write in the background. They call the same collectives.
             result = self._write_in_foreground(writer, tensors)
         self._pending = writer.step, result
 
     def _write_in_foreground(self, writer: CheckpointWriter, tensors: Tensors) -> Future[bool]:
         """Write a checkpoint while training waits.
 
-        The tensors cannot change meanwhile, so they are not copied.
+        The tensors cannot change during the save, so they are not copied.
 
         Returns:
-            A completed future of whether the checkpoint is complete.
+            A completed future with a boolean: whether the checkpoint is complete.
         """
         result = Future[bool]()
         result.set_result(self._write_and_publish(writer, lambda: tensors))
@@ -244,19 +244,19 @@ class Saver:
     def _write_in_background(
         self, writer: CheckpointWriter, tensors: Tensors, stager: DefaultStager
     ) -> Future[bool] | None:
-        """Copy the tensors, and let the background thread write them.
+        """Copy the tensors and let the background thread write them.
 
         Returns:
-            A future of whether the checkpoint is complete. None if the tensors cannot be copied or
-            the thread cannot start, for example because of too little memory. This is logged.
+            A future with a boolean: whether the checkpoint is complete. None if the tensors cannot
+            be copied or the thread cannot start, for example because memory is low. This is logged.
         """
         try:
             wait_for_copies = self._copy(tensors, stager)
             waited = time.perf_counter() - writer.started
             return self._thread.submit(self._write_and_publish, writer, wait_for_copies, waited)
         except Exception as error:
-            # `submit` queues the save before it starts the thread, which may have failed. Discard
-            # the queue. Otherwise a later `submit` could start the thread, which would run both.
+            # `submit` queues the save before it starts the thread. If starting the thread failed,
+            # a later `submit` would run this save as well, so discard the queue.
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = ThreadPoolExecutor(1, "checkpoint")
             text = f"Saving step {writer.step} while training waits ({describe_error(error)})"
@@ -268,11 +268,11 @@ class Saver:
 
         Returns:
             A function that waits for the copies and returns them by name. With pinned memory, the
-            stager copies in the background. Otherwise, the copies are complete already.
+            stager copies in the background. Otherwise, the copies are already complete.
         """
         if self._is_pinned:
             torch.cuda.current_stream().synchronize()  # the stager copies on another stream
-        if torch.__version__ < "2.13":  # in which a stager supports only one call of stage()
+        if torch.__version__ < "2.13":  # earlier stagers support only one call of stage()
             stager.close()
             stager = self._stager = self._new_stager()
         copies = stager.stage(tensors)
@@ -289,16 +289,16 @@ class Saver:
     ) -> bool:
         """Write and publish a checkpoint, log the result, and remove outdated checkpoints.
 
-        An exception is logged, and fails only this save.
+        An exception is logged and makes only this save fail.
 
         Args:
             writer: Writer of the checkpoint.
-            get_tensors: Waits for the copies of the tensors, and returns the tensors by name.
+            get_tensors: Waits for the copies of the tensors and returns them by name.
             waited: Seconds from the creation of the writer until training could continue. None if
                 training waits for the whole save.
 
         Returns:
-            Whether the checkpoint is complete. It is incomplete if any rank failed.
+            Whether the checkpoint is complete. False if any rank failed.
         """
         try:
             tensors = self._wait_for_tensors(get_tensors)
@@ -323,10 +323,10 @@ class Saver:
         return True
 
     def _wait_for_tensors(self, get_tensors: Callable[[], Tensors]) -> Tensors:
-        """Wait until the tensors are copied on all ranks, and return the copies of this rank.
+        """Wait until the tensors are copied on all ranks and return the copies of this rank.
 
         Args:
-            get_tensors: Waits for the copies of this rank, and returns them by name.
+            get_tensors: Waits for the copies of this rank and returns them by name.
 
         Raises:
             CheckpointError: On all ranks, if copying failed on any rank.
@@ -336,8 +336,8 @@ class Saver:
         try:
             tensors = get_tensors()
         except BaseException as error:
-            # Even an interrupt becomes a CheckpointError on all ranks, because the others wait for
-            # this rank.
+            # Convert even an interrupt to a CheckpointError on all ranks, because the other ranks
+            # wait for this one.
             problem = f"copying the tensors failed: {describe_error(error)}"
         for rank_problem in self._ranks.gather(problem):
             if rank_problem:
@@ -345,7 +345,7 @@ class Saver:
         return tensors
 
     def _log_success(self, writer: CheckpointWriter, waited: float | None) -> None:
-        """Log that a save has succeeded, and how long it took.
+        """Log that a save succeeded and how long it took.
 
         Args:
             writer: Writer of the checkpoint.
@@ -364,7 +364,8 @@ class Saver:
     def wait_until_saved(self) -> None:
         """Wait until the save in progress, if any, has ended.
 
-        If it has succeeded on all ranks, then call `on_saved`, an argument of the constructor.
+        If it succeeded on all ranks, call the `on_saved` function that was passed to the
+        constructor.
         """
         if self._pending is None:
             return
@@ -375,7 +376,7 @@ class Saver:
         self._record_result(step, result.result())
 
     def _record_result(self, step: int, is_complete_here: bool) -> None:
-        """Record whether a save has succeeded on all ranks, and call `on_saved` if it has."""
+        """Record whether a save succeeded on all ranks and call `on_saved` if it did."""
         results_of_ranks = self._ranks.gather(is_complete_here)
         if all(results_of_ranks):
             self._saved_step = step
@@ -385,18 +386,18 @@ class Saver:
             self._count_failure(step)
 
     def _count_failure(self, step: int) -> None:
-        """Record that the save of a step, or its export, has failed."""
+        """Record that the save of a step or its export failed."""
         self._num_failed += 1
         self._failed_step = step
 
     def _export_if_requested(self, path: Path, step: int) -> None:
         """Export the last checkpoint in Hugging Face format if `checkpoint.last_save_in_hf` is set.
 
-        If the save of this checkpoint has failed, do nothing.
+        If the save of this checkpoint failed, do nothing.
         """
         if not self._config.last_save_in_hf or step == self._failed_step:
             return
-        # If no step was trained since the run has resumed, an existing export has these weights.
+        # If the run trained no step since it resumed, an existing export has the same weights.
         is_exported = self._ranks.run_on_rank0(
             lambda: self._saved_folders.export(path, replace=step != self.loaded_step)
         )
@@ -405,18 +406,18 @@ class Saver:
             self._count_failure(step)
 
     def has_saved(self, step: int) -> bool:
-        """Return whether the state after a step is on disk, because it was loaded or saved.
+        """Return whether the state after a step is on disk because it was loaded or saved.
 
-        If the last save of this step or its export has failed, return False.
+        If the last save of this step or its export failed, return False.
         """
         return step in (self.loaded_step, self._saved_step) and step != self._failed_step
 
     def stats(self) -> dict[str, int]:
-        """Return the number of saves that failed, and of saves that waited for the previous one."""
+        """Return the number of failed saves and of saves that had to wait for the previous one."""
         return {"failed_saves": self._num_failed, "save_waits": self._num_waits}
 
     def wait_for_copies(self) -> None:
-        """Wait until the tensors are copied, so that the optimizer can change the weights again."""
+        """Wait until the tensors are copied, so that the optimizer may change the weights."""
         if self._copies is not None:
             wait([self._copies])
 
@@ -424,7 +425,7 @@ class Saver:
         """Remove the outdated checkpoints of this run from disk. Call this on all ranks.
 
         The options `keep_latest_k` and `keep_every_n_steps` determine which checkpoints are kept.
-        The best checkpoint, and one that is being copied to the mirror, are never removed.
+        The best checkpoint and a checkpoint that is being copied to the mirror are never removed.
         """
         self._ranks.run_on_rank0(self._saved_folders.remove_outdated)
 
@@ -439,13 +440,14 @@ class Saver:
         If `checkpoint.keep_best` is not set, do nothing.
 
         Raises:
-            CheckpointError: If a manifest cannot be read now.
+            CheckpointError: If a manifest is currently unreadable.
+            UserError: If `best` exists but is not a link.
         """
         if self._config.keep_best:
             self._ranks.run_on_rank0(self._saved_folders.update_best_link)
 
     def close(self) -> None:
-        """Wait for the save in progress, and stop the background thread."""
+        """Wait for the save in progress and stop the background thread."""
         self.wait_until_saved()
         self._thread.shutdown()
         if self._stager is not None:

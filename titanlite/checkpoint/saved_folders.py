@@ -1,7 +1,7 @@
 """Manage the folders that saves leave behind: outdated, best and final checkpoints, and exports.
 
-Invariant: The best checkpoint and checkpoints of other runs are never removed. Folders of other
-programs are neither removed nor renamed.
+Invariant: The best checkpoint and checkpoints of other runs are never removed. Folders that other
+programs wrote are neither removed nor renamed.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ from titanlite.config.errors import CheckpointError, Damage, UserError
 class SavedFolders:
     """Removes outdated checkpoints, links the best one, and exports the last one.
 
-    Rank 0 calls the methods alone.
+    Only rank 0 calls the methods.
 
     Args:
         context: Checkpoint folder and options of the run.
-        write_tokenizer: Writes the tokenizer's files into a folder and returns its special token
-            IDs, for `checkpoint.last_save_in_hf`.
-        mirror: Copies checkpoints to a URL, or None. A checkpoint is not removed while it is
+        write_tokenizer: Writes the tokenizer files into a folder and returns the special token IDs.
+            Used for `checkpoint.last_save_in_hf`.
+        mirror: Copies checkpoints to a URL, or None. A checkpoint is not removed while it is being
             copied.
 
     Attributes:
-        run_id: ID of the run, to be set before the first removal. Checkpoints of other runs are
-            never removed.
-        own_checkpoints: Checkpoints that are known to be from this run. The `Saver` adds new ones.
+        run_id: ID of the run. Set it before the first removal, because checkpoints of other runs
+            are never removed.
+        own_checkpoints: Checkpoints that are known to belong to this run. The `Saver` adds new
+            ones.
     """
 
     def __init__(
@@ -71,14 +72,14 @@ class SavedFolders:
     def remove_outdated(self) -> None:
         """Remove the checkpoints of this run that no option keeps.
 
-        If one of them cannot be removed, log this and continue.
+        If a checkpoint cannot be removed, log this and continue.
         """
         try:
             outdated = self._find_outdated()
             # The newest checkpoint must survive a power failure before older ones are removed.
-            # `publish_checkpoint` has tried this too, but only warns if it fails.
+            # `publish_checkpoint` also tries this, but only warns if it fails.
             sync(self._folder)
-        except Exception as error:  # a removal could delete the best or the only durable one
+        except Exception as error:  # a removal could delete the best or the only durable checkpoint
             self._log(f"Not removing old checkpoints: {describe_error(error)}")
             return
 
@@ -89,10 +90,13 @@ class SavedFolders:
                 self._log(f"Could not remove the old {path.name}: {describe_error(error)}")
 
     def is_best(self, loss: float) -> bool:
-        """Return whether a validation loss is lower than the loss of every saved checkpoint."""
+        """Return whether a validation loss is lower than the loss of every saved checkpoint.
+
+        Also return True if a manifest is currently unreadable.
+        """
         try:
             return loss < self._find_best()[0]
-        except CheckpointError:  # a manifest cannot be read now; an extra save costs little
+        except CheckpointError:  # an extra save costs little
             return True
 
     def update_best_link(self) -> None:
@@ -101,8 +105,8 @@ class SavedFolders:
         If no checkpoint has a validation loss, remove the link.
 
         Raises:
-            CheckpointError: If a manifest cannot be read now.
-            UserError: If `best` exists, but is not a link.
+            CheckpointError: If a manifest is currently unreadable.
+            UserError: If `best` exists but is not a link.
         """
         link = self._folder / BEST_LINK
         if os.path.lexists(link) and not link.is_symlink():
@@ -117,14 +121,14 @@ class SavedFolders:
             self._log(f"{text}: {link} points to it")
 
     def _find_outdated(self) -> list[Path]:
-        """Return the checkpoints of this run that can be removed, because no option keeps them.
+        """Return the checkpoints of this run that can be removed because no option keeps them.
 
-        The best checkpoint, and the one that is being copied to the mirror, are never included.
+        Exclude the best checkpoint and the one that is being copied to the mirror.
         """
         all_checkpoints = list_checkpoints(self._folder)
         checkpoints = [path for path in all_checkpoints if self._belongs_to_this_run(path)]
         if self._config.keep_best:
-            self.update_best_link()  # because its target is never removed
+            self.update_best_link()  # the target of this link is never removed
         # Never remove the target of `best`, even if this job does not set keep_best.
         in_use: set[Path | None] = {(self._folder / BEST_LINK).resolve()}
         if self._mirror is not None:
@@ -135,7 +139,7 @@ class SavedFolders:
         return [path for path in outdated if path.resolve() not in in_use]
 
     def _belongs_to_this_run(self, path: Path) -> bool:
-        """Return whether this run has saved a checkpoint. For imported weights, return False."""
+        """Return whether this run saved a checkpoint. For imported weights, return False."""
         if path in self.own_checkpoints:
             return True
         try:
@@ -150,8 +154,8 @@ class SavedFolders:
         """Find the checkpoint with the lowest validation loss.
 
         Returns:
-            The loss and the step folder, of the earliest step if several have the same loss. If no
-            checkpoint has a validation loss, (infinity, None).
+            The loss and the step folder. If several checkpoints have the same loss, the earliest
+            step is used. If no checkpoint has a validation loss, (infinity, None).
         """
         lowest = math.inf
         best = None
@@ -167,7 +171,7 @@ class SavedFolders:
     # Outputs of the last save
 
     def keep_output(self, path: Path) -> bool:
-        """Return whether a final output of the run exists, and log that it is kept.
+        """Return whether a final output of the run exists. If so, log that it is kept.
 
         Args:
             path: A step folder in `final`, or the folder `final_hf`.
@@ -178,9 +182,9 @@ class SavedFolders:
         return is_kept
 
     def archive_output(self, path: Path) -> None:
-        """Rename a final output of an earlier start, if there is one, to make room for a new one.
+        """Rename an existing final output of the run to make room for a new one.
 
-        A folder of another program is not renamed. Writing the output then raises an error.
+        A folder that another program wrote is not renamed. Writing the new output then fails.
 
         Args:
             path: A step folder in `final`, or the folder `final_hf`.
@@ -191,14 +195,15 @@ class SavedFolders:
             self._log(f"Renamed {path} of an earlier start to {renamed.name}")
 
     def export(self, step_folder: Path, replace: bool) -> bool:
-        """Export a checkpoint to the folder `final_hf` of the run in Hugging Face format.
+        """Export a checkpoint in Hugging Face format to the folder `final_hf` of the run.
 
         Args:
             step_folder: The checkpoint.
-            replace: Archive an existing export, and write a new one. If False, keep it.
+            replace: Archive an existing export and write a new one. If False, keep the existing
+                export.
 
         Returns:
-            Whether the run now has an export. If writing it fails, this is logged.
+            Whether the run now has an export. A failure to write it is logged.
         """
         checkpoint_folder = step_folder.parent
         out = checkpoint_folder.with_name("final_hf")
@@ -216,7 +221,7 @@ class SavedFolders:
     def _write_export(self, path: Path, out: Path) -> None:
         """Write the weights of a checkpoint to the folder `out` in Hugging Face format.
 
-        The weights are read from disk, so no rank has to gather them in memory.
+        Read the weights from disk, so that no rank has to gather them in memory.
         """
         step = get_step(path)
 
@@ -225,7 +230,7 @@ class SavedFolders:
             (folder / EXPORT_MARKER).write_text(json.dumps(marker) + "\n")
             return self._write_tokenizer(folder)
 
-        # This skips the checksums that reading the weights verifies.
+        # Skip the checksums that are verified when the weights are read.
         check_checkpoint(path, verified_on_load=True)
         weights = checkpoint_weights(path)
         dtype = self._config.export_dtype
