@@ -1,4 +1,4 @@
-"""Save checkpoints during a run, and resume from the newest one at the start.
+"""Save checkpoints during a run and resume from the newest one at the start.
 
 Invariant: A checkpoint contains the state after exactly its step, including the state that hooks
 add in `Hook.saving`.
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 def build_resumer(trainer: Trainer, job: JobConfig) -> Resumer:
     """Create the `Resumer` that loads checkpoints into the model, optimizer and hooks of a trainer.
 
-    This reads no checkpoint yet. When you no longer need the result, close its process group with
-    `resumer.context.ranks.close()`.
+    This does not read any checkpoint yet. When you no longer need the result, close its process
+    group with `resumer.context.ranks.close()`.
 
     Args:
         trainer: Trainer whose model, optimizer and hooks receive the loaded tensors.
-        job: Job that is compared with the job in each checkpoint.
+        job: Job to compare with the job in each checkpoint.
     """
     live_state = LiveState(
         model=trainer.model,
@@ -77,23 +77,23 @@ class WaitForCopies(Hook):
     observes_only = True
 
     def __init__(self, saver: Saver) -> None:
-        """Wait in each step for the copies that `saver` makes."""
+        """Store the saver whose copies each weight update waits for."""
         self._saver = saver
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
-        """Wait until the save in progress, if any, has copied weights and hook tensors."""
+        """Wait until the save in progress, if any, has copied the weights and hook tensors."""
         self._saver.wait_for_copies()
 
 
 class Checkpointer:
-    """Saves the checkpoints of a run, and resumes the run from the newest one.
+    """Saves the checkpoints of a run and resumes the run from the newest one.
 
-    The trainer creates a Checkpointer on every rank if checkpoint.enable is true. All ranks must
+    If checkpoint.enable is true, the trainer creates a Checkpointer on every rank. All ranks must
     call each method together.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        """Store the trainer without reading any file. Call `load` before all other methods."""
+        """Store the trainer without reading any files. Call `load` before any other method."""
         self._trainer = trainer
         self._step_to_save: int | None = None  # the step for which `is_due` is true
         self._resources = ExitStack()
@@ -102,12 +102,12 @@ class Checkpointer:
     def load(self) -> None:
         """Resume from the newest valid checkpoint, or else load checkpoint.initial_load_path.
 
-        If neither exists, the weights stay randomly initialized. Also prepare the run for saves.
+        If neither exists, keep the randomly initialized weights. Also prepare the run for saves.
 
         Raises:
-            UserError: If the disk lacks space for a checkpoint, or the job does not match the
+            UserError: If the disk lacks space for a checkpoint, or if the job does not match the
                 checkpoint.
-            CheckpointError: If there are checkpoints, but none is valid.
+            CheckpointError: If there are checkpoints but none is valid.
         """
         self._prepare()
 
@@ -115,22 +115,24 @@ class Checkpointer:
         if state is not None:
             self._trainer.load_state_dict(state)
             self._saver.loaded_step = state["step"]
-            # The link is outdated after checkpoint.load_step, or if the previous start was killed.
+            # The link `best` may be outdated if checkpoint.load_step was used or if the previous
+            # process was killed.
             self._saver.update_best_link()
 
         if self._mirror is not None:
             self._mirror.begin(self._trainer.steps_done)  # from now on, copy new checkpoints
 
     def _prepare(self) -> None:
-        """Create the checkpoint folder, and the objects that load, save and mirror checkpoints.
+        """Create the checkpoint folder and the objects that load, save and mirror checkpoints.
 
-        If the job has a mirror (a URL to which checkpoints are copied) with a newer checkpoint,
-        download it.
+        If the job has a mirror (a URL to which checkpoints are copied), download the checkpoints
+        that the run needs but does not have locally.
 
         Raises:
-            UserError: If the disk lacks space for a checkpoint, or the job does not match the
-                checkpoints of the mirror.
-            CheckpointError: If the mirror cannot be read, or there is no valid checkpoint.
+            UserError: If the disk lacks space for a checkpoint, or if the job does not match the
+                checkpoints on the mirror.
+            CheckpointError: If the mirror cannot be read, or if it has checkpoints but none is
+                valid and there is no local checkpoint.
         """
         trainer = self._trainer
         self._resumer = build_resumer(trainer, trainer.job)
@@ -146,7 +148,7 @@ class Checkpointer:
         self._create_saver(context)
 
     def _create_saver(self, context: CheckpointContext) -> None:
-        """Create the `Saver` of the run, which calls the hooks of the trainer after each save.
+        """Create the `Saver` of the run, which notifies the hooks of the trainer after each save.
 
         Also add a hook that delays weight updates while a save copies the weights.
         """
@@ -165,7 +167,7 @@ class Checkpointer:
         trainer.hooks.insert(0, WaitForCopies(self._saver))
 
     def save_if_best(self, step: int, loss: float) -> None:
-        """Request a save of `step` if its validation loss is lower than that of all checkpoints.
+        """Request a save of `step` if its validation loss is lower than for all saved checkpoints.
 
         `is_due` then returns True, so the trainer saves at the end of the step.
 
@@ -179,21 +181,21 @@ class Checkpointer:
     def is_due(self, step: int) -> bool:
         """Return whether `step` must be saved even if no rank requests a save.
 
-        This is the case after a rollback, and after a validation with the lowest loss so far.
+        This is the case after a rollback and after a validation with the lowest loss so far.
         """
         return step == self._step_to_save
 
     def roll_back(self, step: int) -> int | None:
-        """Restore weights, optimizer state and hook tensors from the newest valid checkpoint.
+        """Restore weights, optimizer state and hook tensors from a checkpoint before `step`.
 
-        The step count and the data position do not change, so training continues after `step`. The
-        trainer saves the restored state as a checkpoint of `step`.
+        Load the newest valid one. The step count and the data position do not change, so training
+        continues after `step`. The trainer saves the restored state as the checkpoint of `step`.
 
         Args:
             step: The step that has just been completed, such as one with a loss spike.
 
         Returns:
-            The step of the loaded checkpoint, or None if there is no checkpoint.
+            The step of the loaded checkpoint, or None if there is no earlier checkpoint.
         """
         self._saver.wait_until_saved()
         with self._trainer.evaluation_mode():  # checkpoints contain the weights for evaluation
@@ -208,12 +210,12 @@ class Checkpointer:
     def save(self, step: int, is_last: bool = False) -> None:
         """Save the state after `step` as a checkpoint.
 
-        Call `Trainer.save` instead, which prepares the state of optimizer and hooks first.
+        Outside this class, call `Trainer.save`, which first prepares the optimizer and the hooks.
 
         Args:
             step: The step that has just been completed.
-            is_last: Whether the run ends here. If so, also write the outputs that the options
-                checkpoint.last_save_* select.
+            is_last: Whether the run ends with this step. If so, apply the checkpoint.last_save_*
+                options.
         """
         self._saver.save(step, self._trainer.state_dict, is_last=is_last)
         if has_modes(self._trainer.optimizer):
@@ -221,12 +223,12 @@ class Checkpointer:
             self._saver.wait_for_copies()
 
     def stats(self) -> dict[str, Any]:
-        """Return metrics about saves since this start of the run.
+        """Return metrics about saves since the process started.
 
         Returns:
-            "failed_saves": Number of failed saves. "save_waits": Number of saves that waited for
-            the previous one. If the job has a mirror, also "failed_mirrors": Number of failures
-            of its copies.
+            "failed_saves": Number of failed saves. "save_waits": Number of saves that had to wait
+            for the previous one. If the job has a mirror, also "failed_mirrors": Number of failed
+            copies to the mirror.
         """
         stats = self._saver.stats()
         if self._mirror is not None:
@@ -234,17 +236,17 @@ class Checkpointer:
         return stats
 
     def finish(self, step: int, stopped: str) -> CheckpointError | None:
-        """Wait at the end of the run until its last checkpoint is written and mirrored.
+        """Wait until the last checkpoint of the run is saved, exported and mirrored.
 
         Args:
             step: The last step of the run.
-            stopped: Description of the signal that stopped the run, or "". Error messages start
+            stopped: Description of the signal that stopped the run, or "". The error message starts
                 with it.
 
         Returns:
-            An error if saving or copying the last step failed, or None.
+            An error if the last step could not be saved, exported or copied, or None.
         """
-        # Copy the newest checkpoint even if the last save or its export has failed.
+        # Copy the newest checkpoint even if the last save or its export failed.
         problems = [self._complete_save(step), self._complete_mirror()]
         problem = " ".join(filter(None, problems))
         if not problem:
@@ -252,9 +254,9 @@ class Checkpointer:
         return CheckpointError(f"{stopped}. {problem}" if stopped else problem)
 
     def _complete_save(self, step: int) -> str:
-        """Wait until the last step is saved and, if the job requires it, exported.
+        """Wait until the last step is saved and, if requested, exported.
 
-        Return an error message, or "" if this succeeded.
+        Return an error message, or "" on success.
         """
         self._saver.wait_until_saved()
         if self._saver.has_saved(step):
@@ -273,7 +275,7 @@ class Checkpointer:
     def _complete_mirror(self) -> str:
         """Wait until the newest checkpoint is copied to the mirror of the job, if there is one.
 
-        Return an error message, or "" if this succeeded.
+        Return an error message, or "" on success.
         """
         if self._mirror is None:
             return ""
@@ -288,7 +290,7 @@ class Checkpointer:
         )
 
     def close(self) -> None:
-        """Wait for the save in progress, and stop the background threads."""
+        """Wait for the save in progress and stop the background threads."""
         self._resources.close()
 
 
@@ -301,7 +303,7 @@ class BestCheckpoint(Hook):
     name = BEST_CHECKPOINT
 
     def __init__(self) -> None:
-        """Start without a validation loss."""
+        """Initialize the hook without a validation loss."""
         self._newest: dict[str, Any] = {}  # step and loss of the newest validation
 
     def built(self, trainer: Trainer) -> None:
@@ -310,25 +312,25 @@ class BestCheckpoint(Hook):
         self._checkpointer = trainer.checkpointer
 
     def validated(self, step: int, score: Mapping[str, float]) -> None:
-        """Request a save if the validation loss is lower than that of all checkpoints.
+        """Request a save if the validation loss is lower than for all saved checkpoints.
 
-        A validation before the first step is ignored, because it scores untrained weights.
+        Ignore a validation before the first step, because it scores untrained weights.
         """
         if step > 0 and math.isfinite(score["loss"]):
             self._newest = {"step": step, "loss": score["loss"]}
             self._checkpointer.save_if_best(step, score["loss"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return step and loss of the newest validation, or {} before the first validation."""
+        """Return the step and loss of the newest validation, or {} before the first validation."""
         return self._newest
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore step and loss of the newest validation."""
+        """Restore the step and loss of the newest validation."""
         self._newest = state
 
 
 def _estimate_bytes(run: Run) -> int:
-    """Estimate the size of a checkpoint in bytes: weights, two Adam moments and EMA weights."""
+    """Estimate the size in bytes of a checkpoint with weights, two Adam moments and EMA weights."""
     weight = getattr(torch, run.job.training.dtype).itemsize
     moment = getattr(torch, run.state_dtype).itemsize
     average = 4 if run.job.ema.decay else 0

@@ -21,8 +21,8 @@ class Ema(Hook):
     """Maintains an exponential moving average of the weights.
 
     After each step that is not skipped, average += (1 - decay) * (weight - average). The average is
-    stored in fp32, sharded like the weights, and is part of each checkpoint. It is initialized with
-    the weights at the start of training, or when a resumed run enables EMA.
+    stored in fp32, sharded like the weights, and saved in each checkpoint. It is initialized with
+    the weights at the start of training or when a resumed run enables EMA.
 
     Args:
         decay: Decay per step, such as 0.999.
@@ -34,14 +34,14 @@ class Ema(Hook):
         self._decay = decay
 
     def built(self, trainer: Trainer) -> None:
-        """Allocate the averages of the trainer's model."""
+        """Allocate the averages for the model of the trainer."""
         self.follow(trainer.model)
 
     def follow(self, model: Llama) -> None:
         """Allocate an average for each parameter of `model`.
 
-        The averages are NaN until they are loaded, or `started` or `saving` initializes them with
-        the weights.
+        The averages are NaN until they are loaded from a checkpoint, or until `started` or `saving`
+        initializes them with the weights.
         """
         self._weights = dict(model.named_parameters())
         # NaN marks averages that are not initialized yet.
@@ -58,14 +58,14 @@ class Ema(Hook):
     def saving(self, step: int) -> None:
         """Initialize averages that are still NaN with the current weights.
 
-        This happens if a rollback has loaded a checkpoint without averages.
+        Averages are NaN if a rollback loaded a checkpoint without averages.
         """
         for average, weight in self._shards():
             if average.isnan().any():
                 average.copy_(weight)
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
-        """Keep a reference to the skip flag of the step, for `updated`.
+        """Store the skip flag of the step for `updated`.
 
         Guards may still set the flag after this call, so do not read it yet.
         """
@@ -73,7 +73,7 @@ class Ema(Hook):
 
     @torch.no_grad()
     def updated(self, step: int) -> None:
-        """Move the averages toward the new weights. A skipped step leaves them unchanged."""
+        """Move the averages toward the new weights, except after a skipped step."""
         is_updated = 1 - self._skip  # a tensor, 1.0 or 0.0, which avoids a host sync
         fraction = (1 - self._decay) * is_updated
         for average, weight in self._shards():
@@ -84,7 +84,7 @@ class Ema(Hook):
         return dict(self._averages)
 
     def _shards(self) -> list[tuple[Tensor, Tensor]]:
-        """Return a pair for each weight: this rank's shards of its average and of the weight."""
+        """Return this rank's shards of each average and the corresponding weight, as pairs."""
         return [
             (local_shard(self._averages[name]), local_shard(weight))
             for name, weight in self._weights.items()

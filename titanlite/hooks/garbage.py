@@ -1,7 +1,7 @@
 """Collect Python garbage at fixed steps.
 
-With automatic collection, each rank would pause at a different time, and the other ranks would wait
-for it in a collective.
+With automatic collection, each rank would pause at a different time while the other ranks wait for
+it in a collective.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class GarbageCollection(Hook):
-    """Runs Python's garbage collector on all ranks at the same step instead of at random times.
+    """Runs the Python garbage collector on all ranks at the same steps instead of at random times.
 
     Automatic collection is disabled, because a pause on one rank makes all other ranks wait.
     """
@@ -26,18 +26,18 @@ class GarbageCollection(Hook):
         self._interval = interval
 
     def train_begins(self, step: int) -> None:
-        """Collect once, and disable automatic collection."""
+        """Collect garbage once and disable automatic collection."""
         gc.collect()
         gc.disable()
 
     def after_step(self, step: int, result: StepResult) -> None:
         """Collect garbage every `training.gc_freq` steps.
 
-        Objects of the oldest generation are not collected, because they are rarely garbage.
+        Skip objects in the oldest generation, because they are rarely garbage.
         """
         if not gc.isenabled() and step % self._interval == 0:
             gc.collect(1)
 
     def close(self) -> None:
-        """Enable automatic collection again."""
+        """Re-enable automatic collection."""
         gc.enable()

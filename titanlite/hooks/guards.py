@@ -1,9 +1,9 @@
-"""Guards against bad steps: non-finite numbers, spikes, and silent data corruption.
+"""Guards against bad steps: non-finite numbers, spikes and silent data corruption.
 
-Invariant: Guards never make the CPU wait for the GPU, except at logged steps, saves and
-comparisons. All ranks make the same decisions, because they compare sums over all ranks. The state
-of the guards is part of each checkpoint, so a resumed run makes the same decisions as an
-uninterrupted one.
+Invariant: Guards never make the CPU wait for the GPU, except at logged steps, saves, comparisons
+and, with rollbacks, validations. All ranks make the same decisions, because they compare sums over
+all ranks. The state of the guards is part of each checkpoint, so a resumed run makes the same
+decisions as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 MAX_REPORTED_STEPS = 10
 MAX_REPORTED_SEQUENCES = 8
 MIN_RELATIVE_DEVIATION = 0.01
-"""Smallest deviation that spike detection uses, relative to the median. Otherwise tiny changes of a
-nearly constant loss would count as spikes."""
+"""Smallest deviation that spike detection uses, relative to the median. Without it, tiny changes in
+a nearly constant loss would count as spikes."""
 NORMAL_SCALE = 1.4826
-"""Standard deviation of normal samples, relative to their median absolute deviation."""
+"""Ratio of the standard deviation of normal samples to their median absolute deviation."""
 
 
 def build_guards() -> list[Hook]:
@@ -45,7 +45,7 @@ def build_guards() -> list[Hook]:
 class SkippedStep(NamedTuple):
     """The loss and the first non-finite gradient on one rank in a skipped step.
 
-    All ranks skip the same steps, but the cause may be on some ranks only.
+    All ranks skip the same steps, but the cause may be on only some of them.
     """
 
     step: int
@@ -61,13 +61,13 @@ class NonFiniteGuard(Hook):
 
     The training step itself skips the weight update if the loss or a gradient is not finite. To
     avoid a host sync in each step, the guard leaves the results on the GPU. It reads them at the
-    next logged step or save, where the CPU waits for the GPU in any case.
+    next logged step or save, where the CPU waits for the GPU anyway.
     """
 
     name = NON_FINITE_GUARD
 
     def built(self, trainer: Trainer) -> None:
-        """Read the limit of consecutive skipped steps (guards.max_skipped), and reset counters."""
+        """Read the limit on consecutive skipped steps (guards.max_skipped) and reset counters."""
         self._trainer = trainer
         self._max_skipped = trainer.job.guards.max_skipped
         self._unread: list[tuple[int, StepResult]] = []
@@ -77,11 +77,11 @@ class NonFiniteGuard(Hook):
         self._max_consecutive = 0
 
     def after_step(self, step: int, result: StepResult) -> None:
-        """Keep the result of the step on the GPU until the next logged step or save reads it."""
+        """Store the result of the step on the GPU, to read it at the next logged step or save."""
         self._unread.append((step, result))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """Return the metric `skipped_steps`: the number of steps skipped since step 1."""
+        """Return the metric `skipped_steps`, the number of steps skipped since step 1."""
         self._read_results()
         return {"skipped_steps": self._num_skipped}
 
@@ -94,7 +94,7 @@ class NonFiniteGuard(Hook):
         self._report()
 
     def saving(self, step: int) -> None:
-        """Log the skipped steps, and prevent the save if too many were skipped in a row.
+        """Log the skipped steps and prevent the save if too many were skipped in a row.
 
         Raises:
             GuardError: If more than guards.max_skipped consecutive steps were skipped.
@@ -106,21 +106,21 @@ class NonFiniteGuard(Hook):
         """Return the number of skipped steps since step 1, to store in a checkpoint.
 
         Returns:
-            "skipped": Number of all skipped steps. "in_row": Number of consecutive skipped steps up
-            to now. If no step was skipped, {}.
+            "skipped": Total number of skipped steps. "in_row": Number of consecutive skipped steps
+            up to now. If no step was skipped, {}.
         """
-        self._read_results()  # does nothing during a save, because `saving` has read all results
+        self._read_results()  # does nothing during a save, because `saving` already did this
         if not self._num_skipped:
             return {}
         return {"skipped": self._num_skipped, "in_row": self._num_consecutive}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the number of skipped steps."""
+        """Restore the numbers of skipped steps."""
         self._num_skipped = state["skipped"]
         self._num_consecutive = state["in_row"]
 
     def _read_results(self) -> None:
-        """Read the results of recent steps from the GPU, and count and describe skipped steps.
+        """Read the results of recent steps from the GPU, then count and describe skipped steps.
 
         All ranks must call this together, because they exchange the causes of skipped steps.
         """
@@ -136,15 +136,15 @@ class NonFiniteGuard(Hook):
             if is_skipped:
                 skipped_steps.append(self._inspect(step, result))
 
-        # All ranks skip the same steps, but a non-finite loss or gradient may be on one rank only.
-        # So gather what each rank has seen.
+        # All ranks skip the same steps, but the non-finite loss or gradient may be on only one
+        # rank, so gather the reports of all ranks.
         if skipped_steps:
             reports_by_rank = gathered(skipped_steps, self._trainer.mesh.world_group)
             for reports_of_step in zip(*reports_by_rank, strict=True):
                 self._unreported.append(self._describe(reports_of_step))
 
     def _count(self, is_skipped: bool) -> None:
-        """Count the skipped steps: all of them, the current streak, and the longest streak.
+        """Update the total number of skipped steps, the current streak and the longest streak.
 
         Call this once for each step, in order.
         """
@@ -156,14 +156,15 @@ class NonFiniteGuard(Hook):
         self._max_consecutive = max(self._max_consecutive, self._num_consecutive)
 
     def _inspect(self, step: int, result: StepResult) -> SkippedStep:
-        """Read the loss and the first non-finite gradient of this rank in a skipped step.
+        """Read this rank's loss and its first non-finite gradient in a skipped step.
 
         This waits for the GPU.
         """
         parameter = None
         finite_flags = result.squares.isfinite().tolist()
         if not all(finite_flags):
-            # Frozen parameters have no gradient. A plugin may freeze some in any step.
+            # Frozen parameters have no gradient, and plugins may freeze some in any step. If the
+            # numbers differ, the parameter is unknown.
             parameters = self._trainer.model.named_parameters()
             names = [name for name, weight in parameters if weight.requires_grad]
             if len(names) == len(finite_flags):
@@ -172,7 +173,7 @@ class NonFiniteGuard(Hook):
         return SkippedStep(step, data_rank, result.loss.item(), parameter)
 
     def _describe(self, reports: Sequence[SkippedStep]) -> str:
-        """Return the log line of a skipped step, with the cause and the first affected rank.
+        """Return the log line for a skipped step, with the cause and the first affected rank.
 
         Args:
             reports: The loss and the first non-finite gradient of each rank, in rank order.
@@ -187,7 +188,7 @@ class NonFiniteGuard(Hook):
     def _find_causes(self, reports: Sequence[SkippedStep]) -> list[str]:
         """Describe why a step was skipped: a non-finite loss, a non-finite gradient, or both.
 
-        Return one text per cause. The list is empty if the loss and all gradients are finite.
+        Return one text per cause. Return [] if the loss and all gradients are finite.
 
         Args:
             reports: The loss and the first non-finite gradient of each rank, in rank order.
@@ -209,7 +210,7 @@ class NonFiniteGuard(Hook):
         return causes
 
     def _describe_ranks(self, ranks: list[int], reports: Sequence[SkippedStep]) -> str:
-        """Describe the first of the affected ranks in detail, and count the others.
+        """Describe the first affected rank in detail and count the others.
 
         For example: "rank 3 (node-0, sequences 3, 11) and 2 more ranks".
 
@@ -226,7 +227,10 @@ class NonFiniteGuard(Hook):
         return text
 
     def _list_sequences(self, report: SkippedStep) -> str:
-        """List the sequences of the global batch that a rank has trained on, such as "3, 7, 11"."""
+        """List the sequences of the global batch that a rank trained on, such as "3, 7, 11".
+
+        List only the first 8 (`MAX_REPORTED_SEQUENCES`).
+        """
         # Data-parallel ranks take turns. For example, rank 3 of 4 trains on sequences 3, 7, 11, ...
         batch_size = self._trainer.run.batch_size(report.step - 1)
         sequences = range(report.data_rank, batch_size, self._trainer.mesh.data_degree)
@@ -240,7 +244,7 @@ class NonFiniteGuard(Hook):
 
         Raises:
             GuardError: If more than guards.max_skipped consecutive steps were skipped. The message
-                describes up to 10 (`MAX_REPORTED_STEPS`) of the last skipped steps.
+                describes at most the last 10 (`MAX_REPORTED_STEPS`) unreported skipped steps.
         """
         lines = self._unreported
         self._unreported = []
@@ -269,20 +273,20 @@ class NonFiniteGuard(Hook):
 
 
 class SpikeGuard(Hook):
-    """Detects spikes of the loss or the gradient norm, and logs, skips or rolls back the step.
+    """Detects spikes in the loss or the gradient norm, and logs, skips or rolls back the step.
 
     A value is a spike if it exceeds the median of the previous steps by more than
     `guards.spike_deviations` deviations. A deviation is 1.4826 times the median absolute deviation
-    (Hampel, 1974). It equals the standard deviation for normal samples, and a few spikes hardly
-    change it.
+    (Hampel, 1974), but at least 1% of the median. For normal samples, it equals the standard
+    deviation, and a few spikes hardly change it.
 
     `guards.on_spike` selects the reaction:
 
-    - "skip": The GPU compares the values before the update, and skips the update of a spike.
+    - "skip": The GPU compares the values before the weight update and skips the update of a spike.
     - "roll_back": The guard restores weights, optimizer and hook tensors from the newest checkpoint
-      and saves them at once. The step count continues, so the data and the learning rate of a step
-      do not depend on rollbacks.
-    - Otherwise spikes are only logged.
+      and saves them immediately. The step count continues, so the data and the learning rate of a
+      step do not depend on rollbacks.
+    - "warn": Spikes are only logged.
 
     Without "skip", the CPU looks for spikes later, when it reads the metrics.
     """
@@ -290,17 +294,17 @@ class SpikeGuard(Hook):
     name = SPIKE_GUARD
 
     def __init__(self) -> None:
-        """Start without spikes."""
+        """Initialize the guard without any spikes."""
         self._num_spikes = 0
         self._num_roll_backs = 0
         self._needs_roll_back = False
-        # Number and tensor of each recent step that the CPU has not read from the GPU yet. Reading
-        # waits for the GPU, so it is delayed until the next logged step, save or, with "roll_back",
-        # validation.
+        # Step number and tensor of each recent step that the CPU has not yet read from the GPU.
+        # Reading waits for the GPU, so it is delayed until the next logged step, save or, with
+        # "roll_back", validation.
         self._unread: list[tuple[int, Tensor]] = []
 
     def built(self, trainer: Trainer) -> None:
-        """Read the options, and allocate an empty history of losses and gradient norms."""
+        """Read the options and allocate an empty history of losses and gradient norms."""
         self._trainer = trainer
         self._config = trainer.job.guards
         self._should_skip = self._config.on_spike == "skip"
@@ -312,28 +316,28 @@ class SpikeGuard(Hook):
             first_parameter = next(trainer.model.parameters())
             device = local_shard(first_parameter).device
 
-        # Loss and gradient norm of step s are in column s % spike_history. NaN: no value yet.
+        # The loss and gradient norm of step s are in column s % spike_history. NaN means no value.
         shape = (2, self._config.spike_history)
         self._history = torch.full(shape, torch.nan, dtype=torch.float64, device=device)
 
     def resize_tensors(self, sizes: Mapping[str, torch.Size]) -> None:
         """Resize the history to its length in the checkpoint, so that it can be loaded.
 
-        If `guards.spike_history` has changed since the save, `started` then converts the loaded
+        If `guards.spike_history` has changed since the save, `started` later converts the loaded
         history to the new length.
         """
         if "history" in sizes:
             self._history = self._history.new_full(sizes["history"], torch.nan)
 
     def started(self, step: int) -> None:
-        """Convert a loaded history to the length that this job sets (guards.spike_history)."""
+        """Convert a loaded history to the length in this job (guards.spike_history)."""
         self._convert_history(step)
 
     def _convert_history(self, step: int) -> None:
-        """Convert a loaded history to the length that this job sets (guards.spike_history).
+        """Convert a loaded history to the length in this job (guards.spike_history).
 
-        A history, which contains losses and gradient norms, loses its oldest values if it is too
-        long. If it is too short, it is repeated, which hardly changes its median and deviation.
+        The history contains losses and gradient norms. If it is too long, drop its oldest values.
+        If it is too short, repeat it, which hardly changes its median and deviation.
 
         Args:
             step: Step after which the history was saved.
@@ -341,13 +345,13 @@ class SpikeGuard(Hook):
         saved = self._history
         saved_size = saved.shape[1]
         size = self._config.spike_history
-        # A history with n columns has the values of step s in column s % n.
+        # In a history with n columns, the values of step s are in column s % n.
         steps = torch.arange(step - size + 1, step + 1, device=saved.device)
         self._history = saved.new_empty(2, size)
         self._history[:, steps % size] = saved[:, steps % saved_size]
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
-        """Keep the loss and the gradient norm of a step on the GPU, to look for spikes later.
+        """Store the loss and the gradient norm of a step on the GPU, to look for spikes later.
 
         With guards.on_spike = "skip", compare them with the history now, on the GPU and without a
         host sync. If the step is a spike, set `skip` to 1 in place.
@@ -368,11 +372,13 @@ class SpikeGuard(Hook):
 
         Args:
             values: Loss and gradient norm, shape (2,).
-            skip: Scalar: 1 if the step is already skipped, so it does not count as a spike. Else 0.
+            skip: Scalar: 1 if the step is already skipped and thus does not count as a spike, else
+                0.
 
         Returns:
-            Shape (3, 2). The columns are the loss and the gradient norm. The rows are whether the
-            value is a spike (0 or 1), the value, and the limit above which it is a spike.
+            Matrix, shape (3, 2). The columns are the loss and the gradient norm. The rows are
+            whether the value is a spike (0 or 1), the value, and the limit above which it is a
+            spike.
         """
         limits = self._compute_limits()
         is_spike = (values > limits) & (skip == 0)
@@ -381,7 +387,7 @@ class SpikeGuard(Hook):
     def _compute_limits(self) -> Tensor:
         """Return the limits above which a loss and a gradient norm are spikes, shape (2,).
 
-        Until the history is full, the limits are NaN, so no value is a spike.
+        Until the history is full, the limits are NaN, so that no value is a spike.
         """
         median = _row_medians(self._history)
         distances = (self._history - median[:, None]).abs()
@@ -391,18 +397,18 @@ class SpikeGuard(Hook):
         return median + self._config.spike_deviations * deviation
 
     def _add_to_history(self, step: int, values: Tensor, skip: Tensor) -> None:
-        """Add a step to the history, which keeps the last `guards.spike_history` steps.
+        """Add a step to the history, replacing the step `guards.spike_history` steps earlier.
 
         Args:
             step: Number of the step.
             values: Loss and gradient norm, shape (2,).
-            skip: Scalar. If it is 1, the step was skipped, so its values are not added.
+            skip: Scalar. If it is 1, the step was skipped, and its values are not added.
         """
         column = self._history[:, step % self._config.spike_history]
         column.copy_(torch.where(skip > 0, column, values))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """Return the metrics `spikes` and `roll_backs`: their numbers since step 1."""
+        """Return the metrics `spikes` and `roll_backs`: the number of each since step 1."""
         self._read_values()
         return {"spikes": self._num_spikes, "roll_backs": self._num_roll_backs}
 
@@ -413,23 +419,23 @@ class SpikeGuard(Hook):
     def check(self, step: int, request: Request) -> None:
         """With guards.on_spike = "roll_back", roll back if a recent step was a spike.
 
-        Before a save or a validation, this first looks for spikes in all steps up to now.
+        Before a save or a validation, first look for spikes in all steps up to now.
         """
-        # A rollback must come before the save or the validation. Without rollbacks, the values are
-        # only logged and stored, and `numbers` and `saving` read them in time.
+        # A rollback must precede the save or the validation. Without rollbacks, the values are only
+        # logged and stored, so it is early enough if `numbers` and `saving` read them.
         if self._should_roll_back and (request.save or request.validate):
             self._read_values()
         if self._needs_roll_back:
             self._roll_back(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of spikes and rollbacks since step 1, or {} without any spike."""
+        """Return the numbers of spikes and rollbacks since step 1, or {} if there was no spike."""
         if not self._num_spikes:
             return {}
         return {"spikes": self._num_spikes, "roll_backs": self._num_roll_backs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the number of spikes and rollbacks."""
+        """Restore the numbers of spikes and rollbacks."""
         self._num_spikes = state["spikes"]
         self._num_roll_backs = state.get("roll_backs", 0)
 
@@ -438,7 +444,7 @@ class SpikeGuard(Hook):
         return {"history": self._history}
 
     def _read_values(self) -> None:
-        """Read the losses and gradient norms of recent steps from the GPU, and report each spike.
+        """Read the losses and gradient norms of recent steps from the GPU and report each spike.
 
         This waits for the GPU, so call it only at logged steps, saves and validations.
         """
@@ -446,7 +452,7 @@ class SpikeGuard(Hook):
         self._unread = []
         for step, tensor in recent_steps:
             if self._should_skip:
-                comparison = tensor  # `before_update` has already compared the values on the GPU
+                comparison = tensor  # `before_update` already compared the values on the GPU
             else:
                 loss, grad_norm, skip = tensor
                 values = torch.stack([loss, grad_norm])
@@ -455,12 +461,13 @@ class SpikeGuard(Hook):
             self._report_spike(step, comparison)
 
     def _report_spike(self, step: int, comparison: Tensor) -> None:
-        """Log and count a step that is a spike. With on_spike = "roll_back", request a rollback.
+        """If a step is a spike, log and count it. With on_spike = "roll_back", request a rollback.
 
         Args:
             step: Number of the step.
-            comparison: Shape (3, 2). The columns are the loss and the gradient norm. The rows are
-                whether the value is a spike (0 or 1), the value, and its limit.
+            comparison: Result of `_compare`, shape (3, 2). The columns are the loss and the
+                gradient norm. The rows are whether the value is a spike (0 or 1), the value, and
+                its limit.
         """
         names = ("loss", "gradient norm")
         problems = []
@@ -480,7 +487,7 @@ class SpikeGuard(Hook):
         """Restore weights, optimizer and hook tensors from the newest checkpoint.
 
         The step count does not change: training continues with step `step` + 1. If there is no
-        checkpoint, log this and keep the current weights.
+        earlier checkpoint, log this and keep the current weights.
 
         Raises:
             GuardError: If the run has already rolled back guards.max_roll_backs times.
@@ -493,8 +500,8 @@ class SpikeGuard(Hook):
             self._trainer.log(f"Step {step}: no checkpoint to roll back to. Training continues.")
             return
 
-        # The rollback also loads the history of losses and gradient norms. Its length is the one in
-        # the checkpoint, which differs if guards.spike_history has changed since.
+        # The rollback also loads the history of losses and gradient norms. Its length in the
+        # checkpoint may differ if guards.spike_history has changed since the save.
         self._convert_history(restored_step)
         self._num_roll_backs += 1
         text = (
@@ -508,7 +515,7 @@ class SpikeGuard(Hook):
         """Check that the run may roll back once more.
 
         Raises:
-            GuardError: If it has already rolled back guards.max_roll_backs times.
+            GuardError: If the run has already rolled back guards.max_roll_backs times.
         """
         max_roll_backs = self._config.max_roll_backs
         if self._num_roll_backs == max_roll_backs:
@@ -523,7 +530,7 @@ def _copy_to_cpu(entries: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
     """Copy the tensors of several steps to the CPU with a single host sync.
 
     Args:
-        entries: Number of each step, and its tensor. All tensors have the same shape.
+        entries: Step number and tensor of each step. All tensors must have the same shape.
     """
     if not entries:
         return []
@@ -533,21 +540,21 @@ def _copy_to_cpu(entries: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
 
 
 def _row_medians(values: Tensor) -> Tensor:
-    """Return the median of each row of a matrix, or NaN for a row that contains NaN.
+    """Return the median of each row of a matrix, or NaN for rows that contain NaN.
 
-    With an even number of columns, this is the larger of the two middle values. The rows are
-    sorted, because `torch.median` is not deterministic on a GPU.
+    For an even number of columns, the median is the larger of the two middle values.
     """
+    # `torch.median` is not deterministic on a GPU, so sort the rows instead.
     ordered = values.sort(dim=1).values
     middle = ordered[:, values.shape[1] // 2]
-    last = ordered[:, -1]  # NaN if there is any, because NaN is sorted last
+    last = ordered[:, -1]  # NaN if the row contains NaN, because NaN is sorted last
     return middle + 0 * last  # 0 * NaN is NaN
 
 
 class Shard(NamedTuple):
     """Identifies the part of a parameter that a rank holds.
 
-    Ranks with equal tuples hold replicas of the same part.
+    Ranks with equal `Shard` tuples hold replicas of the same part.
 
     Attributes:
         parameter: Name of the parameter.
@@ -562,12 +569,12 @@ class ReplicaGuard(Hook):
     """Detects silent data corruption by comparing replicas of the same weight between ranks.
 
     The ranks compare checksums every `guards.compare_every` steps. With HSDP, all weights have
-    replicas. With tensor parallelism, only the weights of the norms have some. In other layouts,
-    the guard does nothing.
+    replicas. With tensor parallelism, only the norm weights have replicas. In other layouts, the
+    guard does nothing.
     """
 
     def built(self, trainer: Trainer) -> None:
-        """Find the parameters of this rank that other ranks replicate."""
+        """Find the parameters on this rank that other ranks replicate."""
         self._trainer = trainer
         self._interval = trainer.job.guards.compare_every
         self._replicated: dict[Shard, nn.Parameter] = {}
@@ -587,9 +594,9 @@ class ReplicaGuard(Hook):
 
         Raises:
             GuardError: If replicas differ. The message lists the ranks that differ from the
-                majority, and their nodes.
+                majority and their nodes.
         """
-        if not self._replicated:  # then no rank has replicated weights, so all ranks return
+        if not self._replicated:  # no rank has replicated weights in this case, so all ranks return
             return
 
         checksums_by_rank = gathered(self._compute_checksums(), self._trainer.mesh.world_group)
@@ -601,7 +608,7 @@ class ReplicaGuard(Hook):
 
     @torch.no_grad()
     def _compute_checksums(self) -> dict[Shard, int]:
-        """Compute the checksum of each replicated shard of this rank, with one host sync."""
+        """Compute the checksum of each replicated shard on this rank with one host sync."""
         sums = [_sum_bits(local_shard(weight)) for weight in self._replicated.values()]
         return dict(zip(self._replicated, torch.stack(sums).tolist(), strict=True))
 
@@ -612,7 +619,7 @@ class ReplicaGuard(Hook):
             step: Number of the step.
             name: Name of the parameter.
             ranks: All ranks that hold a replica.
-            suspects: Those of `ranks` whose replica differs from the majority.
+            suspects: Ranks whose replica differs from the majority.
         """
         named = ", ".join(f"rank {rank} ({self._trainer.hosts[rank]})" for rank in suspects)
         return (
@@ -626,10 +633,10 @@ def _group_by_shard(checksums_by_rank: Sequence[dict[Shard, int]]) -> dict[Shard
     """Group checksums by shard, so that the replicas of a shard can be compared.
 
     Args:
-        checksums_by_rank: For each rank, the checksum of each of its replicated shards.
+        checksums_by_rank: For each rank, the checksums of its replicated shards.
 
     Returns:
-        Shard -> rank -> checksum.
+        For each shard, a mapping from ranks to the checksums of their replicas.
     """
     checksums_by_shard: dict[Shard, dict[int, int]] = {}
     for rank, checksums in enumerate(checksums_by_rank):
@@ -641,11 +648,11 @@ def _group_by_shard(checksums_by_rank: Sequence[dict[Shard, int]]) -> dict[Shard
 def _differing_ranks(replicas: dict[int, int]) -> list[int]:
     """Return the ranks whose checksum differs from the majority.
 
-    Without a majority, return all ranks, because any of them may be wrong. If all checksums are
-    equal, return [].
+    If there is no majority, return all ranks, because any of them may be wrong. If all checksums
+    are equal, return [].
 
     Args:
-        replicas: Rank -> checksum of its replica of the same shard.
+        replicas: Checksum of the replica on each rank, by rank.
     """
     most_common, count = Counter(replicas.values()).most_common(1)[0]
     if 2 * count <= len(replicas):
@@ -666,10 +673,10 @@ def _shard_coordinates(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _sum_bits(shard: Tensor) -> Tensor:
-    """Return a checksum of a tensor with elements of 4 or 2 bytes, as an int64 scalar tensor.
+    """Return a checksum of a tensor with 4-byte or 2-byte elements, as an int64 scalar tensor.
 
-    The checksum is the sum of the bit patterns of all elements as integers. It changes if any
-    single element changes.
+    The checksum is the sum of all elements, with their bits interpreted as integers. It changes if
+    any single element changes.
     """
     bits = shard.view(torch.int32 if shard.itemsize == 4 else torch.int16)
     return bits.sum(dtype=torch.int64)

@@ -1,10 +1,11 @@
-"""Report a rank that makes no progress for too long, and the collectives in which it waits.
+"""Report ranks that make no progress for too long and the collectives that they wait in.
 
-The launcher prints the reports of all ranks of its node when the run fails, or earlier if every
+The launcher prints the reports of all ranks on its node when the run fails, or earlier if every
 rank with a report waits in a collective. A rank that waits in no collective is late: the other
 ranks wait for it.
 
-Invariant: The report only observes and writes a file. The timeout of a collective ends the run.
+Invariant: The hook only observes the run and writes a file. It does not end the run; the timeout of
+a collective does.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ if TYPE_CHECKING:
     from titanlite.train.trainer import Trainer
 
 REPORT_FRACTION = 0.8
-"""Fraction of the timeout of collectives after which a rank writes a report. The report then exists
-before a collective of another rank times out."""
+"""Fraction of the collective timeout after which a rank writes a report. The report then exists
+before a collective on another rank times out."""
 
 
 class HangReport(Hook):
-    """Writes a report if this rank makes no progress for most of the timeout of collectives.
+    """Writes a report if this rank makes no progress for 80% of the collective timeout.
 
     A background thread checks the progress, from before the model is built until the run ends. It
-    writes `<rank>.hang.json` into the folder of the launcher, and deletes the file if the rank
+    writes `<rank>.hang.json` to the error folder of the launcher and deletes the file if the rank
     makes progress again. Without a launcher, no thread is started.
 
     The time limit is 80% of comm.init_timeout_seconds until the first call of `restart`, then 80%
@@ -47,10 +48,10 @@ class HangReport(Hook):
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        """Set the timeout of all process groups for the first step, and start the thread.
+        """Set the timeout of all process groups for the first step and start the thread.
 
         Args:
-            trainer: Trainer of this rank, whose process groups exist. The model need not be built.
+            trainer: Trainer of this rank. Its process groups must exist, but not yet its model.
         """
         comm = trainer.job.comm
         checkpoint = trainer.job.checkpoint
@@ -60,9 +61,9 @@ class HangReport(Hook):
         self._train_timeout = comm.train_timeout_seconds
         set_timeout(self._groups, comm.init_timeout_seconds)
 
-        # Time limits of this hook in seconds: the current one, and the one after the first step.
+        # Time limits in seconds: the current one and the one after the first call of `restart`.
         self._limit = REPORT_FRACTION * comm.init_timeout_seconds
-        # In a save, the ranks wait for each other in a process group with its own timeout.
+        # During a save, the ranks wait for each other in a process group with a separate timeout.
         self._train_limit = REPORT_FRACTION * min(
             comm.train_timeout_seconds, checkpoint.timeout_seconds
         )
@@ -98,9 +99,9 @@ class HangReport(Hook):
         self._progress_time = time.monotonic()
 
     def _watch(self, path: Path) -> None:
-        """Write the report when this rank exceeds the time limit. Delete it after new progress.
+        """Write a report when this rank exceeds the time limit, and delete it after new progress.
 
-        This runs in a background thread until the hook is closed.
+        Run this in a background thread. It returns when the hook is closed.
 
         Args:
             path: Path of the report.
@@ -111,17 +112,17 @@ class HangReport(Hook):
                 path.unlink(missing_ok=True)
             elif not path.exists():
                 report = json.dumps(self._describe())
-                # Atomically, because the launcher may read the file at any time.
+                # The launcher may read the file at any time, so write it atomically.
                 write_atomically(path, report.encode())
 
     def _describe(self) -> tuple[bool, int, str]:
-        """Return the content of the report, which describes the current activity of this rank.
+        """Return the content of the report, which describes what this rank is currently doing.
 
         Returns:
             - Whether this rank waits in a collective.
             - The number of this rank.
             - A line of text with the node, the step, the collective, and the line of code that
-              the main thread executes.
+              the main thread is executing.
         """
         last, pending = last_collectives()
         if pending:
@@ -135,7 +136,7 @@ class HangReport(Hook):
         return bool(pending), self._rank, text
 
     def _describe_code(self) -> str:
-        """Describe the line of titanlite that the main thread executes, and the innermost line.
+        """Describe the current titanlite code line of the main thread and the innermost code line.
 
         For example, "/a/titanlite/train/trainer.py:310 in step, inside of /b/linear.py:134 in
         forward".
@@ -153,12 +154,12 @@ def _describe_frame(frame: traceback.FrameSummary) -> str:
 
 
 def last_collectives() -> tuple[str, list[str]]:
-    """Return the newest collectives of this rank from torch's flight recorder.
+    """Return the newest collectives of this rank from the torch flight recorder.
 
     Returns:
         - The last collective that this rank started, for example "gloo:all_reduce number 12", or
           "none".
-        - All collectives in which this rank still waits, in the order in which they were started.
+        - All collectives that this rank still waits in, in the order in which they started.
     """
     if not dist.is_initialized():
         return "none", []
@@ -174,9 +175,9 @@ def last_collectives() -> tuple[str, list[str]]:
 
 
 def _read_flight_recorder() -> list[dict[str, Any]]:
-    """Return the newest collectives of all process groups, in the order in which they were created.
+    """Return the newest collectives of all process groups, in order of their creation.
 
-    torch has no public function for this, so this calls private functions.
+    torch has no public function for this, so use private ones.
     """
     from torch._C import _distributed_c10d
 

@@ -26,11 +26,11 @@ class Request(NamedTuple):
     """Actions to take after a step, such as saving a checkpoint or ending the run.
 
     `Hook.wants` returns the request of one rank, for example `Request(save=True)`. All ranks then
-    take each action that any rank has requested.
+    take each action that any rank requested.
     """
 
     stop: int = 0
-    """Number of the signal that stops the run, or 0."""
+    """Number of the signal that stops the run, or 0 if there is none."""
     save: bool = False
     """Save a checkpoint."""
     validate: bool = False
@@ -44,9 +44,9 @@ class Request(NamedTuple):
     """The run ends after this step. Set by the training loop only."""
 
     def __or__(self, other: Request) -> Request:
-        """Combine two requests into a request for the actions of both.
+        """Combine two requests into one for the actions of both.
 
-        If both have a reason to finish the run, use the reason of `self`.
+        If both have a reason to finish the run, use the reason from `self`.
         """
         return Request(
             stop=max(self.stop, other.stop),
@@ -68,19 +68,21 @@ class Hook:
     name: str = ""
     """Name under which checkpoints store the state and the tensors of this hook.
 
-    A registered hook has its registered name by default. Any other hook that overrides `state_dict`
-    or `tensors` must set a name, which no other hook of the run has.
+    For a registered hook, this defaults to the registered name. Any other hook that overrides
+    `state_dict` or `tensors` must set a name that no other hook in the run uses.
     """
 
     observes_only: bool = False
-    """Whether the hook never changes weights, optimizer state or gradients. `titanlite replay` runs
-    without hooks, and rejects steps that were trained with hooks that may have changed them.
+    """Whether the hook never changes weights, optimizer state or gradients.
+
+    `titanlite replay` runs without plugin hooks and rejects steps that were trained with plugin
+    hooks for which this is False.
     """
 
     def built(self, trainer: Trainer) -> None:
-        """Called when model and optimizer are built, before weights are loaded.
+        """Called when the model and optimizer are built, before weights are loaded.
 
-        Keep a reference to `trainer` here if the hook needs the model, the device or the log.
+        Store `trainer` here if the hook needs the model, the device or the log.
         """
 
     def started(self, step: int) -> None:
@@ -93,7 +95,7 @@ class Hook:
     def train_begins(self, step: int) -> None:
         """Called when `Trainer.train` begins, after `started`.
 
-        It is not called if a program calls `Trainer.step` in a loop instead of `Trainer.train`.
+        Not called if a program calls `Trainer.step` in a loop instead of `Trainer.train`.
 
         Args:
             step: Step of the loaded checkpoint, or 0.
@@ -115,7 +117,7 @@ class Hook:
             step: Number of the step.
             sums: Gradient norm and loss of the step, as tensors on the device.
             skip: Scalar tensor on the device: 1.0 if the optimizer step will be skipped, else 0.0.
-                To skip the step, set it to 1.0 in place, on all ranks.
+                To skip the step, set it to 1.0 in place on all ranks.
         """
 
     def updated(self, step: int) -> None:
@@ -125,7 +127,7 @@ class Hook:
         """
 
     def after_step(self, step: int, result: StepResult) -> None:
-        """Called at the end of a step, when all its kernels are launched.
+        """Called at the end of a step, when all its kernels have been launched.
 
         Must not cause a host sync.
 
@@ -137,12 +139,12 @@ class Hook:
     def numbers(self, step: int) -> Mapping[str, Any]:
         """Return metrics to log with this step. Called only at logged steps.
 
-        Hooks may read GPU tensors here, because a logged step waits for the GPU in any case.
+        Hooks may read GPU tensors here, because a logged step waits for the GPU anyway.
 
         Returns:
-            Metric values by name. The name of a field of `LoggedStep` that has a default sets this
-            field. The names of fields without a default, such as "loss", are not allowed. Any other
-            name adds a field.
+            Metric values by name. If the name is a `LoggedStep` field with a default, the value
+            sets this field. Names of fields without a default, such as "loss", are not allowed. Any
+            other name adds a field.
         """
         return {}
 
@@ -152,14 +154,14 @@ class Hook:
         Args:
             entry: The metrics. Times, speeds, memory, `alloc_retries`, `save_waits`,
                 `failed_mirrors`, `failed_writes` and the fields of other hooks can differ between
-                ranks. All others are equal on all ranks.
+                ranks. All other fields are the same on all ranks.
         """
 
     def wants(self, step: int) -> Request:
         """Return the actions that this rank requests after `step`, for example a save.
 
-        On a CPU, this is called before `step` is trained. On a GPU, it is called one step earlier,
-        to hide the exchange with other ranks. After `step`, the trainer passes the combined
+        On a CPU, this is called before `step` is trained. On a GPU, it is called one step earlier
+        to hide the communication with other ranks. After `step`, the trainer passes the combined
         requests of all ranks to `check` and `act`.
         """
         return Request()
@@ -194,7 +196,7 @@ class Hook:
         """
 
     def sampled(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Called after the model has completed the prompts of the job (samples.prompts).
+        """Called after the model has generated completions for the prompts in samples.prompts.
 
         Args:
             step: Number of the step.
@@ -204,14 +206,15 @@ class Hook:
     def saving(self, step: int) -> None:
         """Called before a checkpoint of `step` is written.
 
-        Update the values that `state_dict` and `tensors` return here. Raise an exception to prevent
-        the save. With async saves, this can be called before `saved` for the previous checkpoint.
+        Here, update the values that `state_dict` and `tensors` return. Raise an exception to
+        prevent the save. With async saves, this can be called before `saved` is called for the
+        previous checkpoint.
         """
 
     def saved(self, step: int) -> None:
         """Called when the checkpoint of `step` is complete on disk.
 
-        After an async save, it is called at the next save or at the end of the run.
+        After an async save, it is called at the latest at the next save or at the end of the run.
         """
 
     def ended(self, step: int, stopped: str) -> UserError | None:
@@ -222,7 +225,7 @@ class Hook:
             stopped: Description of the signal that stopped the run, or "".
 
         Returns:
-            An error with which the run ends, or None.
+            An error that the run then ends with, or None.
         """
 
     def failed(self, error: BaseException) -> None:
@@ -246,25 +249,26 @@ class Hook:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned when the checkpoint was saved.
 
-        Called before `started`. Not called if the checkpoint has no state of this hook, or if the
+        Called before `started`. Not called if the checkpoint has no state for this hook or the
         state is empty.
         """
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of this hook to store in each checkpoint, by name.
 
-        A resume loads the saved values into these tensors in place. DTensors are allowed.
+        When the run resumes, the saved values are loaded into these tensors in place. DTensors are
+        allowed.
 
-        If a rollback loads a checkpoint without these tensors, they get the values that they had
-        after `built`. `started` is not called again.
+        If a rollback loads a checkpoint without these tensors, they are reset to their values after
+        `built`. `started` is not called again.
         """
         return {}
 
     def resize_tensors(self, sizes: Mapping[str, torch.Size]) -> None:
         """Resize the tensors of this hook before saved values are loaded into them.
 
-        Override this method if the sizes depend on options of the job. Otherwise a checkpoint with
-        different sizes raises an error.
+        Override this method if the sizes depend on options of the job. Otherwise, loading a
+        checkpoint with different sizes raises an error.
 
         Args:
             sizes: Sizes of the saved tensors, with the keys of `tensors`.

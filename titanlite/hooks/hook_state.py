@@ -1,4 +1,4 @@
-"""Collect the state of all hooks for a checkpoint, and restore it under the name of each hook."""
+"""Collect the state of all hooks for a checkpoint, keyed by hook name, and restore it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from titanlite.hooks.hook import Hook
 def keeps_state(hook: Hook) -> bool:
     """Return whether a hook has state to store in checkpoints.
 
-    This is the case if its class overrides `state_dict` or `tensors`.
+    A hook has state if its class overrides `state_dict` or `tensors`.
     """
     hook_class = hook.__class__
     return hook_class.state_dict is not Hook.state_dict or hook_class.tensors is not Hook.tensors
 
 
 def check_hook_names(hooks: Sequence[Hook]) -> None:
-    """Check that each hook with state has a unique name, under which checkpoints store the state.
+    """Check that each hook with state has a unique name, under which checkpoints store its state.
 
     Raises:
-        UserError: If a hook with state has no name, the name of another hook, or a name with a dot.
+        UserError: If a hook with state has no name, a name with a dot, or the same name as another
+            hook.
     """
     names = set[str]()
     for hook in hooks:
@@ -52,7 +53,7 @@ def check_hook_names(hooks: Sequence[Hook]) -> None:
 
 
 def hook_states(hooks: Sequence[Hook]) -> dict[str, Any]:
-    """Return the `state_dict` of each hook that has state, keyed by the name of the hook.
+    """Return the `state_dict` of each hook that has state, keyed by hook name.
 
     Checkpoints store the result, and `load_hook_states` restores it.
     """
@@ -60,11 +61,11 @@ def hook_states(hooks: Sequence[Hook]) -> dict[str, Any]:
 
 
 def load_hook_states(hooks: Sequence[Hook], states: Mapping[str, Any]) -> None:
-    """Restore the states of hooks from a checkpoint. Hooks without a saved state stay unchanged.
+    """Restore the state of hooks from a checkpoint. Leave hooks without saved state unchanged.
 
     Args:
         hooks: Hooks of this run.
-        states: Hook name -> saved `state_dict`.
+        states: Saved `state_dict` of each hook, by hook name.
     """
     for hook in hooks:
         state = states.get(hook.name)
@@ -73,7 +74,7 @@ def load_hook_states(hooks: Sequence[Hook], states: Mapping[str, Any]) -> None:
 
 
 def hook_tensors(hooks: Sequence[Hook]) -> dict[str, Tensor]:
-    """Return the tensors of all hooks for a checkpoint, such as the averages of weights.
+    """Return the tensors of all hooks for a checkpoint, such as averaged weights.
 
     Returns:
         The tensors, keyed by "<hook name>.<tensor name>".
@@ -91,28 +92,28 @@ def prepare_hooks(
     sizes: Mapping[str, torch.Size],
     states: Mapping[str, Any],
 ) -> None:
-    """Resize the tensors of hooks to the sizes in a checkpoint, before they are loaded.
+    """Resize hook tensors to their sizes in a checkpoint before they are loaded.
 
     Warn about hooks whose state exists only in the checkpoint or only in this run.
 
     Args:
         hooks: Hooks of this run.
         warn: Function that logs a warning.
-        sizes: "<hook name>.<tensor name>" -> size of the saved tensor.
-        states: Hook name -> saved `state_dict`.
+        sizes: Size of each saved tensor, by "<hook name>.<tensor name>".
+        states: Saved `state_dict` of each hook, by hook name.
     """
     sizes_by_hook = _group_by_hook(sizes)
     for hook in hooks:
         hook.resize_tensors(sizes_by_hook.get(hook.name, {}))
 
-    # Ignoring an empty `state_dict` is no loss.
+    # No warning is needed for an empty `state_dict`, because nothing is lost.
     non_empty_states = {name for name, state in states.items() if state}
     ignored_hooks = {*sizes_by_hook, *non_empty_states} - {hook.name for hook in hooks}
     if ignored_hooks:
         names = ", ".join(sorted(ignored_hooks))
         warn(f"Ignoring the saved state of hooks that this run does not have: {names}")
 
-    # An empty `state_dict` shows that the run that saved it had this hook, so it is not missing.
+    # An empty saved `state_dict` is not missing: the run that saved it had this hook.
     missing_hooks = _always_saved_hooks(hooks) - {*sizes_by_hook, *states}
     if missing_hooks:
         names = ", ".join(sorted(missing_hooks))
@@ -134,11 +135,11 @@ def _group_by_hook(sizes: Mapping[str, torch.Size]) -> dict[str, dict[str, torch
 def _always_saved_hooks(hooks: Sequence[Hook]) -> set[str]:
     """Return the names of the hooks that save state in every checkpoint.
 
-    If a checkpoint lacks their state, the run that saved it did not have these hooks.
+    If a checkpoint lacks this state, the run that saved it did not have the hook.
     """
     names = set()
     for hook in hooks:
-        # titanlite 0.2 did not save the state of its own hooks while it was empty.
+        # titanlite 0.2 did not save the state of built-in hooks if it was empty.
         may_be_absent = hook.name in OLD_HOOK_NAMES.values()
         if hook.tensors() or (keeps_state(hook) and not may_be_absent):
             names.add(hook.name)

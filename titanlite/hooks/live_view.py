@@ -1,6 +1,6 @@
-"""Show a live view of the run below its log, on a terminal that can move its cursor.
+"""Show a live view of the run below its log on terminals that can move the cursor.
 
-Invariant: A thread creates the view from the output files of the run, so it costs no time in a
+Invariant: A thread creates the view from the output files of the run, so it adds no time to a
 training step.
 """
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 class LiveRun(Hook):
     """Shows the status of the run below the log of rank 0, like `titanlite watch`.
 
-    The status is shown only on a terminal that can move its cursor.
+    The status is shown only on terminals that can move the cursor.
     """
 
     _view: View | None = None
 
     def built(self, trainer: Trainer) -> None:
-        """Decide whether this rank shows the status: only rank 0 does, on a suitable terminal."""
+        """Decide whether this rank shows the status. Only rank 0 does, on a suitable terminal."""
         self._trainer = trainer
         self._is_shown = trainer.rank == 0 and is_live_terminal()
 
@@ -43,7 +43,7 @@ class LiveRun(Hook):
         self._view.start(refresh=True)
 
     def _render(self) -> Text:
-        """Return the text to show: the status of the run, and any received stop signal."""
+        """Return the text to show: the status of the run and the received stop signal, if any."""
         text = read_status(self._trainer.run.dump_folder).to_text()
         number = self._trainer.stop_signal
         if number:

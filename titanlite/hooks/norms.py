@@ -1,7 +1,7 @@
-"""Log norms of gradients and updates for each group of parameters (metrics.details).
+"""Log the norms of gradients and updates for each group of parameters (metrics.details).
 
 Invariant: Each norm is computed over whole parameters, so it is the same on all ranks and in all
-layouts. The hook never changes the training state, and causes no host sync between logged steps.
+layouts. The hook never changes the training state and causes no host sync between logged steps.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ MIN_NORM = 1e-30  # divisor of an update ratio if all weights are 0
 
 
 class Norms(Hook):
-    """Logs gradient norms, and norms of weight updates relative to the weights (metrics.details).
+    """Logs gradient norms and the relative norms of weight updates (metrics.details).
 
-    Norms are computed at logged steps, for groups of parameters. A group consists of the parameters
-    with the same name in all transformer blocks, such as `attention.wq`. A parameter outside of the
-    blocks forms a separate group.
+    At logged steps, norms are computed for groups of parameters. A group consists of the parameters
+    that have the same name in all transformer blocks, such as `attention.wq`. Each parameter
+    outside the blocks forms a separate group.
     """
 
     def built(self, trainer: Trainer) -> None:
-        """Group the parameters by name, and allocate a tensor for their sums of squares."""
+        """Group the parameters by name and allocate a tensor for their sums of squares."""
         self._trainer = trainer
         self._details = trainer.job.metrics.details
 
-        # Number the parameters of the whole model, because pipeline stages hold different ones.
+        # Use indices into the whole model, because pipeline stages hold different parameters.
         names = list(parameter_shapes(trainer.run.arch))
         self._groups = _group_by_name(names)
         self._index_of = {
             parameter: names.index(name) for name, parameter in trainer.model.named_parameters()
         }
 
-        # Sums of squares of the gradient, the update and the weights (rows) of each parameter
-        # (columns) on this rank. `numbers` adds them up over the ranks.
+        # This rank's sums of squares of the gradient, the update and the weights (rows) of each
+        # parameter (columns). `numbers` adds them up over all ranks.
         device = local_shard(next(trainer.model.parameters())).device
         self._squares = torch.zeros(3, len(names), dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def gradients(self, step: int) -> None:
-        """Store the sum of squares of each gradient, at logged steps."""
+        """At logged steps, store the sum of squares of each gradient."""
         if "gradients" not in self._details or not self._trainer.meter.is_log_step(step):
             return
         for parameter in self._index_of:
@@ -61,7 +61,7 @@ class Norms(Hook):
                 self._store(GRADIENTS, parameter, local_shard(parameter.grad))
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
-        """Keep a reference to the skip flag of the step, for `numbers`.
+        """Store the skip flag of the step for `numbers`.
 
         Guards may still set the flag after this call, so do not read it yet.
         """
@@ -80,16 +80,16 @@ class Norms(Hook):
                     self._store(WEIGHTS, parameter, local_shard(parameter))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """Return the norms of each group of parameters as metrics, and reset their sums of squares.
+        """Return the norms of each group of parameters as metrics and reset the sums of squares.
 
         All ranks must call this together.
 
         Returns:
             Depending on metrics.details:
 
-            - "grad_norms": Norm of the gradient of each group.
-            - "distributions": Histograms for TensorBoard. Its key "grad_norms" has the gradient
-              norm in each transformer block, for groups with several parameters.
+            - "grad_norms": Gradient norm of each group.
+            - "distributions": Data for TensorBoard histograms. Its key "grad_norms" contains the
+              gradient norm in each transformer block, for groups with several parameters.
             - "update_ratios": Norm of the update divided by the norm of the weights, for each
               group. Missing if the step was skipped, because there was no update.
         """
@@ -101,7 +101,7 @@ class Norms(Hook):
         if "gradients" in self._details:
             metrics["grad_norms"] = self._group_norms(gradient_squares)
             metrics["distributions"] = {"grad_norms": self._block_norms(gradient_squares)}
-        # `before_update` has kept the skip flag of this step, which is final by now.
+        # `before_update` stored the skip flag of this step, which is final by now.
         if "updates" in self._details and not self._skip_flag:
             metrics["update_ratios"] = self._update_ratios(update_squares, weight_squares)
         return metrics
@@ -112,8 +112,8 @@ class Norms(Hook):
         """Return the norm of the update divided by the norm of the weights, for each group.
 
         Args:
-            update_squares: Sum of squares of the update of each parameter of the model.
-            weight_squares: Sum of squares of each parameter of the model.
+            update_squares: Sum of squares of the update of each model parameter.
+            weight_squares: Sum of squares of each model parameter.
         """
         update_norms = self._group_norms(update_squares)
         weight_norms = self._group_norms(weight_squares)
@@ -123,14 +123,14 @@ class Norms(Hook):
         }
 
     def _adam_update(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """Recompute the update of the last Adam step for this rank's shard of a parameter.
+        """Recompute the last Adam update of this rank's shard of a parameter, without weight decay.
 
-        Weight decay is left out. With the bias-corrected moments m and v, the update is
-        lr * m / (sqrt(v) + eps), which Adam subtracts from the parameter.
+        With the bias-corrected moments m and v, the update is lr * m / (sqrt(v) + eps), which Adam
+        subtracts from the parameter.
 
         Args:
             parameter: Parameter, possibly sharded.
-            group: Its parameter group in the optimizer, with "betas", "eps" and "lr".
+            group: Parameter group in the optimizer, with "betas", "eps" and "lr".
         """
         state = self._trainer.optimizer.state[parameter]
         step = state["step"]
@@ -145,11 +145,11 @@ class Norms(Hook):
     def _store(self, row: int, parameter: nn.Parameter, shard: Tensor) -> None:
         """Store the sum of squares of a shard, divided by the number of ranks with the same shard.
 
-        The sum over all ranks therefore counts each shard once.
+        The sum over all ranks then counts each shard once.
 
         Args:
             row: GRADIENTS, UPDATES or WEIGHTS.
-            parameter: Parameter to which the shard belongs.
+            parameter: Parameter that the shard belongs to.
             shard: This rank's shard of the gradient, update or weight.
         """
         if shard.numel():
@@ -157,10 +157,10 @@ class Norms(Hook):
             self._squares[row, self._index_of[parameter]] = square / count_replicas(parameter)
 
     def _group_norms(self, squares: list[float]) -> dict[str, float]:
-        """Return the norm of each group of parameters, keyed by the name of the group.
+        """Return the norm of each group of parameters, by group name.
 
         Args:
-            squares: Sum of squares of each parameter of the model.
+            squares: Sum of squares for each model parameter: of its gradient, update or weights.
         """
         norms = {}
         for group, indices in self._groups.items():
@@ -168,16 +168,16 @@ class Norms(Hook):
         return norms
 
     def _block_norms(self, squares: list[float]) -> dict[str, list[float]]:
-        """Return the norms of each group that has one parameter per transformer block.
+        """Return the norm in each transformer block for groups with several parameters.
 
-        For example, the group "attention.wq" contains the matrix `wq` of each block. Groups with
-        one parameter, such as the embedding, are left out.
+        For example, the group "attention.wq" contains the matrix `wq` of each block. Omit groups
+        with one parameter, such as the embedding.
 
         Args:
-            squares: Sum of squares of each parameter of the model, or of its gradient.
+            squares: Sum of squares for each model parameter, such as of its gradient.
 
         Returns:
-            Name of the group -> norm of its parameter in each block, in the order of the blocks.
+            Mapping from group names to the norms of their parameters, in the order of the blocks.
         """
         norms = {}
         for group, indices in self._groups.items():
@@ -190,7 +190,7 @@ def _group_by_name(names: Sequence[str]) -> dict[str, list[int]]:
     """Group the parameters that have the same name in different transformer blocks.
 
     For example, the names "layers.0.attention.wq.weight", "layers.1.attention.wq.weight" and
-    "norm.weight" give {"attention.wq": [0, 1], "norm": [2]}. The values are indices of `names`.
+    "norm.weight" give {"attention.wq": [0, 1], "norm": [2]}. The values are indices into `names`.
     """
     groups: dict[str, list[int]] = {}
     for index, name in enumerate(names):
@@ -199,7 +199,10 @@ def _group_by_name(names: Sequence[str]) -> dict[str, list[int]]:
 
 
 def _group_of(name: str) -> str:
-    """Return the group of a parameter: "attention.wq" for "layers.3.attention.wq.weight"."""
+    """Return the group name of a parameter.
+
+    For example, "layers.3.attention.wq.weight" is in the group "attention.wq".
+    """
     if name.startswith("layers."):
         _, _, name = name.split(".", 2)
     return name.removesuffix(".weight")

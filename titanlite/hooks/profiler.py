@@ -1,6 +1,6 @@
 """Profile steps of a run with torch.profiler.
 
-Each profile consists of a trace for Perfetto, a table of operators, and an optional snapshot of GPU
+Each profile consists of a trace for Perfetto, a table of operators and an optional snapshot of GPU
 memory.
 """
 
@@ -40,8 +40,8 @@ class StepProfile:
         last_step: The last of the profiled steps.
         trace: Path of the trace, which Perfetto displays.
         table: Table of the operators that took the most time.
-        operators: Seconds per operator over all profiled steps, without the operators that it
-            calls. On a GPU, this is the time of its kernels.
+        operators: Total seconds of each operator over all profiled steps, excluding operators that
+            it calls. On a GPU, this is the time of its kernels.
     """
 
     rank: int
@@ -53,7 +53,10 @@ class StepProfile:
 
 @contextmanager
 def _log_failures() -> Iterator[None]:
-    """Log exceptions of the `with` block, because a failed profile must not end the run."""
+    """Log exceptions in the `with` block instead of raising them.
+
+    A failed profile must not end the run.
+    """
     try:
         yield
     except Exception as error:
@@ -61,14 +64,14 @@ def _log_failures() -> Iterator[None]:
 
 
 class Profiler(Hook):
-    """Profiles steps of this rank with torch.profiler, with the options in section [profiling].
+    """Profiles steps on this rank with torch.profiler, as configured in section [profiling].
 
     Attributes:
         profiles: All profiles completed so far.
     """
 
     def __init__(self, settings: Profiling, folder: Path) -> None:
-        """Create a profiler that writes to the folder `profile` in `folder`.
+        """Create a profiler that writes to the subfolder `profile` of `folder`.
 
         Args:
             settings: Section [profiling] of the job.
@@ -89,12 +92,12 @@ class Profiler(Hook):
     def started(self, step: int) -> None:
         """Start the profiler if the job selects this rank (profiling.profiler_ranks).
 
-        With enable_memory_snapshot, record the GPU memory history on all ranks, because any of them
-        may run out of memory.
+        With profiling.enable_memory_snapshot, record the GPU memory history on all ranks, because
+        any of them may run out of memory.
         """
         self._first_step = step
         if self._has_snapshots:
-            # Documented in "Understanding CUDA Memory Usage", in spite of the underscore.
+            # Despite its underscore, this is documented in "Understanding CUDA Memory Usage".
             torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
 
         selected_ranks = self._settings.profiler_ranks
@@ -103,7 +106,7 @@ class Profiler(Hook):
             self._profiler.start()
 
     def _create_profiler(self, step: int) -> profile:
-        """Create a torch profiler that records the last steps of each `profile_freq` steps.
+        """Create a torch profiler that records the last few of every `profile_freq` steps.
 
         For example, with profile_freq = 100 and 3 warmup and 2 active steps, it waits for 95 steps,
         warms up for 3, records the last 2, and calls `_finish_profile`.
@@ -112,7 +115,8 @@ class Profiler(Hook):
             step: Number of steps completed so far.
         """
         settings = self._settings
-        # Cycles end at multiples of profile_freq. After step 130, 70 steps of a cycle are left.
+        # Cycles end at multiples of profile_freq. If the run resumes after step 130 with
+        # profile_freq = 100, 70 steps are left until the next full cycle starts.
         remaining_steps = -step % settings.profile_freq
         schedule = torch.profiler.schedule(
             skip_first=remaining_steps,
@@ -125,7 +129,7 @@ class Profiler(Hook):
         if self._is_cuda:
             activities.append(ProfilerActivity.CUDA)
 
-        # Clearing the events of the previous cycle is intended.
+        # The profiler should clear the events of the previous cycle.
         warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
         return profile(
             activities=activities,
@@ -143,7 +147,7 @@ class Profiler(Hook):
 
     @_log_failures()
     def failed(self, error: BaseException) -> None:
-        """Write a snapshot of GPU memory if this rank has run out of memory."""
+        """Write a snapshot of GPU memory if this rank ran out of memory."""
         if self._has_snapshots and isinstance(error, torch.OutOfMemoryError):
             path = self._make_path("out-of-memory", "memory.pickle")
             torch.cuda.memory._dump_snapshot(path)
@@ -151,7 +155,7 @@ class Profiler(Hook):
 
     @_log_failures()
     def close(self) -> None:
-        """Stop the profiler, and discard an incomplete profile."""
+        """Stop the profiler and discard an incomplete profile."""
         if self._profiler is not None:
             self._profiler.on_trace_ready = None  # called by `stop` otherwise
             self._profiler.stop()
@@ -159,10 +163,10 @@ class Profiler(Hook):
     def _finish_profile(self, profiler: profile) -> None:
         """Write the trace of the profiled steps, log a table of operators, and add to `profiles`.
 
-        If the job enables it, also write a snapshot of GPU memory.
+        If profiling.enable_memory_snapshot is set, also write a snapshot of GPU memory.
 
         Args:
-            profiler: The torch profiler that has recorded the steps.
+            profiler: The torch profiler that recorded the steps.
         """
         step = self._first_step + profiler.step_num
         trace = self._make_path(f"step-{step:08d}", "trace.json.gz")
@@ -184,7 +188,7 @@ class Profiler(Hook):
     def _make_path(self, prefix: str, suffix: str) -> str:
         """Return a new path "<prefix>-rank-<rank>-<time>.<suffix>" in the profile folder.
 
-        The time keeps the path unique if the run is resumed and profiles the same step again.
+        The time makes the path unique if the run resumes and profiles the same step again.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         time = strftime("%Y%m%d-%H%M%S")

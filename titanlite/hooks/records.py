@@ -1,7 +1,7 @@
-"""Write the output files of a run on rank 0: locks, log, metrics, and a description of each start.
+"""Write the output files of a run on rank 0: locks, log, metrics and a description of each start.
 
 Invariant: At most one run uses a folder at a time. Describing a start needs no collective and reads
-no data, and it works without git: a hash of the package's files shows whether the code has changed.
+no training data. It works without git: a hash of the package files shows whether the code changed.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ GIT_SECONDS = 5.0
 
 
 def lock_folders(run: Run, log: Callable[[str], None], resources: ExitStack) -> str:
-    """Lock the output folder and the checkpoint folder, so that no other run writes to them.
+    """Lock the output folder and the checkpoint folder so that no other run writes to them.
 
-    All ranks call this together, before anything is written. Only rank 0 takes the locks.
+    All ranks call this together before anything is written. Only rank 0 takes the locks.
 
     Args:
         run: The run that will write to the folders.
-        log: Function that logs a line, for example while this waits for a lock.
+        log: Function that logs a line, for example while waiting for a lock.
         resources: Stack that releases the locks when it closes.
 
     Returns:
         A new random ID for the run, the same on all ranks.
 
     Raises:
-        UserError: If another run uses a folder, or it cannot be written to.
+        UserError: If another run uses one of the folders, or if it is not writable.
     """
     timeout = run.job.comm.init_timeout_seconds
     lock_timeout = min(LOCK_TIMEOUT, timeout / 2)
     folders = [run.dump_folder / "run"]  # its lock file is .run.lock in the output folder
     if run.job.checkpoint.enable:
-        folders.append(run.checkpoint_folder)  # may be outside of the output folder
+        folders.append(run.checkpoint_folder)  # may be outside the output folder
 
     def lock() -> str:
         for folder in folders:
@@ -75,7 +75,8 @@ def lock_folders(run: Run, log: Callable[[str], None], resources: ExitStack) -> 
 
     ranks = RankGroup(timeout)
     run_id = ranks.run_on_rank0(lock)
-    ranks.close()  # not after an error, because it waits for other ranks, which may have failed
+    # Do not close after an error, because closing waits for other ranks, which may have failed.
+    ranks.close()
     return run_id
 
 
@@ -83,31 +84,31 @@ class Records:
     """Writes the log, the metrics and environment.json of a run. Only rank 0 writes files."""
 
     def __init__(self, trainer: Trainer) -> None:
-        """Open the log in the output folder, which this run must have locked."""
+        """Open the log in the output folder. The run must already hold the lock on this folder."""
         self._trainer = trainer
         self._metrics_loggers: list[MetricsLogger] = []
-        self._failed: Counter[str] = Counter()  # Metrics logger -> failed calls.
+        self._failed: Counter[str] = Counter()  # number of failed calls by metrics logger
         if trainer.rank != 0:
             return
         folder = trainer.run.dump_folder
         self._outputs = OutputFolder(folder)
         setup_logging(0, folder / LOG_FILE)
         error_folder = os.environ.get(ERROR_FOLDER)
-        if error_folder:  # the launcher appends the reason why a worker ended to train.log
+        if error_folder:  # the launcher appends the reason why a worker process ended to train.log
             path = (folder / LOG_FILE).absolute()
             Path(error_folder, LOG_FILE).write_text(str(path), encoding="utf-8")
 
     def start(self, step: int) -> None:
         """Prepare the output files for a run that starts or resumes, and log the start.
 
-        A resumed run continues the files of its earlier starts, and logs how its environment has
-        changed since the previous one. A run that starts from scratch archives existing files.
+        If the run resumes, append to the existing files and log how the environment has changed
+        since the previous start. If it starts from scratch, archive existing files.
 
         Args:
             step: Step of the checkpoint that was loaded, or 0.
 
         Raises:
-            UserError: If the files cannot be written, or a metrics logger cannot start.
+            UserError: If the files cannot be written, or if a metrics logger cannot start.
         """
         trainer = self._trainer
         run = trainer.run
@@ -126,7 +127,7 @@ class Records:
         except OSError as error:
             raise UserError(f"{run.dump_folder}: cannot write the output files: {error}") from None
 
-        # Log the start last, because a metrics logger that cannot start ends the run.
+        # Log the start last, because the run ends if a metrics logger cannot start.
         trainer.log(self._describe_start(step, previous_environment, environment))
 
     def _describe_start(
@@ -134,8 +135,8 @@ class Records:
     ) -> Event:
         """Return the log event of a start.
 
-        If the run resumes, its text lists the changes of code, packages and hardware since the
-        previous start.
+        If the run resumes, the text of the event lists changes to code, packages and hardware since
+        the previous start.
 
         Args:
             step: Step of the checkpoint that was loaded, or 0.
@@ -153,8 +154,8 @@ class Records:
         if is_same_run:
             changes = find_differences(previous, environment)
             details["changed"] = changes
-            # Leave out the changes of the job and the data, which were logged when the checkpoint
-            # was loaded. Each line starts with a key, such as "job.training.steps".
+            # Omit changes to the job and the data, which were logged when the checkpoint was
+            # loaded. Each line starts with a key, such as "job.training.steps".
             new_changes = [line for line in changes if not line.startswith(("job.", "data."))]
             if new_changes:
                 text = "\n".join([f"{text}; changed since the previous start:", *new_changes])
@@ -165,7 +166,7 @@ class Records:
         return {"failed_writes": self._failed.total() + failed_writes()}
 
     def log_step(self, entry: LoggedStep) -> None:
-        """Send the metrics of a step to all metrics loggers, and log a line with the main ones."""
+        """Send the metrics of a step to all metrics loggers and log a line with the main ones."""
         self._call_loggers(lambda metrics_logger: metrics_logger.logged(entry))
         total_steps = str(self._trainer.run.job.training.steps)
         parts = [
@@ -179,7 +180,7 @@ class Records:
         ]
         if entry.mfu is not None:
             parts.insert(-2, f"mfu (causal) {entry.mfu:.1%}")
-        # Log the line last, so that a reader of the line finds the step in all files.
+        # Log the line last. When a reader sees it, the step is already in all files.
         self._trainer.log("  ".join(parts))
 
     def log_validation(self, step: int, score: Mapping[str, float]) -> None:
@@ -187,7 +188,7 @@ class Records:
         self._call_loggers(lambda metrics_logger: metrics_logger.validated(step, score))
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Send the texts that the model has generated after `step` to all metrics loggers."""
+        """Send the texts that the model generated after `step` to all metrics loggers."""
         self._call_loggers(lambda metrics_logger: metrics_logger.sampled(step, samples))
 
     def close(self) -> None:
@@ -197,8 +198,8 @@ class Records:
     def _call_loggers(self, call: Callable[[MetricsLogger], None]) -> None:
         """Call a function with each metrics logger.
 
-        If it raises OSError, count the failure and continue. For the first failure of each logger,
-        log a warning.
+        If it raises OSError, count the failure and continue. Log a warning for the first failure of
+        each metrics logger.
         """
         for metrics_logger in self._metrics_loggers:
             try:
@@ -214,7 +215,7 @@ class Records:
 def describe_environment(trainer: Trainer) -> dict[str, Any]:
     """Return the content of environment.json: code, hardware, data, hooks and options of a start.
 
-    The next start of the run compares its own environment with the file, and logs what has changed.
+    When the run resumes, it compares its environment with this file and logs the differences.
     """
     return {
         "run": trainer.run_id,
@@ -236,11 +237,10 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
 def _list_fingerprints(trainer: Trainer) -> dict[str, str]:
     """Return the fingerprints of the tokenizer (key "tokenizer") and of each data source, by name.
 
-    Sources with the same name share a key.
+    Concatenate the fingerprints of sources with the same name.
     """
     fingerprints = {"tokenizer": trainer.tokenizer.fingerprint}
     for source in trainer.loader.sources:
-        # Several sources can have the same name. Join their fingerprints.
         fingerprints[source.name] = fingerprints.get(source.name, "") + source.fingerprint
     return fingerprints
 
@@ -252,9 +252,9 @@ def _get_device_name(device: torch.device) -> str:
 
 
 def _list_plugins(hooks: Sequence[Hook]) -> list[str]:
-    """Return the plugin hooks that may change weights, optimizer state or gradients.
+    """Return the names of plugin hooks that may change weights, optimizer state or gradients.
 
-    `titanlite replay` runs without plugins, so it cannot reproduce steps with such a hook.
+    `titanlite replay` runs without plugin hooks, so it cannot reproduce steps trained with them.
     """
     names = []
     for hook in hooks:
@@ -265,16 +265,16 @@ def _list_plugins(hooks: Sequence[Hook]) -> list[str]:
 
 
 def find_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """List the changes between two contents of environment.json, for the log.
+    """List the changes between two versions of environment.json, for the log.
 
-    Each change is a line such as "packages.torch: 2.12.0 -> 2.13.0". Top-level keys that only `now`
-    has are ignored, because older versions did not write them.
+    Each change is a line such as "packages.torch: 2.12.0 -> 2.13.0". Ignore top-level keys that
+    only `now` has, because older titanlite versions did not write them.
 
     Args:
         before: Content at the previous start of the run.
         now: Content at this start.
     """
-    # Convert nested tables to keys such as "packages.torch".
+    # Convert keys of nested tables to names such as "packages.torch".
     old = flatten(before)
     new = flatten({key: value for key, value in now.items() if key in before})
 
@@ -289,13 +289,15 @@ def describe_code(package: Path = PACKAGE) -> dict[str, str]:
     """Identify the version of the code in the folder `package`.
 
     Returns:
+        A dictionary with these keys:
+
         - "files": Hash of the names and contents of all Python files.
-        - "commit": Commit of the repository. It ends with "-dirty" if a file has uncommitted
-          changes. Missing outside of a git clone.
+        - "commit": Current git commit, with the suffix "-dirty" if a file has uncommitted changes.
+          Missing outside a git clone.
     """
     digest = xxhash.xxh3_64()
     for file in sorted(package.rglob("*.py")):
-        if file.is_file():  # lock files of editors are broken links
+        if file.is_file():  # skip lock files of editors, which are broken links
             name = os.fsencode(file.relative_to(package))
             digest.update(name + b"\0" + file.read_bytes())
 
@@ -309,11 +311,11 @@ def describe_code(package: Path = PACKAGE) -> dict[str, str]:
 def _read_git_commit(repository: Path) -> str | None:
     """Return the current commit of a git clone, with "-dirty" if there are uncommitted changes.
 
-    Return None if git is not installed, or the folder is not a clone.
+    Return None if git is not installed, takes too long, or the folder is not a clone.
     """
-    # Ignore GIT_* variables, and a repository above this folder.
+    # Ignore GIT_* variables and repositories in parent folders.
     location = [f"--git-dir={repository / '.git'}", f"--work-tree={repository}"]
-    # Start no background process, and take no lock.
+    # Start no background process and take no lock.
     settings = ["-c", "core.fsmonitor=false", "--no-optional-locks"]
     # Without tags, `git describe` prints the commit.
     describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

@@ -1,10 +1,10 @@
-"""Complete prompts with the current weights during training, so that a person can read the result.
+"""Complete prompts with the current weights during training, so that users can read the result.
 
-Invariant: Sampling does not affect training. The ranks compute the completions together with their
-sharded model, and every layout gives the same logits up to the order of sums.
+Invariant: Sampling does not affect training. The ranks compute the completions together with the
+sharded model. All layouts give the same logits up to the order of floating-point sums.
 
-There is no key-value cache, because the training layouts do not support one. Each new token costs a
-forward pass over the whole text.
+There is no key-value cache, because the training layouts do not support one. Each new token
+requires a forward pass over the whole text.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from titanlite.train.trainer import Trainer
 
 LOGITS_CHUNK = 256
-"""Number of tokens whose logits are computed at once, which limits their memory."""
+"""Number of tokens whose logits are computed at once, to limit memory."""
 
 
 class Samples(Hook):
-    """Generates text for the prompts of the job every `samples.freq` steps, and logs it."""
+    """Generates text for the prompts of the job every `samples.freq` steps and logs it."""
 
     def built(self, trainer: Trainer) -> None:
-        """Keep references to the parts of the trainer that generate text."""
+        """Store the parts of the trainer that are needed to generate text."""
         self._trainer = trainer
         self._run = trainer.run
         self._tokenizer = trainer.tokenizer
@@ -46,7 +46,7 @@ class Samples(Hook):
         self._device = trainer.device
 
     def started(self, step: int) -> None:
-        """Remember the step of the loaded checkpoint, so that it is not sampled again."""
+        """Store the step of the loaded checkpoint, so that it is not sampled again."""
         self._sampled_step = step
 
     def act(self, step: int, request: Request) -> None:
@@ -77,7 +77,7 @@ class Samples(Hook):
         All ranks must call this together. They compute the same completions.
 
         Returns:
-            The completions, in the order of the prompts. Empty if the logits are not finite.
+            The completions, in the order of the prompts. If any logits are not finite, [].
         """
         config = self._config
         seq_len = self._run.job.training.seq_len
@@ -97,7 +97,7 @@ class Samples(Hook):
             logits = self._next_logits([decoding.ids for decoding, _ in unfinished])
             logits = logits[:, : self._tokenizer.vocab_size]
             if not logits.isfinite().all():
-                return []  # the weights are broken, which the guards report
+                return []  # the weights are broken; the guards report this
             for (decoding, generator), token_logits in zip(unfinished, logits, strict=True):
                 token = sample_token(token_logits, config.temperature, config.top_k, generator)
                 decoding.push(token)
@@ -109,7 +109,7 @@ class Samples(Hook):
         All ranks must call this together. Each data-parallel rank computes all sequences.
 
         Args:
-            sequences: Token ids of N sequences, which may have different lengths.
+            sequences: Token IDs of N sequences, which may have different lengths.
 
         Returns:
             Logits, shape (N, V), in fp32 on the CPU of every rank.
@@ -130,7 +130,7 @@ class Samples(Hook):
 
     def _create_microbatches(self, sequences: Sequence[Sequence[int]]) -> list[Microbatch]:
         """Create microbatches in which only the last token of each sequence has a label."""
-        # The value of the label does not matter. Logits are computed only for tokens with a label.
+        # Logits are computed only for tokens with a label. The value of the label does not matter.
         windows = [Window(np.append(ids, 0), num_scored=1) for ids in sequences]
         batch_size = self._run.job.training.local_batch_size
         length = padded_length(self._run, max(len(ids) for ids in sequences))
@@ -146,51 +146,51 @@ def process_logits(
     microbatches: Sequence[Microbatch],
     process: Callable[[int, Tensor, Tensor, Tensor], None],
 ) -> None:
-    """Run the model forward, and call `process` with the logits of all tokens that have a label.
+    """Run a forward pass and call `process` with the logits of all tokens that have a label.
 
     To limit memory, `process` gets at most `LOGITS_CHUNK` (256) tokens at once. It is called on the
     ranks that hold these tokens, including all tensor-parallel ranks.
 
     Args:
         trainer: Trainer whose model computes the logits.
-        microbatches: Microbatches of this rank. Tokens whose label is IGNORE_INDEX are left out.
-        process: Called with the index of a microbatch, and for n of its tokens: the indices of
-            their sequences in the microbatch (n,), labels (n,), and logits (n, V) in fp32.
+        microbatches: Microbatches of this rank. Tokens whose label is IGNORE_INDEX are skipped.
+        process: Called with the index of a microbatch and, for n of its tokens, the indices of
+            their sequences in the microbatch (n,), the labels (n,) and the logits (n, V) in fp32.
     """
     indices = itertools.count()
 
     def logits_loss(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-        """Process the logits of the next microbatch, and return a loss of 0, which is ignored."""
+        """Process the logits of the next microbatch and return a dummy loss of 0."""
         index = next(indices)
-        is_padding = index >= len(microbatches)  # which a pipeline schedule appends
+        is_padding = index >= len(microbatches)  # pipeline schedules append padding microbatches
         if not is_padding:
             for sequences, chunk_labels, logits in _split_logits(trainer, hidden, weight, labels):
                 process(index, sequences, chunk_labels, logits)
         return torch.zeros_like(scale)
 
-    # FSDP gathers the output matrix only while the model computes a loss, so this function computes
-    # the logits. The model calls it for each microbatch, in order.
+    # FSDP gathers the output matrix only while the model computes a loss, so compute the logits in
+    # a loss function. The model calls it for each microbatch, in order.
     trainer.forward_backward.evaluate(microbatches, loss_fn=logits_loss)
 
 
 def _split_logits(
     trainer: Trainer, hidden: Tensor, weight: Tensor, labels: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Compute the logits of all tokens of a microbatch that have a label, a few tokens at a time.
+    """Compute the logits of all tokens in a microbatch that have a label, a few tokens at a time.
 
     Args:
-        trainer: Trainer whose model has computed the hidden states.
+        trainer: Trainer whose model computed the hidden states.
         hidden: Hidden states, shape (B, T, C). With tensor parallelism, a DTensor.
         weight: Output matrix, shape (V, C).
         labels: Labels, shape (B, T).
 
     Yields:
-        For up to `LOGITS_CHUNK` tokens: the indices of their sequences in the microbatch (n,),
-        labels (n,) and logits (n, V).
+        For n tokens (at most `LOGITS_CHUNK`): the indices of their sequences in the microbatch
+        (n,), labels (n,) and logits (n, V) in fp32.
     """
     if trainer.mesh.tensor is not None:
         hidden = cast(DTensor, hidden).redistribute(placements=[Replicate()]).to_local()
-    # The sequence of each token, and its position in this sequence.
+    # The sequence index of each token and its position in this sequence.
     all_sequences, all_positions = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
     chunks = zip(all_sequences.split(LOGITS_CHUNK), all_positions.split(LOGITS_CHUNK), strict=True)
     for sequences, positions in chunks:
@@ -209,5 +209,5 @@ def _whole_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
         return fp32_logits(hidden, weight)
 
-    # Each rank computes a part of the vocabulary, and an all-gather combines the parts.
+    # Each rank computes the logits of a part of the vocabulary. An all-gather combines the parts.
     return gather_logits(fp32_logits(hidden, weight.to_local()), weight)

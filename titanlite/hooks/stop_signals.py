@@ -1,6 +1,6 @@
 """Handle signals that stop or save a run.
 
-All ranks react to a signal of any rank after the same step.
+If any rank receives a signal, all ranks react to it after the same step.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from titanlite.runtime.process import stop_signals
 
 
 class StopSignals:
-    """Records the signals that this process receives, until the training loop reads them.
+    """Records the signals that this process receives until the training loop reads them.
 
     SIGINT, SIGTERM, SIGHUP and SIGUSR1 stop the run after a save. SIGUSR2 saves a checkpoint and
-    continues. After a signal that stops the run, the next SIGINT ends the process at once. A second
-    SIGTERM does not, because a rank can receive it from both the scheduler and the launcher.
+    continues the run. After a signal that stops the run, the next SIGINT ends the process
+    immediately. A second SIGTERM does not, because both the scheduler and the launcher may send
+    one.
 
     Attributes:
         stop_signal: Number of the last signal that stops the run, or 0.
     """
 
     def __init__(self) -> None:
-        """Start without a signal. Call `install` to receive signals."""
+        """Initialize the recorder without any signal. Call `install` to receive signals."""
         self.stop_signal = 0
         self._has_save_signal = False
 
@@ -34,7 +35,7 @@ class StopSignals:
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
-        """Record a signal. After a stop signal, let the next SIGINT end the process at once."""
+        """Record a signal. After a stop signal, let the next SIGINT end the process immediately."""
         if number == signal.SIGUSR2:
             self._has_save_signal = True
             return
@@ -48,10 +49,10 @@ class StopSignals:
         call requests a save.
         """
         request = Request(stop=self.stop_signal, save=self._has_save_signal)
-        if request.save:  # otherwise keep a signal that has arrived since the flag was read
+        if request.save:  # otherwise, keep a signal that arrived after the flag was read
             self._has_save_signal = False
         return request
 
     def clear_save_request(self) -> None:
-        """Forget a received SIGUSR2. Call this before a save that happens in any case."""
+        """Discard a received SIGUSR2. Call this before a save that happens anyway."""
         self._has_save_signal = False

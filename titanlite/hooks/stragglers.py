@@ -1,16 +1,16 @@
 """Find stragglers: ranks that are slower than the others and make them wait.
 
-Invariant: Detection never delays training. The times of all ranks are exchanged asynchronously, and
-are read at the next logged step.
+Invariant: Detection never delays training. The times of all ranks are exchanged asynchronously and
+read at the next logged step.
 
 The time of a whole step is the same on all ranks, because each rank waits for the slowest one in
-the collectives of the forward and backward passes. So the ranks compare three times in which a rank
-waits for no other rank:
+the collectives of the forward and backward passes. Therefore, the ranks compare three times in
+which a rank does not wait for any other rank:
 
-- the time to wait for its data,
+- the time spent waiting for data,
 - the time of the optimizer update, which is long if memory is slow or the CPU is busy,
 - the time of a matrix product, which is long if the device computes slowly, for example because it
-  is hot. Each rank measures it at each logged step, when its device has nothing else to do.
+  is hot. Each rank measures it at each logged step, when its device is idle.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from titanlite.train.trainer import Trainer
 
 SLOW_FACTOR = 1.2
-"""A rank is slow if its time exceeds this multiple of the median of all ranks."""
+"""A rank is slow if its time exceeds this multiple of the median over all ranks."""
 STEPS_UNTIL_REPORT = 3
-"""Number of consecutive logged steps until a slow rank is reported. Any rank is slow sometimes."""
+"""Number of consecutive logged steps until a slow rank is reported. Any rank can be slow once."""
 NUM_PRODUCTS = 5
 
 
@@ -43,7 +43,7 @@ class TimedPart(NamedTuple):
     description: str
     """Text for the log, with a placeholder for the seconds."""
     min_difference: float
-    """Smallest difference from the median in seconds that delays training noticeably."""
+    """Smallest difference from the median, in seconds, that noticeably delays training."""
 
 
 PARTS = (
@@ -56,8 +56,8 @@ PARTS = (
 class Stragglers(Hook):
     """Logs stragglers: ranks that are by far the slowest in three consecutive logged steps.
 
-    The ranks compare times in which they do not wait for each other: for reading data, for the
-    optimizer update, and for a matrix product.
+    The ranks compare times in which they do not wait for each other: waiting for data, the
+    optimizer update, and a matrix product.
     """
 
     def built(self, trainer: Trainer) -> None:
@@ -65,15 +65,15 @@ class Stragglers(Hook):
         self._trainer = trainer
         self._device = trainer.device
         self._is_cuda = trainer.device.type == "cuda"
-        self._all_gather: dist.Work | None = None  # the one that was started last
+        self._all_gather: dist.Work | None = None  # the newest one
         # Row r receives the times of rank r.
         self._times_of_ranks = torch.zeros(
             trainer.run.world_size, len(PARTS), device=trainer.device
         )
-        # Start and end of each optimizer update since the last logged step.
+        # Start and end times of each optimizer update since the last logged step.
         self._updates: list[tuple[Any, Any]] = []
-        # For each part: the rank that was slow at the last logged step, if any, and for how many
-        # consecutive logged steps.
+        # For each part, the rank that was slow at the last logged step, or None, and the number of
+        # consecutive logged steps for which this has been the case.
         self._slow_ranks: dict[TimedPart, tuple[int | None, int]] = dict.fromkeys(PARTS, (None, 0))
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
@@ -85,7 +85,7 @@ class Stragglers(Hook):
         self._updates.append((self._update_start, self._now()))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """Log stragglers of the previous logged step, and send the times of this rank to all ranks.
+        """Log the stragglers of the previous logged step and send this rank's times to all ranks.
 
         The all-gather runs in the background, so its result is read at the next logged step.
 
@@ -103,11 +103,11 @@ class Stragglers(Hook):
         return {}
 
     def _measure_times(self) -> list[float]:
-        """Measure how fast this rank is, by three times in seconds.
+        """Return three times in seconds that show how fast this rank is.
 
         Returns:
-            - Wait for data, the mean per step since the previous logged step.
-            - Optimizer update, the mean per step since the previous logged step.
+            - Waiting for data, mean per step since the previous logged step.
+            - Optimizer update, mean per step since the previous logged step.
             - One matrix product, measured now.
         """
         num_steps = len(self._updates)
@@ -119,16 +119,16 @@ class Stragglers(Hook):
         return [data_seconds, update_seconds, product_seconds]  # in the order of PARTS
 
     def ended(self, step: int, stopped: str) -> None:
-        """Wait for the last all-gather, because its process group will be destroyed."""
+        """Wait for the last all-gather before its process group is destroyed."""
         if self._all_gather is not None:
             self._all_gather.wait()
 
     def _time_product(self) -> float:
-        """Measure the seconds of a matrix product on the idle device of this rank.
+        """Return the time of a matrix product on the idle device of this rank, in seconds.
 
-        Return the fastest of several products, because other processes may delay some of them.
+        This is the minimum over several products, because other processes may delay some of them.
         """
-        # Allocate the matrix each time, because training needs the memory in between.
+        # Allocate the matrix each time, because training needs the memory between logged steps.
         size = 2048 if self._is_cuda else 256
         dtype = torch.bfloat16 if self._is_cuda else torch.float32
         self._synchronize()
@@ -148,7 +148,7 @@ class Stragglers(Hook):
             torch.cuda.synchronize()
 
     def _now(self) -> Any:
-        """Return the current time: seconds on a CPU, a CUDA event on a GPU. Causes no host sync."""
+        """Return the current time without a host sync: seconds on a CPU, a CUDA event on a GPU."""
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -156,14 +156,17 @@ class Stragglers(Hook):
         return event
 
     def _seconds_between(self, start: Any, end: Any) -> float:
-        """Return the seconds between two results of `_now`, which must be complete on a GPU."""
+        """Return the seconds between two results of `_now`.
+
+        On a GPU, both events must already have completed.
+        """
         return start.elapsed_time(end) / 1e3 if self._is_cuda else end - start
 
     def _log_stragglers(self, step: int) -> None:
-        """Compare the received times of all ranks, and log stragglers.
+        """Compare the received times of all ranks and log stragglers.
 
-        A rank is logged when it has been by far the slowest in some part of three consecutive
-        logged steps.
+        Log a rank when it has been by far the slowest in the same part, such as the update, for
+        three consecutive logged steps.
         """
         times_by_part = self._times_of_ranks.cpu().T  # (parts, ranks)
         for part, times in zip(PARTS, times_by_part, strict=True):
@@ -181,7 +184,7 @@ class Stragglers(Hook):
                 self._trainer.log(Event(text, "straggler", step))
 
     def _update_streak(self, part: TimedPart, slow_rank: int | None) -> int:
-        """Record the slow rank of a logged step, and return the length of its streak.
+        """Record the slow rank of a logged step and return the length of its streak.
 
         The streak is the number of consecutive logged steps in which the same rank was slow.
 

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Validator:
-    """Computes the validation loss, from the same sequences for any number of ranks."""
+    """Computes the validation loss on the same sequences for any number of ranks."""
 
     def __init__(self, trainer: Trainer) -> None:
-        """Load this rank's share of the validation sequences, and log a description of the data."""
+        """Load this rank's share of the validation sequences and log a description of the data."""
         self._trainer = trainer
         self._data = ValidationSet(
             trainer.run, trainer.tokenizer, trainer.mesh.data_rank, trainer.device
@@ -27,7 +27,8 @@ class Validator:
     def compute_score(self) -> Score:
         """Evaluate the current weights on the validation set.
 
-        All ranks must call this together. Each evaluates a part of the sequences.
+        All ranks must call this together. Each data-parallel rank evaluates a part of the
+        sequences.
 
         Returns:
             The score of the whole validation set, the same on all ranks.
