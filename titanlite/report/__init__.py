@@ -1,6 +1,6 @@
-"""Monitor runs: read their status from files, and make an HTML page that compares them.
+"""Monitor runs: read their status from files and make an HTML page that compares them.
 
-Invariant: the files of a run are only read, and torch is not imported. Therefore the run can still
-be training, or can be on another node. The files are untrusted: damage is reported, and text from
+Invariant: The files of a run are only read, and torch is not imported. Therefore, the run may still
+be training or may be on another node. The files are untrusted: damage is reported, and text from
 them is escaped.
 """

@@ -1,8 +1,8 @@
-"""Make the page of `titanlite report`: one HTML file with script, style and the data of all runs.
+"""Make the HTML page for `titanlite report`: one file with scripts, styles and data of all runs.
 
-Invariant: the page loads nothing over the network, and runs only its own script, whose hash is in
-the Content-Security-Policy. Data from the runs is embedded as JSON without "<", and page.js inserts
-it as text.
+Invariant: The page loads nothing over the network and runs only the embedded script, whose hash is
+in the Content-Security-Policy. Data from the runs is embedded as JSON without "<", and page.js
+inserts it as text.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from titanlite.report.run_files import (
 from titanlite.runtime.logging import ENDS, EVENTS_FILE
 
 Columns = dict[str, NDArray[np.float64]]
-"""Metric -> values at the log steps of a run. All arrays have the same length."""
+"""Values of each metric at the log steps of a run, by metric. All arrays have the same length."""
 
-# All runs of a page share these limits, which keep it below 5 MB.
+# All runs on a page share these limits, which keep it below 5 MB.
 MAX_NUMBERS = 300_000  # In all curves, at 6 to 9 bytes each.
-MAX_POINTS = 2_000  # Per curve: more than the columns of a screen.
+MAX_POINTS = 2_000  # Per curve: more than a screen has pixel columns.
 MIN_POINTS = 50
 MAX_EVENTS = 1_000
 MAX_SAMPLES = 40
@@ -60,16 +60,19 @@ NOT_DRAWN = {"step", "time", "tokens", "elapsed"}
 def make_page(folders: Sequence[Path]) -> str:
     """Return an HTML page with the curves, events and samples of several runs.
 
+    Args:
+        folders: Output folders of the runs.
+
     Raises:
         UserError: If a folder is not the output folder of a run.
     """
     script = _read_static("uPlot.iife.min.js") + _read_static("page.js")
     data = json.dumps(page_data(folders), separators=(",", ":"), allow_nan=False)
     contents = {
-        # The Content-Security-Policy of the page has this hash, so browsers run no other script.
+        # The Content-Security-Policy of the page allows only this hash, so no other script runs.
         "hash": _hash_script(script),
         "style": _read_static("uPlot.min.css") + _read_static("page.css"),
-        # Escape "<", so that a "</script>" in a text of a run does not end the script element.
+        # Escape "<", so that "</script>" in a text from a run does not end the script element.
         "data": data.replace("<", "\\u003c"),
         "script": script,
     }
@@ -80,21 +83,25 @@ def make_page(folders: Sequence[Path]) -> str:
 
 
 def _hash_script(script: str) -> str:
-    """Return "'sha256-DIGEST'", which permits a script in a Content-Security-Policy."""
+    """Return the source "'sha256-DIGEST'", which allows a script in a Content-Security-Policy."""
     digest = hashlib.sha256(script.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 def page_data(folders: Sequence[Path]) -> JsonObject:
-    """Read several runs, and return the data that the page draws, ready for JSON.
+    """Read several runs and return the data for the page, which is safe to encode as JSON.
 
     Args:
         folders: Output folders of the runs.
 
     Returns:
-        "runs" (see `_read_runs`), "tags" and "validation_tags" (metric -> TensorBoard tag and
-        description), "defaults" (the default options of a job, by section), "version" (of
-        titanlite), and "written" (the Unix time).
+        A dictionary with these keys:
+
+        - "runs": data of each run, see `_read_runs`
+        - "tags" and "validation_tags": TensorBoard tag and description of each metric
+        - "defaults": default options of a job, by section
+        - "version": version of titanlite
+        - "written": current Unix time
     """
     runs = _read_runs(folders)
     metrics = LoggedStep.model_fields
@@ -111,7 +118,7 @@ def page_data(folders: Sequence[Path]) -> JsonObject:
 
 
 def _read_runs(folders: Sequence[Path]) -> list[JsonObject]:
-    """Read several runs, give each a unique name, and downsample its curves to fit into the page.
+    """Read several runs, name each one, and downsample its curves to fit on the page.
 
     All runs share the limits of the page, so each curve has fewer points if there are many runs.
 
@@ -119,7 +126,8 @@ def _read_runs(folders: Sequence[Path]) -> list[JsonObject]:
         folders: Output folders of the runs.
 
     Returns:
-        Data of each run: the result of `_read_run`, with downsampled curves and the key "name".
+        Data of each run: the result of `_read_run` with downsampled curves, and the key "name",
+        which contains the path relative to the common parent folder of all runs.
     """
     runs = [_read_run(folder, len(folders)) for folder in folders]
     num_points = _choose_num_points(runs)
@@ -136,7 +144,7 @@ def _read_runs(folders: Sequence[Path]) -> list[JsonObject]:
 
 
 def _choose_num_points(runs: Sequence[JsonObject]) -> int:
-    """Return the number of points per curve with which the curves of all runs fit into the page.
+    """Return the number of points per curve such that the curves of all runs fit on the page.
 
     Args:
         runs: Data of each run from `_read_run`.
@@ -148,15 +156,15 @@ def _choose_num_points(runs: Sequence[JsonObject]) -> int:
 
 
 def _read_static(name: str) -> str:
-    """Return the content of a file that is installed with the page, such as "page.js"."""
+    """Return the content of a file in the package folder `static`, such as "page.js"."""
     return files("titanlite.report").joinpath("static", name).read_text(encoding="utf-8")
 
 
 def _make_safe(value: Any, max_length: int) -> Any:
     """Return a copy of `value` that is safe to embed in the page as JSON.
 
-    Escape control characters in strings, cut long strings and large dictionaries, and replace
-    non-finite numbers by None.
+    Escape control characters in strings, truncate long strings and large dictionaries, and replace
+    non-finite numbers with None.
 
     Args:
         value: Value with nested dictionaries and lists.
@@ -168,7 +176,7 @@ def _make_safe(value: Any, max_length: int) -> Any:
     if isinstance(value, list | tuple):
         return [_make_safe(item, max_length) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return None  # JSON has no NaN and no infinity.
+        return None  # JSON has neither NaN nor infinity.
     if isinstance(value, int | float | None):
         return value
     return printable(str(value)[:max_length])
@@ -179,21 +187,21 @@ def _read_run(folder: Path, num_runs: int) -> JsonObject:
 
     Args:
         folder: Output folder of the run.
-        num_runs: Number of runs on the page. The more runs, the fewer events and samples each run
-            shows.
+        num_runs: Number of runs on the page. The more runs there are, the fewer events and samples
+            are kept for each one.
     """
-    status = read_status(folder)  # an error names the folder as the user wrote it
+    status = read_status(folder)  # error messages show the folder as the user wrote it
     folder = Path(os.path.expanduser(folder)).resolve()
     problems: list[str] = []
     metrics = make_columns(read_metrics(folder, problems))
-    _remove_equal_curves(metrics)  # such as the loss of the worst rank, in a run on one rank
+    _remove_equal_curves(metrics)  # such as the maximum loss over all ranks in a run on one rank
     validations = make_columns(read_json_lines(folder / "validation.jsonl", problems))
     events = _read_events(read_json_lines(folder / EVENTS_FILE, problems), metrics)
     samples = list(read_json_lines(folder / "samples.jsonl", problems))
     config = read_config(folder, problems)
     environment = read_table(folder / "environment.json", json.loads, problems)
 
-    # Show an equal share of the limits per run, but at least a few items if there are many runs.
+    # Divide the limits equally among the runs, but show at least a few items of each run.
     max_events = max(20, MAX_EVENTS // num_runs)
     max_samples = max(4, MAX_SAMPLES // num_runs)
     return {
@@ -217,7 +225,7 @@ def _read_run(folder: Path, num_runs: int) -> JsonObject:
 
 
 def _remove_equal_curves(metrics: Columns) -> None:
-    """Remove metrics of single ranks that equal the metrics of all ranks, as in a run on one rank.
+    """Remove per-rank metrics that always equal the overall metrics, as in a run on one rank.
 
     For example, remove "loss_max_rank" if it always equals "loss".
     """
@@ -233,8 +241,8 @@ def make_columns(entries: Iterable[JsonObject]) -> Columns:
     For example, the lines {"step": 1, "loss": 9.0} and {"step": 2, "loss": 8.0, "mfu": 0.4} become
     {"step": [1, 2], "loss": [9, 8], "mfu": [NaN, 0.4]}.
 
-    Skip lines without a valid step, and lines whose step is not higher than all earlier steps. A
-    number in a nested object has the key "OBJECT/KEY", such as "grad_norms/layers.0".
+    Skip lines without a valid step and lines whose step is not higher than all earlier steps.
+    Numbers in nested objects have the key "OBJECT/KEY", such as "grad_norms/attention.wq".
     """
     columns: dict[str, array[float]] = {"step": array("d")}
     num_rows = 0
@@ -262,9 +270,9 @@ def _pad(column: array[float], length: int) -> None:
 
 
 def _flatten_numbers(entry: JsonObject) -> dict[str, float]:
-    """Return all numbers of a line of a JSON Lines file by name.
+    """Return all numbers in a line of a JSON Lines file, by name.
 
-    Numbers in a nested object are named "OBJECT/KEY", such as "grad_norms/layers.0".
+    Numbers in nested objects are named "OBJECT/KEY", such as "grad_norms/attention.wq".
     """
     numbers = get_numbers(entry)
     for name, value in entry.items():
@@ -275,19 +283,18 @@ def _flatten_numbers(entry: JsonObject) -> dict[str, float]:
 
 
 def downsample(columns: Columns, max_points: int) -> JsonObject:
-    """Reduce each curve to at most `max_points` points, each of which covers several log steps.
+    """Reduce each curve to at most `max_points` points, where each point covers several log steps.
 
-    For example, if 10 log steps are reduced to 4 points, the points cover the log steps 0 to 1, 2
-    to 4, 5 to 6, and 7 to 9.
+    For example, if 10 log steps are reduced to 4 points, the points cover log steps 0 to 1, 2 to 4,
+    5 to 6, and 7 to 9.
 
     Args:
         columns: Values of each metric at the log steps, from `make_columns`.
         max_points: Maximum number of points per curve.
 
     Returns:
-        {"x": {axis: values}, "y": {metric: curve}}. The axes are "step" and, if they are known,
-        "tokens" and "hours". See `_downsample_curve` for a curve. Curves that are always 0 are left
-        out.
+        {"x": {axis: values}, "y": {metric: curve}}. The axes are "step" and, if known, "tokens" and
+        "hours". `_downsample_curve` describes the curves. Curves that are always 0 are omitted.
     """
     num_rows = len(columns["step"])
     if num_rows == 0:
@@ -310,7 +317,7 @@ def downsample(columns: Columns, max_points: int) -> JsonObject:
 
 
 def _downsample_axis(values: NDArray[np.float64], edges: NDArray[np.int64]) -> list[float]:
-    """Return the position of each point on an axis: the mean of the values that it covers.
+    """Return the position of each point on an axis, which is the mean of the values it covers.
 
     Args:
         values: Values of the axis at the log steps.
@@ -318,7 +325,7 @@ def _downsample_axis(values: NDArray[np.float64], edges: NDArray[np.int64]) -> l
     """
     sums = np.add.reduceat(values, edges[:-1])
     means = sums / np.diff(edges)
-    # Charts need ascending positions, even if the tokens in a file decrease.
+    # Charts need ascending positions, even if the token counts in a file decrease.
     return _round(np.maximum.accumulate(means), digits=12)
 
 
@@ -332,13 +339,13 @@ def _downsample_curve(
         edges: Point i covers the values from index edges[i] up to, but not including, edges[i + 1].
 
     Returns:
-        Lists "mean", "min" and "max" with one number per point, which is NaN if the point covers no
-        known value. If each point covers one value, only "mean".
+        Lists "mean", "min" and "max" with one number per point. The number is NaN if the point
+        covers no known value. If each point covers one value, return only "mean".
     """
     starts = edges[:-1]  # `reduceat` combines the values from each start to the next one
     sums = np.add.reduceat(np.nan_to_num(values), starts)
     num_known = np.add.reduceat(~np.isnan(values), starts, dtype=float)
-    with np.errstate(invalid="ignore"):  # 0 / 0 is NaN, as wanted.
+    with np.errstate(invalid="ignore"):  # 0 / 0 is NaN, as intended.
         means = sums / num_known
 
     curve = {"mean": _round(means)}
@@ -353,17 +360,17 @@ def _downsample_curve(
 def _list_axes(columns: Columns) -> Columns:
     """Return the values of the axes "step", "tokens" and "hours" at each log step.
 
-    Axes whose values are unknown are left out.
+    Omit an axis if its metrics were not logged.
     """
     axes = {name: columns[name] for name in ("step", "tokens") if name in columns}
-    if "step_time" in columns:  # Hours of training do not include the time between starts.
+    if "step_time" in columns:  # Hours of training exclude the time when the run was down.
         steps_per_row = np.diff(columns["step"], prepend=0.0)
         axes["hours"] = np.cumsum(columns["step_time"] * steps_per_row) / 3600
     return axes
 
 
 def _round(values: NDArray[np.float64], digits: int = 6) -> list[float]:
-    """Round numbers to `digits` significant digits, to keep the page small."""
+    """Round numbers to `digits` significant digits to keep the page small."""
     return [float(f"{value:.{digits}g}") for value in values.tolist()]
 
 
@@ -371,11 +378,11 @@ def _read_events(entries: Iterable[JsonObject], metrics: Columns) -> list[JsonOb
     """Convert the lines of the events file, such as starts and saves, to events for the page.
 
     A killed process records no end, so add an event "killed" before the next start. If a run
-    resumes from an earlier step, its events at later steps no longer count, and get "undone": True.
+    resumes from an earlier step, mark its events at later steps with "undone": True.
 
     Args:
         entries: Lines of the events file.
-        metrics: Columns of metrics.jsonl, which show the step at the time of an event.
+        metrics: Columns of metrics.jsonl, used to find the step at the time of an event.
     """
     events: list[JsonObject] = []
     is_running = False
@@ -384,7 +391,8 @@ def _read_events(entries: Iterable[JsonObject], metrics: Columns) -> list[JsonOb
             if is_running:
                 events.append(
                     {
-                        "time": event["time"],  # of the next start, because no other is known
+                        # The time of the end is unknown, so use the time of the next start.
+                        "time": event["time"],
                         "step": max(events[-1]["step"], _find_logged_step(metrics, event["time"])),
                         "undone": False,
                         "kind": "killed",
@@ -400,17 +408,17 @@ def _read_events(entries: Iterable[JsonObject], metrics: Columns) -> list[JsonOb
 
 
 def _mark_undone(events: Iterable[JsonObject], start_step: float) -> None:
-    """Mark the events after `start_step` as undone: the run has resumed there and repeats them."""
+    """Mark the events after `start_step` as undone, because the run resumed from this step."""
     for event in events:
         if event["step"] > start_step:
             event["undone"] = True
 
 
 def _parse_events(entries: Iterable[JsonObject], metrics: Columns) -> Iterator[JsonObject]:
-    """Yield each event in the form for the page.
+    """Yield each event in the format of the page.
 
-    An event without a step, such as a crash, gets the last step that was known at its time. For
-    example, if a run starts at step 100, logs step 120 and crashes, it has crashed at step 120.
+    Events without a step, such as crashes, get the last step that was known at that time. For
+    example, if a run starts at step 100, logs step 120 and crashes, the crash is at step 120.
 
     Args:
         entries: Lines of the events file.
@@ -436,7 +444,7 @@ def _parse_events(entries: Iterable[JsonObject], metrics: Columns) -> Iterator[J
 
 
 def _find_logged_step(metrics: Columns, unix_time: float) -> float:
-    """Return the last step that a run had logged at a certain time, or 0 before its first log step.
+    """Return the last step that the run had logged by `unix_time`, or 0 if it had logged none.
 
     Metrics without times count as logged before all events.
     """
@@ -449,8 +457,8 @@ def _find_logged_step(metrics: Columns, unix_time: float) -> float:
 def _count_tokens(step: int, metrics: Columns) -> float | None:
     """Estimate the number of tokens trained on in the first `step` steps.
 
-    Steps after the last log step are extrapolated from the steps before it. Return None if the run
-    has logged no tokens.
+    For steps after the last log step, extrapolate from the preceding steps. Return None if the run
+    logged no tokens.
 
     Args:
         step: Number of completed steps.

@@ -1,8 +1,8 @@
-"""Read the files in the output folder of a run, and determine its state.
+"""Read the files in the output folder of a run and determine its state.
 
-Invariant: damage is reported, and the undamaged content is still shown. A damaged line is skipped
-and counted, and an unfinished last line is ignored. A run without a recorded end is "crashed" only
-if its process no longer exists on this node. A run on another node becomes "stale" after some time
+Invariant: Damage is reported, and undamaged content is still shown. Damaged lines are skipped and
+counted, and an unfinished last line is ignored. A run without a recorded end is "crashed" only if
+its process no longer exists on this node. A run on another node becomes "stale" after some time
 without an update.
 """
 
@@ -32,24 +32,25 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 State = Literal["running", "finished", "stopped", "rejected", "failed", "crashed", "stale"]
-"""State of a run. "rejected": an error that the user can fix ended the run before it trained.
-"failed": such an error ended training. "crashed": the process died. "stale": there are no recent
-updates.
+"""State of a run. "stopped": a signal or a guard ended training. "rejected": an error that the user
+can fix ended the run before it trained. "failed": such an error ended training. "crashed": the
+process died, hung or raised an unexpected exception. "stale": there are no recent updates.
 """
 StateAndReason = tuple[State, str]
-"""State of a run, and the reason for it, which is empty if the run simply trains."""
+"""State of a run and the reason for it, which is empty if the run is training or has finished
+normally."""
 JsonObject = dict[str, Any]
-"""An object for a JSON file or from a JSON Lines file, or a table of a TOML file."""
+"""A JSON object, such as a line of a JSON Lines file, or a TOML table."""
 
 TAIL_BYTES = 1 << 19  # About 450 lines of metrics.jsonl.
 MAX_LINE_BYTES = 1 << 22
 RUN_FILES = ("metrics.jsonl", "config.toml", EVENTS_FILE)
 MAX_SHOWN_EVENTS = 4
 STARTS = ("data", "start")
-"""Event kinds that each start logs: "data" when it opens the data, "start" when it trains."""
+"""Event kinds logged by each start: "data" when it opens the data, "start" when it trains."""
 USER_ERRORS = ("user error", "refusal")
-"""Event kinds of an error that the user can fix. The second one is the one of version 0.3."""
-ARCHIVES = ("archived-", "superseded-")  # The second prefix is the one of version 0.2.
+"""Event kinds of errors that the user can fix. titanlite 0.3 logged "refusal"."""
+ARCHIVES = ("archived-", "superseded-")  # titanlite 0.2 used the second prefix.
 STALE_SECONDS = 300.0
 MAX_STEP = 2**53
 VALID_RANGES = {"time": (0, 2**37), "step": (0, MAX_STEP), "eta": (0, 1e9)}
@@ -75,12 +76,13 @@ class RunStatus:
     """Status of a run, as shown by `titanlite watch` and `titanlite runs`.
 
     Attributes:
-        title: Name of the output folder, and the description of the job if it has one.
-        total_steps: Number of steps of the job, or None if unknown.
+        title: Name of the output folder and, if available, the description of the job.
+        total_steps: Number of steps in the job, or None if unknown.
         state: State of the run, such as "running".
-        exit_reason: Why the run ended, or why its state is uncertain. Empty for a running run.
+        exit_reason: Why the run ended or why its state is uncertain. Empty if the run is training
+            or has finished normally.
         step: Number of completed optimizer steps.
-        numbers: Metrics of the last log step, by field of `LoggedStep`.
+        numbers: Metrics of the last log step, by `LoggedStep` field.
         losses: Losses of the last log steps, oldest first.
         events: Unix time and text of the last events, oldest first.
         problems: Descriptions of damaged files.
@@ -118,7 +120,7 @@ class RunStatus:
         return [one_line(line) for line in lines if line]
 
     def _format_progress(self) -> str:
-        """Format the progress of the run, such as "step 300/1,000  0:10:00 left"."""
+        """Format the progress of the run, for example as "step 300/1,000  0:10:00 left"."""
         progress = f"step {self.step:,}"
         if self.total_steps is not None:
             progress += f"/{self.total_steps:,}"
@@ -129,7 +131,7 @@ class RunStatus:
     def to_text(self) -> Text:
         """Format the status as colored text for a terminal.
 
-        The terminal cuts long lines instead of wrapping them.
+        Long lines are truncated instead of wrapped.
         """
         from rich.text import Text
 
@@ -141,7 +143,7 @@ class RunStatus:
 def sparkline(values: Sequence[float], width: int) -> str:
     """Draw `values` as a line of block characters.
 
-    For example, [0, 1, 2, 3] is drawn as "▁▃▆█", and as "▁█" if the width is 2.
+    For example, [0, 1, 2, 3] is drawn as "▁▃▆█", or as "▁█" if `width` is 2.
 
     Args:
         values: Values from left to right.
@@ -161,7 +163,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _average_neighbors(values: Sequence[float], num_means: int) -> list[float]:
-    """Divide values into `num_means` groups of neighbors, and return the mean of each group.
+    """Divide values into `num_means` groups of adjacent values and return the mean of each group.
 
     The groups have about the same size.
     """
@@ -174,12 +176,12 @@ def read_json_lines(
 ) -> Iterator[JsonObject]:
     """Yield the objects in a JSON Lines file. A missing file yields nothing.
 
-    An unfinished last line is ignored, because the run may be writing it at this moment. Damaged
-    lines are skipped and counted.
+    Ignore an unfinished last line, because the run may still be writing it. Skip and count damaged
+    lines.
 
     Args:
         path: Path of the file.
-        problems: List to which a description of any damage is appended after the last line.
+        problems: List to append a description of any damage to, after the last line.
         tail: If given, read only about the last `tail` bytes.
     """
     if not os.path.lexists(path):
@@ -202,7 +204,7 @@ def read_json_lines(
 def _read_finished_lines(path: Path, tail: int | None) -> Iterator[bytes]:
     """Yield the lines of a file that end with a newline.
 
-    A line of more than 4 MiB is yielded in parts.
+    Lines longer than 4 MiB are yielded in parts.
 
     Args:
         path: Path of the file.
@@ -212,7 +214,7 @@ def _read_finished_lines(path: Path, tail: int | None) -> Iterator[bytes]:
         OSError: If the file cannot be read.
         UserError: If the path is not a regular file.
     """
-    check_regular(path)  # Reading a pipe could wait forever.
+    check_regular(path)  # Reading from a pipe could block forever.
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if tail is not None and size > tail:
@@ -237,11 +239,11 @@ def _parse_object(line: bytes) -> JsonObject | None:
 def read_metrics(
     folder: Path, problems: list[str], tail: int | None = None
 ) -> Iterator[JsonObject]:
-    """Yield the log steps in metrics.jsonl, with fields of older versions renamed.
+    """Yield the log steps in metrics.jsonl, using the current field names for older files.
 
     Args:
         folder: Output folder of the run.
-        problems: List to which a description of any damage is appended.
+        problems: List to append a description of any damage to.
         tail: If given, read only about the last `tail` bytes.
     """
     for entry in read_json_lines(folder / "metrics.jsonl", problems, tail):
@@ -255,7 +257,7 @@ def read_table(path: Path, parse: Callable[[str], Any], problems: list[str]) -> 
     Args:
         path: Path of the file.
         parse: Parses the text of the file.
-        problems: List to which a description of any damage is appended.
+        problems: List to append a description of any damage to.
 
     Returns:
         The content, or an empty dictionary if the file is missing or damaged.
@@ -273,11 +275,11 @@ def read_table(path: Path, parse: Callable[[str], Any], problems: list[str]) -> 
 
 
 def read_config(folder: Path, problems: list[str]) -> dict[str, JsonObject]:
-    """Read the sections of the config.toml of a run, without validating them.
+    """Read the sections in the config.toml of a run without validating them.
 
     Args:
         folder: Output folder of the run.
-        problems: List to which a description of any damage is appended.
+        problems: List to append a description of any damage to.
     """
     config = read_table(folder / "config.toml", tomli.loads, problems)
     return {name: section for name, section in config.items() if isinstance(section, dict)}
@@ -293,7 +295,7 @@ def get_number(entry: JsonObject, key: str) -> float | None:
 
 
 def get_numbers(entry: JsonObject) -> dict[str, float]:
-    """Return all values of a line that are valid numbers, by key."""
+    """Return the values of an object that are valid numbers, by key."""
     numbers = {key: get_number(entry, key) for key in entry}
     return {key: number for key, number in numbers.items() if number is not None}
 
@@ -333,14 +335,14 @@ def read_status(folder: Path) -> RunStatus:
 
 
 def _make_title(folder: Path, config: dict[str, JsonObject]) -> str:
-    """Return the name of the output folder, and the description of the job if it has one."""
+    """Return the name of the output folder and, if available, the description of the job."""
     description = config.get("job", {}).get("description")
     name = folder.resolve().name
     return f"{name}: {description}" if description else name
 
 
 def _get_total_steps(config: dict[str, JsonObject]) -> int | None:
-    """Return the number of steps of the job, or None if it is missing or invalid."""
+    """Return the number of steps in the job, or None if it is missing or invalid."""
     total_steps = config.get("training", {}).get("steps")
     if type(total_steps) is int and 0 <= total_steps < MAX_STEP:
         return total_steps
@@ -348,8 +350,8 @@ def _get_total_steps(config: dict[str, JsonObject]) -> int | None:
 
 
 def _list_shown_events(events: Sequence[JsonObject]) -> list[tuple[float, str]]:
-    """Return the Unix time and the first line of the last events, oldest first."""
-    # Skip the events that list the data sources at each start.
+    """Return the Unix time and the first line of the last few events, oldest first."""
+    # Skip events that list the data sources, which each start logs.
     shown = [event for event in events if event.get("event") != "data"]
     return [
         (event["time"], event["text"].partition("\n")[0]) for event in shown[-MAX_SHOWN_EVENTS:]
@@ -357,11 +359,11 @@ def _list_shown_events(events: Sequence[JsonObject]) -> list[tuple[float, str]]:
 
 
 def _read_last_events(folder: Path, problems: list[str]) -> list[JsonObject]:
-    """Read the last events of a run. Skip those without a valid time and text.
+    """Read the last events of a run, skipping events without a valid time and text.
 
     Args:
         folder: Output folder of the run.
-        problems: List to which a description of any damage is appended.
+        problems: List to append a description of any damage to.
     """
     return [
         event
@@ -371,25 +373,30 @@ def _read_last_events(folder: Path, problems: list[str]) -> list[JsonObject]:
 
 
 def _find_last_update(numbers: dict[str, float], events: Sequence[JsonObject]) -> float | None:
-    """Return the Unix time of the last log step or event of a run, or None if there is neither."""
+    """Return the Unix time of the last log step or event of a run, or None if there is neither.
+
+    Args:
+        numbers: Metrics of the last log step.
+        events: Last events of the run, oldest first.
+    """
     times = [line.get("time", 0.0) for line in (numbers, *events[-1:])]
     return float(max(times)) or None
 
 
 def _list_starts_and_ends(events: Sequence[JsonObject]) -> list[JsonObject]:
-    """Return the events that each start and each end of a run logs, oldest first."""
+    """Return the events that record a start or an end of the run, oldest first."""
     return [event for event in events if event.get("event") in (*STARTS, *ENDS)]
 
 
 def _remove_outdated_eta(numbers: dict[str, float], events: Sequence[JsonObject]) -> None:
-    """Remove the ETA from the metrics if the run has started or ended since it logged them."""
+    """Remove the ETA from the metrics if the run started or ended after logging them."""
     starts_and_ends = _list_starts_and_ends(events)
     if starts_and_ends and starts_and_ends[-1]["time"] > numbers.get("time", 0.0):
         numbers.pop("eta", None)
 
 
 def _find_step(numbers: dict[str, float], events: Sequence[JsonObject]) -> int:
-    """Return the number of completed steps: the highest step since the last start.
+    """Return the number of completed steps, which is the highest step since the last start.
 
     The last log step alone is not enough, because events such as saves can have a later step.
 
@@ -409,12 +416,12 @@ def _find_step(numbers: dict[str, float], events: Sequence[JsonObject]) -> int:
 def _find_state(
     numbers: dict[str, float], events: Sequence[JsonObject], last_update: float | None
 ) -> StateAndReason:
-    """Return the state of a run, such as "running" or "failed", and the reason for this state.
+    """Return the state of a run, such as "running" or "failed", and the reason for it.
 
     Args:
         numbers: Metrics of the last log step.
         events: Last events of the run, oldest first.
-        last_update: Unix time of the last line that the run wrote, or None if there is none.
+        last_update: Unix time of the last line that the run wrote, or None if unknown.
     """
     starts_and_ends = _list_starts_and_ends(events)
     last_kind = events[-1].get("event") if events else None
@@ -423,14 +430,14 @@ def _find_state(
 
     age = time.time() - (last_update or 0.0)  # seconds
     if last_kind == "restart" and age < STALE_SECONDS:
-        # New processes are starting, so do not look for the old ones.
+        # New processes are starting, so do not check the old one.
         return "running", "its launcher is restarting it"
 
     start = starts_and_ends[-1] if starts_and_ends else {}
     if start.get("host") == socket.gethostname():
         return _check_process(start)
 
-    # On another node, a run is stale after five minutes, or ten slow steps, without an update.
+    # A run on another node is stale after five minutes or, if longer, ten steps without an update.
     ten_steps = 10 * numbers.get("step_time", 0.0)
     if age < max(STALE_SECONDS, ten_steps):
         return "running", ""
@@ -442,7 +449,7 @@ def _check_process(start: JsonObject) -> StateAndReason:
     """Return the state of a run on this node, depending on whether its process still exists.
 
     Args:
-        start: Event of its last start.
+        start: Event of the last start.
     """
     if _is_alive(start.get("process"), start["time"]):
         return "running", ""
@@ -450,10 +457,11 @@ def _check_process(start: JsonObject) -> StateAndReason:
 
 
 def _describe_end(starts_and_ends: Sequence[JsonObject]) -> StateAndReason:
-    """Return the state of a run that has recorded its end, and the reason why it ended.
+    """Return the state of a run that recorded its end, and the reason why it ended.
 
     Args:
-        starts_and_ends: Starts and ends of the run, in order of time. The last one is an end.
+        starts_and_ends: Events of the starts and ends of the run, oldest first. The last one is an
+            end.
     """
     *earlier_kinds, kind = [event["event"] for event in starts_and_ends]
     reason = _summarize_text(starts_and_ends[-1]["text"])
@@ -461,7 +469,7 @@ def _describe_end(starts_and_ends: Sequence[JsonObject]) -> StateAndReason:
         # The text is "Finished after step 90", or "Finished after step 90: <reason>" if a hook
         # finished the run early.
         return "finished", reason.partition(": ")[2]
-    if kind in ("stop", "guard"):  # a signal, or for example too many skipped steps
+    if kind in ("stop", "guard"):  # a signal, or a guard (for example, too many skipped steps)
         return "stopped", reason
     if kind in USER_ERRORS:
         return _describe_user_error(reason, earlier_kinds)
@@ -469,20 +477,17 @@ def _describe_end(starts_and_ends: Sequence[JsonObject]) -> StateAndReason:
 
 
 def _describe_user_error(reason: str, earlier_kinds: list[str]) -> StateAndReason:
-    """Return the state of a run that has ended with an error that the user can fix.
+    """Return the state of a run that ended with an error that the user can fix, and the reason.
 
     Args:
-        reason: The error.
-        earlier_kinds: Kinds of all starts and ends before the error, oldest first, such as "data",
-            "start", "finish", "data".
-
-    Returns:
-        The state, and the reason for it.
+        reason: The error message.
+        earlier_kinds: Kinds of all start and end events before the error, oldest first, such as
+            ["data", "start", "finish", "data"].
     """
     if earlier_kinds and earlier_kinds[-1] == "start":
-        return "failed", reason  # the error ended the training
+        return "failed", reason  # the error ended training
 
-    # The start was rejected before it trained. An earlier start may have finished the run.
+    # This start was rejected before it trained, but an earlier start may have finished the run.
     # Skip the events of rejected starts, which have only these kinds.
     kinds = [kind for kind in earlier_kinds if kind not in ("data", *USER_ERRORS)]
     if kinds and kinds[-1] == "finish":
@@ -491,13 +496,13 @@ def _describe_user_error(reason: str, earlier_kinds: list[str]) -> StateAndReaso
 
 
 def _summarize_text(text: str) -> str:
-    """Summarize the text of an event: the error after a traceback, or else the first line.
+    """Summarize the text of an event: the error after a traceback, or otherwise the first line.
 
-    If the first line ends with a colon, the result includes the second line.
+    If the first line ends with a colon, include the second line.
     """
     lines = text.strip().split("\n")
     if lines[0].startswith("Traceback"):
-        # A chained error has several tracebacks. Notes, such as the command to resume, can follow.
+        # Chained errors have several tracebacks. Notes, such as the command to resume, may follow.
         start = max(i for i, line in enumerate(lines) if line.startswith("Traceback"))
         after_frames = (line for line in lines[start + 1 :] if not line.startswith(" "))
         return next(after_frames, lines[-1])
@@ -507,41 +512,45 @@ def _summarize_text(text: str) -> str:
 
 
 def _is_alive(pid: Any, since: float) -> bool:
-    """Return whether a process still runs on this node.
+    """Return whether a process is still running on this node.
 
-    A process that was started later and got the same process ID does not count.
+    A process that started later and got the same process ID does not count.
 
     Args:
         pid: Process ID from a file of the run, which may be damaged.
-        since: Unix time at which the process was running.
+        since: Unix time when the process was running.
     """
     if not isinstance(pid, int) or pid <= 0:  # The file is damaged.
         return False
     try:
         process_state, start_time = _read_process(pid)
-    except OSError:  # No such process, or this is not Linux.
+    except OSError:  # The process does not exist, or this is not Linux.
         return _exists(pid)
 
-    is_zombie = process_state == "Z"  # It has ended, but its parent has not read its exit code.
-    # The tolerance is one second, because the start time is not exact.
+    is_zombie = process_state == "Z"  # It ended, but its parent has not read its exit code.
+    # Allow a tolerance of one second, because the start time is not exact.
     return not is_zombie and start_time < since + 1
 
 
 def _exists(pid: int) -> bool:
     """Return whether a process of any user exists on this node."""
     try:
-        os.kill(pid, 0)  # Sends no signal, but fails if the process does not exist.
+        os.kill(pid, 0)  # Signal 0 only checks whether the process exists.
     except PermissionError:  # It belongs to another user.
         return True
-    except (OSError, OverflowError):  # No such process, or a `pid` that is too large.
+    except (OSError, OverflowError):  # There is no such process, or `pid` is too large.
         return False
     return True
 
 
 def _read_process(pid: int) -> tuple[str, float]:
-    """Read the state of a process, such as "R" (running), and the Unix time of its start."""
-    # The fields come after the program name in parentheses; see proc(5). Linux may cut the name
-    # within a character.
+    """Read the state of a process, such as "R" (running), and the Unix time when it started.
+
+    Raises:
+        OSError: If the process does not exist, or if this is not Linux.
+    """
+    # The fields follow the program name in parentheses; see proc(5). Linux may cut the name within
+    # a character.
     stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     fields = stat.rpartition(")")[2].split()
     uptime = float(Path("/proc/uptime").read_text().split()[0])  # seconds since the boot
@@ -553,12 +562,12 @@ def _read_process(pid: int) -> tuple[str, float]:
 def list_runs(folder: Path) -> list[JsonObject]:
     """Return the status of all runs in a folder, most recently updated first.
 
-    The folder and up to three levels of subfolders are searched.
+    Search the folder and up to three levels of subfolders.
 
     Returns:
-        For each run "run" (path), "state", "exit_reason", "step", "total_steps", "loss", "tps"
-        (tokens per second), "last_update" (Unix time), "age" (seconds) and "problems". Unknown
-        values are None.
+        For each run, a dictionary with the keys "run" (path), "state", "exit_reason", "step",
+        "total_steps", "loss", "tps" (tokens per second), "last_update" (Unix time), "age" (seconds
+        since the last update) and "problems". Unknown values are None.
 
     Raises:
         UserError: If there is no run in the folder.
@@ -591,9 +600,9 @@ def list_runs(folder: Path) -> list[JsonObject]:
 
 
 def _find_runs(folder: Path) -> list[Path]:
-    """Find the output folders of runs in `folder` and up to three levels below.
+    """Find the output folders of runs in `folder` and up to three levels below it.
 
-    A folder that several links point to is returned once. Archived runs are skipped.
+    Return each folder only once, even if several links point to it. Skip archived runs.
     """
     candidates = [folder]
     for pattern in ("*", "*/*", "*/*/*"):
