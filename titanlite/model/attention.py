@@ -34,9 +34,9 @@ class DocumentBounds(NamedTuple):
     only four bytes per document, and nothing is computed from them before attention.
 
     Attributes:
-        cu_seqlens: First token of each document, and then the number of tokens, shape (N + 1,),
-            int32. Tokens are counted over all sequences of the batch, and each sequence starts a
-            new document. Empty documents are allowed.
+        cu_seqlens: Index of the first token of each document, followed by the total number of
+            tokens, shape (N + 1,), int32. Tokens are counted over all sequences of the batch, and
+            each sequence starts a new document. Empty documents are allowed.
         window: Number of tokens that a token attends to, including itself. 0 means all.
     """
 
@@ -46,7 +46,7 @@ class DocumentBounds(NamedTuple):
 
 @contextmanager
 def backend_order(device: torch.device, *, prefers_flash: bool = False) -> Iterator[None]:
-    """Set the order of the kernels that scaled dot-product attention tries in a `with` block.
+    """Set the order in which scaled dot-product attention tries its kernels in a `with` block.
 
     The order is fixed rather than benchmarked, so that a restarted run is bitwise identical.
 
@@ -55,7 +55,7 @@ def backend_order(device: torch.device, *, prefers_flash: bool = False) -> Itera
         prefers_flash: Try flash attention before cuDNN on every GPU. By default, Hopper and newer
             GPUs try cuDNN first.
     """
-    # The first kernel that supports the inputs of a call is used.
+    # torch uses the first kernel that supports the inputs of a call.
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
     is_hopper_or_newer = torch.cuda.get_device_capability(device) >= (9, 0)
     if is_hopper_or_newer and not prefers_flash:
@@ -101,9 +101,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tens
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: DocumentBounds) -> Tensor:
-    """Compute causal attention within documents with the variable-length kernel of FlashAttention.
+    """Compute causal attention within documents with the FlashAttention variable-length kernel.
 
-    The kernel exists only for GPUs. On a CPU, attention with a boolean mask computes the same.
+    The kernel exists only for GPUs. On a CPU, use attention with an equivalent boolean mask.
 
     Args:
         q: Queries, shape (B, H, T, D).
@@ -132,7 +132,8 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: DocumentBounds) ->
             v_flat,
             bounds.cu_seqlens,
             bounds.cu_seqlens,
-            # An upper bound: reading the longest document from the GPU would synchronize.
+            # Pass an upper bound, because reading the longest length from the GPU would
+            # synchronize.
             max_q=seq_len,
             max_k=seq_len,
             # Numbers of earlier and later tokens. If `window` is 0, -1 selects all earlier tokens.
@@ -152,7 +153,7 @@ def _bounds_to_mask(bounds: DocumentBounds, batch_size: int, seq_len: int) -> Te
 
 
 def equal_bounds(batch_size: int, seq_len: int, device: torch.device) -> Tensor:
-    """Return the `cu_seqlens` of `DocumentBounds` if each sequence of a batch is one document.
+    """Return `cu_seqlens` for a batch in which each sequence is one document; see `DocumentBounds`.
 
     For example, 2 sequences of 4 tokens have the bounds [0, 4, 8].
     """
@@ -180,7 +181,7 @@ def flex_function(name: str) -> Callable[..., Any]:
     """Return a function of `torch.nn.attention.flex_attention`, compiled if there is a GPU.
 
     Only compiled flex attention avoids allocating a tensor of shape (T, T). While the compiler
-    traces a transformer block, return the plain function, which becomes part of the block's graph.
+    traces a transformer block, return the plain function, which becomes part of the traced graph.
 
     Args:
         name: "flex_attention" or "create_block_mask".
@@ -290,7 +291,7 @@ class LayerCache:
         self.length = 0
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of T new tokens and return those of all tokens so far.
+        """Append the keys and values of T new tokens, and return all keys and values so far.
 
         Args:
             k: Keys of the new tokens, shape (B, H_kv, T, D).

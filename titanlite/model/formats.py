@@ -1,4 +1,4 @@
-"""Converts configurations, tensor names and layouts of Hugging Face and Meta models.
+"""Convert configurations, tensor names and layouts of Hugging Face and Meta models.
 
 Invariant: A model that cannot be converted exactly is rejected. Each key of a config.json must be
 mapped to a field of `Architecture`, have no effect on the result, or have a value that this model
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Size = Annotated[int, Field(gt=0, lt=2**31)]
-Layers = Annotated[int, Field(gt=0, le=1000)]  # building each one takes a millisecond
+Layers = Annotated[int, Field(gt=0, le=1000)]  # building a layer takes a millisecond
 
 HF_EMBEDDING = "model.embed_tokens.weight"
 HF_OUTPUT = "lm_head.weight"
@@ -88,7 +88,7 @@ def _find_family(arch: Architecture) -> type[HFConfig]:
 
 
 def has_hf_family(arch: Architecture) -> bool:
-    """Return whether transformers can run an architecture, as one of its model families."""
+    """Return whether one of the transformers model families can represent an architecture."""
     return any(family.can_represent(arch) for family in resolve(arch.families))
 
 
@@ -138,7 +138,7 @@ def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
 
 
 def _export_rope_scaling(arch: Architecture) -> dict[str, Any] | None:
-    """Return the value of the key rope_scaling in config.json, or None without RoPE scaling."""
+    """Return the `rope_scaling` value for config.json, or None without RoPE scaling."""
     if arch.rope_scaling_factor == 1.0:
         return None
 
@@ -150,9 +150,9 @@ def _export_rope_scaling(arch: Architecture) -> dict[str, Any] | None:
 
 
 def _export_layer_types(arch: Architecture, rope_scaling: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the keys of config.json for a model in which some layers have a sliding window.
+    """Return the config.json entries for a model in which only some layers have a sliding window.
 
-    Only layers without a window scale RoPE, as in OLMo 3.
+    As in OLMo 3, only layers without a window scale RoPE.
 
     Args:
         arch: Architecture of the model.
@@ -196,7 +196,7 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
     fields: dict[str, Any] = {}
     for name in _keys_by_field(family):
         value = getattr(parsed, name)
-        # `Architecture` has 0 where the file has null, for example for no sliding window.
+        # Where the file has null, for example for no sliding window, `Architecture` has 0.
         fields[name] = 0 if value is None else value
     fields["n_kv_heads"] = parsed.n_kv_heads or parsed.n_heads
 
@@ -227,7 +227,7 @@ def _parse_hf_config(config: dict[str, Any]) -> HFConfig:
     except ValidationError as error:
         raise UserError(f"config.json: {explain_error(family, error)}") from None
 
-    # Sizes that are missing in the file get the defaults of Llama, which only Llama may use.
+    # Missing sizes have been set to the Llama defaults, which are wrong for other families.
     is_llama = family is HFConfig
     if not is_llama:
         _check_has_sizes(parsed)
@@ -235,10 +235,9 @@ def _parse_hf_config(config: dict[str, Any]) -> HFConfig:
 
 
 def _check_has_sizes(parsed: HFConfig) -> None:
-    """Check that a config.json contains all model sizes, for a family other than Llama.
+    """Check that a config.json of a family other than Llama contains all model sizes.
 
-    transformers has different default sizes for each family, but titanlite has only the defaults of
-    Llama, so all other families must state their sizes.
+    titanlite has only the default sizes of Llama, so other families must state all sizes.
 
     Raises:
         UserError: If a size is missing. The message lists all missing keys.
@@ -274,7 +273,7 @@ class _RopeTable(FileModel):
     """RoPE settings in a config.json: `rope_scaling`, or `rope_parameters` since transformers 5."""
 
     type: str = "default"
-    """Old name of rope_type."""
+    """Name of `rope_type` in older files."""
     rope_theta: RopeTheta | None = None
     partial_rotary_factor: Literal[1] | None = None
 
@@ -298,7 +297,7 @@ class _Llama3Rope(_RopeTable):
 
 
 class _YarnRope(_RopeTable):
-    """RoPE with the frequency scaling of YaRN, with the defaults of transformers."""
+    """RoPE with YaRN frequency scaling. The default values match transformers."""
 
     rope_type: Literal["yarn"]
     truncate: Literal[True] = True
@@ -373,10 +372,10 @@ def _rope_fields(table: _AnyRope, config: HFConfig) -> dict[str, Any]:
 
 
 def _parse_rope_table(table: Any) -> _AnyRope | None:
-    """Validate the RoPE settings of a config.json, which depend on their "rope_type".
+    """Validate the RoPE settings of a config.json according to their "rope_type".
 
-    Older files call this key "type". An empty table becomes None, as if the file had no RoPE
-    settings.
+    Older files call this key "type". If the table is empty, return None, as for a file without
+    RoPE settings.
 
     Raises:
         ValueError: If the settings are invalid. The message names all keys that are invalid.
@@ -400,10 +399,10 @@ _Rope = Annotated[_AnyRope | None, BeforeValidator(_parse_rope_table)]
 
 
 class HFConfig(FileModel):
-    """The config.json of a Llama, with the default values of LlamaConfig in transformers.
+    """The config.json of a Llama model, with the default values of LlamaConfig in transformers.
 
-    Fields with an alias are fields of `Architecture`; the alias is the key in config.json. The
-    other fields are keys for which this model implements only some values.
+    Fields with an alias are fields of `Architecture`, and the alias is the key in config.json. All
+    other fields are config.json keys that titanlite supports only with certain values.
 
     Attributes:
         kind: The `model_type`.
@@ -453,8 +452,8 @@ class HFConfig(FileModel):
         """Return whether a config.json of this family can describe the architecture."""
         if type(arch) is not cls.architecture:
             return False
-        # Options with a key in config.json can have any value. All others must have the value that
-        # all models of the family share.
+        # Options with a key in config.json can have any value. All other options must have the
+        # value that all models of the family share.
         keys = _keys_by_field(cls)
         with_key = {name: value for name, value in arch.switches.items() if name in keys}
         return arch.switches == cls.switches | with_key
@@ -475,7 +474,7 @@ class _Mistral(HFConfig):
 class _Qwen2(HFConfig):
     """The config.json of Qwen 2 and 2.5, which must have use_sliding_window = false.
 
-    The keys with window sizes then have no effect.
+    With this value, the keys that set window sizes have no effect.
     """
 
     kind: ClassVar = "qwen2"
@@ -489,9 +488,9 @@ class _Qwen2(HFConfig):
 
 
 class _Qwen3(_Qwen2):
-    """Fields and defaults of a config.json of Qwen 3.
+    """The config.json of Qwen 3.
 
-    head_dim is required, because transformers does not default it to dim / n_heads.
+    The key head_dim is required, because transformers does not default it to dim / n_heads.
     """
 
     kind: ClassVar = "qwen3"
@@ -502,7 +501,7 @@ class _Qwen3(_Qwen2):
 
 
 class _SmolLM3(_Qwen2):
-    """The config.json of SmolLM3, in which every n-th layer has no RoPE."""
+    """The config.json of SmolLM3, in which every `no_rope_interval`-th layer has no RoPE."""
 
     kind: ClassVar = "smollm3"
     causal_lm: ClassVar = "SmolLM3ForCausalLM"
@@ -520,7 +519,7 @@ class _SmolLM3(_Qwen2):
     ) -> list[int] | None:
         """Check that exactly every `no_rope_layer_interval`-th layer lacks RoPE.
 
-        For example, with an interval of 4, the list for 6 layers is [1, 1, 1, 0, 1, 1].
+        In the list, 0 means no RoPE. For example, [1, 1, 1, 0, 1, 1] has an interval of 4.
 
         Raises:
             ValueError: If the list differs from this pattern.
@@ -536,7 +535,7 @@ class _SmolLM3(_Qwen2):
 class _Olmo2(HFConfig):
     """The config.json of OLMo 2, whose norms follow the attention and the feed-forward network.
 
-    In OLMo 2, query and key norms span all heads.
+    Query and key norms span all heads.
     """
 
     kind: ClassVar = "olmo2"
@@ -571,7 +570,7 @@ class _Olmo3(_Olmo2):
         For example, ["sliding_attention", "full_attention"] gives 2.
 
         Raises:
-            ValueError: If the layers do not repeat in this way.
+            ValueError: If `layer_types` does not follow this pattern.
         """
         if layer_types is None:
             return 4
@@ -585,7 +584,7 @@ class _Olmo3(_Olmo2):
     @field_validator("rope_parameters", mode="before")
     @classmethod
     def _select_full_attention(cls, tables: Any) -> Any:
-        """Return the RoPE settings "full_attention" of a config.json, for layers without a window.
+        """Return the `full_attention` RoPE settings, which apply to layers without a window.
 
         Layers with a sliding window must have unscaled RoPE with the same rope_theta.
 
@@ -700,10 +699,10 @@ def architecture_from_meta(
 ) -> Architecture:
     """Convert Meta's params.json and the sizes of its tensors to an architecture.
 
-    The file contains neither the context length nor the RoPE scaling factor. Both depend on the
-    generation of Llama. `use_scaled_rope` is set since Llama 3.1, whose context length is the
-    default of `Architecture`. The scaling factor is then 8, or 32 for the two small models of Llama
-    3.2, as in Meta's llama-models repository.
+    The file contains neither the context length nor the RoPE scaling factor, which depend on the
+    Llama generation. Llama 3.1 and later set `use_scaled_rope`, and their context length is the
+    default of `Architecture`. Their scaling factor is 8, or 32 for the two small Llama 3.2 models,
+    as in the Meta llama-models repository.
 
     Args:
         params: Content of params.json.
@@ -719,7 +718,7 @@ def architecture_from_meta(
     if not params.use_scaled_rope:
         return Architecture(**fields, max_seq_len=8192)  # Llama 3.0
 
-    is_small_llama_3_2 = params.dim in (2048, 3072)  # no other Llama since 3.1 has these widths
+    is_small_llama_3_2 = params.dim in (2048, 3072)  # no other Llama from 3.1 on has these widths
     scaling_factor = 32.0 if is_small_llama_3_2 else 8.0
     return Architecture(**fields, rope_scaling_factor=scaling_factor)
 
@@ -727,13 +726,13 @@ def architecture_from_meta(
 def from_meta_rotary(name: str, weight: Tensor, head_dim: int) -> Tensor:
     """Permute a weight from the RoPE layout of Meta and torchtitan to the layout of this model.
 
-    Meta rotates channel 2i together with channel 2i + 1. This model rotates channel i together with
-    channel i + D / 2. Only the rows of `wq` and `wk`, shape (H * D, C), are permuted. Other weights
-    are returned unchanged.
+    Meta pairs channel 2i with channel 2i + 1, while this model pairs channel i with channel
+    i + D / 2. Permute the rows of `wq` and `wk`, shape (H * D, C), and return all other weights
+    unchanged.
 
     Args:
         name: Name of the weight, for example "layers.3.attention.wq.weight".
-        weight: Value in the layout of Meta.
+        weight: Value of the weight in the Meta layout.
         head_dim: Head dimension D.
     """
     if not name.endswith(("attention.wq.weight", "attention.wk.weight")):

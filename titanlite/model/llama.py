@@ -28,10 +28,10 @@ INIT_STD = 0.02
 
 
 def rope_frequencies(arch: Architecture, device: torch.device, is_scaled: bool) -> Tensor:
-    """Compute the RoPE angle per position for each channel pair, in radians.
+    """Compute the RoPE frequency of each channel pair, in radians per position.
 
-    RoPE scaling extends the context length: it divides low frequencies by `rope_scaling_factor`,
-    keeps high frequencies, and interpolates linearly between the two for all others.
+    RoPE scaling extends the context length. Low frequencies are divided by `rope_scaling_factor`,
+    high frequencies stay unchanged, and frequencies in between are interpolated.
 
     Args:
         arch: Architecture of the model.
@@ -54,11 +54,12 @@ def rope_frequencies(arch: Architecture, device: torch.device, is_scaled: bool) 
 
 
 def _llama3_kept_fraction(arch: Architecture, frequencies: Tensor) -> Tensor:
-    """Return the fraction of each RoPE frequency that Llama 3.1 keeps, shape (D / 2,).
+    """Return the fraction of each RoPE frequency that Llama 3.1 leaves unscaled, shape (D / 2,).
 
-    The rest of the frequency is divided by `rope_scaling_factor`. The result depends on how many
-    turns the frequency completes in the original context. It is 0 up to `rope_low_freq_factor`
-    turns, 1 from `rope_high_freq_factor` turns on, and linear in between.
+    The remaining fraction is divided by `rope_scaling_factor`. The result depends on the number of
+    turns that the frequency completes in the original context: it is 0 for up to
+    `rope_low_freq_factor` turns, 1 for at least `rope_high_freq_factor` turns, and linear in
+    between.
     """
     turns = arch.rope_original_max_seq_len * frequencies / (2 * math.pi)
     low, high = arch.rope_low_freq_factor, arch.rope_high_freq_factor
@@ -66,12 +67,11 @@ def _llama3_kept_fraction(arch: Architecture, frequencies: Tensor) -> Tensor:
 
 
 def _yarn_kept_fraction(arch: Architecture, device: torch.device) -> Tensor:
-    """Return the fraction of each RoPE frequency that YaRN keeps, shape (D / 2,).
+    """Return the fraction of each RoPE frequency that YaRN leaves unscaled, shape (D / 2,).
 
-    The rest of the frequency is divided by `rope_scaling_factor`. The fraction falls linearly from
-    1 to 0 between two channel pairs. For example, if these are the pairs 20 and 46, the fraction is
-    1 for the pairs 0 to 20, 0.5 for pair 33, and 0 for the pairs from 46 on. See
-    https://arxiv.org/abs/2309.00071.
+    The remaining fraction is divided by `rope_scaling_factor`. The result falls linearly from 1 to
+    0 between two channel pairs. Between pairs 20 and 46, for example, it is 1 for pairs 0 to 20,
+    0.5 for pair 33, and 0 for pair 46 and above. See https://arxiv.org/abs/2309.00071.
     """
     last_kept, first_divided = _find_yarn_ramp(arch)
     pairs = torch.arange(arch.head_dim // 2, dtype=torch.float32, device=device)
@@ -80,10 +80,11 @@ def _yarn_kept_fraction(arch: Architecture, device: torch.device) -> Tensor:
 
 
 def _find_yarn_ramp(arch: Architecture) -> tuple[float, float]:
-    """Return the last channel pair whose frequency YaRN keeps, and the first that it divides.
+    """Return the channel pairs between which YaRN passes from unscaled to scaled frequencies.
 
-    They complete about `rope_beta_fast` and `rope_beta_slow` turns in the original context. Pairs
-    are rounded and limited as in the YaRN reference code.
+    The frequencies of these two pairs are fully unscaled and fully scaled, respectively. They
+    complete about `rope_beta_fast` and `rope_beta_slow` turns in the original context. The indices
+    are rounded and clamped as in the YaRN reference code.
     """
     last_kept = max(math.floor(_find_rope_pair(arch, arch.rope_beta_fast)), 0)
     first_divided = min(math.ceil(_find_rope_pair(arch, arch.rope_beta_slow)), arch.head_dim - 1)
@@ -93,7 +94,7 @@ def _find_yarn_ramp(arch: Architecture) -> tuple[float, float]:
 
 
 def _find_rope_pair(arch: Architecture, turns: float) -> float:
-    """Return the channel pair that completes `turns` turns in the original context, not rounded.
+    """Return the fractional index of the pair that completes `turns` turns in the original context.
 
     Pair i rotates by one radian in rope_theta ** (2 * i / head_dim) positions. Solve for i.
     """
@@ -104,7 +105,7 @@ def _find_rope_pair(arch: Architecture, turns: float) -> float:
 def rope_table(arch: Architecture, positions: Tensor, is_scaled: bool) -> tuple[Tensor, Tensor]:
     """Compute the cosines and sines of the RoPE angles.
 
-    YaRN multiplies both by a factor, which makes attention sharper over a long context.
+    YaRN also multiplies both by a factor, which sharpens attention over a long context.
 
     Args:
         arch: Architecture of the model.
@@ -128,7 +129,7 @@ def rope_table(arch: Architecture, positions: Tensor, is_scaled: bool) -> tuple[
 def apply_rope(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate queries or keys by rotary position embeddings (https://arxiv.org/abs/2104.09864).
 
-    Channel i is paired with channel i + D / 2, as in the Llama of Hugging Face. The two halves are
+    Channel i is paired with channel i + D / 2, as in the Hugging Face Llama. The two halves are
     contiguous, so the operation vectorizes.
 
     Args:
@@ -148,11 +149,11 @@ def causal_mask(num_queries: int, num_keys: int, window: int, device: torch.devi
     """Build a causal mask for the last `num_queries` of `num_keys` tokens.
 
     During generation there are more keys than queries, because the keys of earlier tokens are in
-    the cache. For example, the mask of the last 2 of 4 tokens is [[1, 1, 1, 0], [1, 1, 1, 1]]. With
-    a window of 2, it is [[0, 1, 1, 0], [0, 0, 1, 1]].
+    the cache. For example, the mask for the last 2 of 4 tokens is [[1, 1, 1, 0], [1, 1, 1, 1]].
+    With a window of 2, it is [[0, 1, 1, 0], [0, 0, 1, 1]].
 
     Args:
-        num_queries: Number of queries, which belong to the last tokens.
+        num_queries: Number of queries, one for each of the last tokens.
         num_keys: Number of keys.
         window: Number of tokens that a token attends to, including itself. 0 means all.
         device: Device of the mask.
@@ -166,7 +167,7 @@ def causal_mask(num_queries: int, num_keys: int, window: int, device: torch.devi
 
 
 def default_mask(tokens: Tensor, cache: Sequence[LayerCache] | None, window: int) -> Tensor | None:
-    """Build the causal mask of `tokens`, or return None if `attention` needs no mask.
+    """Build the causal mask of `tokens`, or return None if plain causal attention is enough.
 
     Args:
         tokens: Token ids, shape (B, T), or hidden states, shape (B, T, C).
@@ -181,9 +182,9 @@ def default_mask(tokens: Tensor, cache: Sequence[LayerCache] | None, window: int
 
 
 def soft_cap(logits: Tensor, softcap: float) -> Tensor:
-    """Limit logits to the range from -`softcap` to `softcap` with a smooth tanh; 0 keeps them.
+    """Limit logits smoothly to the range from -`softcap` to `softcap`.
 
-    The result is `softcap` * tanh(logits / `softcap`).
+    The result is `softcap` * tanh(logits / `softcap`). A softcap of 0 leaves the logits unchanged.
     """
     return (logits / softcap).tanh() * softcap if softcap else logits
 
@@ -191,7 +192,7 @@ def soft_cap(logits: Tensor, softcap: float) -> Tensor:
 def truncated_normal_(x: Tensor, std: float, generator: torch.Generator) -> None:
     """Fill `x` in place with normal samples truncated at three standard deviations.
 
-    Use this instead of `nn.init.trunc_normal_`, whose values depend on the torch version, and which
+    Use this instead of `nn.init.trunc_normal_`: its values depend on the torch version, and it
     synchronizes with the GPU in recent versions.
 
     Args:
@@ -209,8 +210,8 @@ class Attention(nn.Module):
     """Grouped-query self-attention with rotary position embeddings.
 
     Attributes:
-        attend: Function from queries, keys, values and mask to the attention output. Context
-            parallelism replaces it.
+        attend: Function that computes the attention output from queries, keys, values and a mask.
+            Context parallelism replaces it.
     """
 
     def __init__(self, arch: Architecture) -> None:
@@ -250,7 +251,7 @@ class Attention(nn.Module):
             cache: Keys and values of earlier tokens during generation. The keys and values of `x`
                 are appended to them. None in training.
         """
-        # Compute queries, keys and values, and divide them into heads.
+        # Compute queries, keys and values, and split them into heads.
         q, k, v = self.wq(x), self.wk(x), self.wv(x)
         if self.qk_norm == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -261,7 +262,7 @@ class Attention(nn.Module):
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
 
-        # Rotate queries and keys. The compiler fuses the plain operations.
+        # Rotate queries and keys. The compiler fuses the plain operations of `apply_rope`.
         if torch.compiler.is_compiling():
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         else:
@@ -292,12 +293,12 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Attention and a feed-forward network, each with an RMSNorm and a residual connection.
 
-    The norms precede the two sublayers, or follow them with `norm_placement = "after"` (OLMo 2).
+    The norms precede the two sublayers. With `norm_placement = "after"` (OLMo 2), they follow them.
 
     Attributes:
         residual_weights: Names of the matrices whose outputs are added to the residual stream.
-            Their initial values shrink with the depth of the block. A subclass with other matrices
-            overrides this.
+            Their initial values are smaller in deeper blocks. Override this in a subclass with
+            other matrices.
     """
 
     residual_weights: ClassVar[tuple[str, ...]] = ("attention.wo.weight", "feed_forward.w2.weight")
@@ -338,8 +339,8 @@ class TransformerBlock(nn.Module):
 class Output(nn.Module):
     """The output matrix, shape (V, C), with one row per token of the vocabulary.
 
-    A head, such as the loss, multiplies hidden states by the matrix. The matrix is in a module of
-    its own so that FSDP gathers it before the head runs and frees it afterward.
+    A head, such as the loss, multiplies hidden states by the matrix. The matrix is in a separate
+    module so that FSDP gathers it before the head runs and frees it afterward.
     """
 
     def __init__(self, arch: Architecture) -> None:
@@ -358,8 +359,8 @@ Head = Callable[[Tensor, Tensor], Tensor]
 class Llama(nn.Module):
     """A decoder-only transformer.
 
-    The constructor initializes the weights with seed 0. Under `torch.device("meta")` it does not:
-    call `to_empty` to allocate the parameters, and then `init_weights`.
+    The constructor initializes the weights with seed 0. If you build the model under
+    `torch.device("meta")`, call `to_empty` to allocate the parameters, and then `init_weights`.
 
     A model with tied embeddings has no `output` module. Its output matrix is
     `tok_embeddings.weight`.
@@ -433,11 +434,12 @@ class Llama(nn.Module):
             tokens: Token ids, shape (B, T), or the hidden states of the previous pipeline stage.
             positions: Positions for RoPE, shape (T,) or (B, T). By default they count from 0, or
                 from the length of the cache.
-            mask: Boolean mask, broadcastable to (B, H, T, S), or another mask of `attention`. S
-                includes the tokens in the cache. By default attention is causal, with the sliding
-                window of the model. A mask that you pass must include the sliding window itself.
+            mask: Boolean mask, broadcastable to (B, H, T, S), or another kind of mask that
+                `attention` supports. S includes the tokens in the cache. If you pass a mask, it
+                must already include the sliding window. By default, attention is causal, with the
+                sliding window of the model.
             full_mask: Mask without the window, for the blocks that `full_attention_interval`
-                selects. If you pass `mask` to such a model, pass both.
+                selects. If the model has such blocks, pass both masks or neither.
             cache: Keys and values of earlier tokens for generation, one `LayerCache` per block.
                 The keys and values of `tokens` are appended to them.
             head: Function that computes the result from the hidden states (B, T, C) and the output
@@ -505,9 +507,9 @@ class Llama(nn.Module):
         return soft_cap(F.linear(x, weight), self.arch.logit_softcap)
 
     def embed(self, x: Tensor) -> Tensor:
-        """Transform the token embeddings before the first block: (B, T, C) -> (B, T, C).
+        """Transform the token embeddings, shape (B, T, C), before the first block.
 
-        Llama uses the embeddings unchanged. A subclass can override this method to scale them.
+        Llama uses them unchanged. A subclass can override this method to scale them.
         """
         return x
 
@@ -538,8 +540,8 @@ class Llama(nn.Module):
     def _fill_initial_value_(self, x: Tensor, name: str, seed: int) -> None:
         """Fill `x` in place with the initial value of the parameter `name`.
 
-        Norms start at `norm_start`, biases at 0, and matrices with normal samples. With muP, the
-        values are multiplied by the factor from `mup_factors`.
+        Norm weights are set to `norm_start` and biases to 0. Matrices get truncated normal samples.
+        With muP, the values are multiplied by the factor from `mup_factors`.
         """
         init_factor, _ = self.arch.mup_factors(name, x.ndim)
         is_bias_or_norm = x.ndim == 1
@@ -559,7 +561,8 @@ class Llama(nn.Module):
 
         - Embeddings have unit variance, so that the outputs of the first blocks do not dominate
           them.
-        - Matrices that add to the residual stream shrink with depth, which bounds its variance.
+        - Matrices whose outputs are added to the residual stream start smaller in deeper blocks,
+          which bounds the variance of the stream.
         - All other matrices have the standard deviation `INIT_STD`. This includes tied embeddings,
           because the logits would otherwise be huge.
 

@@ -20,12 +20,13 @@ class Microbatch:
     input_ids: Tensor
     """Token ids, (B, T) int64."""
     labels: Tensor
-    """(B, T) int64: the token after each input, or IGNORE_INDEX."""
+    """The token that follows each input, or IGNORE_INDEX, (B, T) int64."""
     document_ids: Tensor | None = None
-    """(B, T) int32 with dataset.document_mask: 0, 1, 2, ... in each sequence. A token attends only
-    to tokens with the same id."""
+    """Document of each token, numbered from 0 in each sequence, (B, T) int32. A token attends only
+    to tokens with the same id. None without dataset.document_mask."""
     positions: Tensor | None = None
-    """(B, T) int64 with dataset.document_mask: counts from 0 in each document of a sequence."""
+    """Position of each token in its document, counted from 0, (B, T) int64. None without
+    dataset.document_mask."""
     cu_seqlens: Tensor | None = None
-    """(N + 1,) int32 with dataset.document_mask, for variable-length attention: the first token of
-    each of the N documents of all sequences, and then B * T."""
+    """For variable-length attention with dataset.document_mask: index of the first token of each of
+    the N documents of all sequences, followed by B * T, (N + 1,) int32. Otherwise None."""
