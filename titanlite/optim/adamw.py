@@ -1,7 +1,7 @@
 """Elementwise optimizers: AdamW, Lion and SGD with momentum.
 
-By default, jobs use the fused AdamW of torch instead; see `titanlite.optim.build.adamw`. The
-optimizers of this module support bfloat16 parameters and moments, stochastic rounding,
+By default, jobs use the fused torch AdamW instead; see `titanlite.optim.build.adamw`. The
+optimizers in this module support bfloat16 parameters and moments, stochastic rounding,
 torch.compile, and skipping a step on the device.
 
 Invariant: The new value of an element depends only on its old value, gradient and moments, the
@@ -52,15 +52,15 @@ class StepScalars(NamedTuple):
     """
 
     decay: Tensor
-    """Factor of the old value, from decoupled weight decay."""
+    """Factor that multiplies the old value, from decoupled weight decay."""
     lr: Tensor
-    """Learning rate; for AdamW divided by the bias correction of the first moment."""
+    """Learning rate. For AdamW, it is divided by the bias correction of the first moment."""
     rsqrt_correction: Tensor
-    """Bias correction of the second moment: the factor of its square root."""
+    """Factor that multiplies the square root of the second moment to correct its bias."""
     step_seed: Tensor
-    """Seed of the random bits, from the step."""
+    """Seed of the random bits, derived from the step number."""
     skip: Tensor
-    """1 to leave the parameter and its moments as they are, else 0."""
+    """1 to leave the parameter and its moments unchanged, else 0."""
 
 
 class UpdateRule(NamedTuple):
@@ -76,9 +76,9 @@ class UpdateRule(NamedTuple):
 class AdamW(torch.optim.Optimizer):
     """AdamW (https://arxiv.org/abs/1711.05101), computed in fp32 for any dtype of the parameters.
 
-    State names and results equal those of `torch.optim.AdamW`. With `config.stochastic_rounding`,
-    new values are rounded to bfloat16 up or down at random. The expected value is then exact, and
-    small updates are not lost (https://arxiv.org/abs/2010.06192).
+    State names and results match `torch.optim.AdamW`. With `config.stochastic_rounding`, new values
+    are randomly rounded up or down to bfloat16. The expected value is then exact, and small updates
+    are not lost (https://arxiv.org/abs/2010.06192).
 
     Args:
         groups: Parameter groups with `params`, `lr_factor` and `weight_decay`.
@@ -138,7 +138,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _update_parameters(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         """Update some parameters of one group. All of them must have a gradient."""
-        # Compute the numbers that all parameters share.
+        # Compute the values that all parameters share.
         steps_taken = self.state[parameters[0]]["step"]
         skip = getattr(self, "found_inf", torch.zeros_like(steps_taken))
         increment = 1 - skip  # a skipped step does not count
@@ -177,7 +177,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         """Update this rank's shard of one parameter and its moments.
 
-        In eager mode the shard is updated in chunks, which bounds the memory of temporaries.
+        In eager mode, update the shard in chunks to limit the memory of temporary tensors.
         """
         state = self.state[parameter]
         assert parameter.grad is not None
@@ -192,7 +192,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 class Lion(AdamW):
-    """Lion (https://arxiv.org/abs/2302.06675), which steps by the sign of the averaged gradient."""
+    """Lion (https://arxiv.org/abs/2302.06675): the update is the sign of an averaged gradient."""
 
     rule = "Lion"
     moments = ("exp_avg",)
@@ -214,7 +214,7 @@ def new_state(
 ) -> dict[str, Tensor]:
     """Create the optimizer state of a parameter before its first step, with all values zero.
 
-    torch.optim creates the state during the first step instead. Small moments would then be
+    By default, torch.optim creates the state during the first step. Small moments would then be
     allocated between large activations and fragment GPU memory.
 
     Args:
@@ -255,7 +255,7 @@ def shard_slices(tensor: DTensor, rank: int | None = None) -> tuple[slice, ...]:
 
 
 def _divide_slice(whole: slice, num_ranks: int, rank: int) -> slice:
-    """Return the part of a slice that a rank holds, as torch.chunk divides it.
+    """Return the part of a slice that a rank holds if the slice is divided as by torch.chunk.
 
     For example, slice(0, 5) is divided among 4 ranks into parts of 2, 2, 1 and 0 elements.
     """
@@ -273,7 +273,7 @@ def _update_(
     seed: ShardSeed,
     start: int,
 ) -> None:
-    """Update a slice of a flat shard and its moments in place, by one optimizer step.
+    """Apply one optimizer step to a slice of a flat shard and its moments, in place.
 
     Args:
         parameter: Slice of the parameter, shape (N,).
@@ -292,7 +292,7 @@ def _update_(
 
     if rule.stochastic_rounding:
         random_bits = _random_bits(parameter, scalars.step_seed, seed, start)
-        # The low 16 bits are used. The parameter and up to two moments need different bits.
+        # Rounding uses the low 16 bits. The parameter and up to two moments need different bits.
         all_bits = [random_bits, random_bits >> 16, _hash32(random_bits)]
         new_values = [
             _round_stochastically(new, old.dtype, bits)
@@ -369,7 +369,7 @@ def _index_in_parameter(index_in_shard: Tensor, shard: ShardSeed) -> Tensor:
 
 
 def _round_stochastically(value: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
-    """Round fp32 values to bfloat16 at random. If `dtype` is float32, return them unchanged.
+    """Round fp32 values to bfloat16 stochastically, or return them unchanged for float32.
 
     bfloat16 keeps the upper 16 bits of an fp32 value. Adding 16 random bits to the lower half
     before truncation rounds up with a probability equal to the discarded fraction.
@@ -377,7 +377,7 @@ def _round_stochastically(value: Tensor, dtype: torch.dtype, bits: Tensor) -> Te
     Args:
         value: fp32 tensor.
         dtype: float32 or bfloat16.
-        bits: Random integers, of which the low 16 bits are used.
+        bits: Random integers. Only their low 16 bits are used.
     """
     if dtype == torch.float32:
         return value
@@ -389,7 +389,7 @@ def _round_stochastically(value: Tensor, dtype: torch.dtype, bits: Tensor) -> Te
 def _hash32(x: Tensor) -> Tensor:
     """Hash 32-bit integers to 32-bit integers, for reproducible random bits.
 
-    The integers are stored as int64 so that the product does not overflow. The multiplier is from
+    Store the integers as int64 so that the product does not overflow. The multiplier is from
     https://stackoverflow.com/a/12996028.
     """
     for _ in range(2):

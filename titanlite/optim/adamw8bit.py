@@ -1,7 +1,7 @@
-"""torchao's AdamW with 8-bit moments (https://arxiv.org/abs/2110.02861).
+"""AdamW with 8-bit moments, from torchao (https://arxiv.org/abs/2110.02861).
 
-Invariant: The shape of the whole parameter decides whether its moments have 8 bits, and the
-elements of a quantization block, which share a scale, are all in one row. Shards along rows
+Invariant: The shape of the whole parameter decides whether its moments have 8 bits. A quantization
+block, whose elements share a scale, never crosses a row. Parameters that are sharded by rows
 therefore quantize identically on any number of ranks.
 """
 
@@ -19,7 +19,7 @@ BLOCK_SIZE = 256  # elements that share a quantization scale
 
 
 class AdamW8bit(torchao.optim.AdamW8bit):
-    """AdamW with moments in 8 bits. The result does not depend on the number of ranks.
+    """AdamW with 8-bit moments, whose results do not depend on the number of ranks.
 
     Each step synchronizes with the GPU once, because the CPU reads whether to skip the step.
     """
@@ -34,12 +34,12 @@ class AdamW8bit(torchao.optim.AdamW8bit):
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
         """Create a zero moment for a parameter, in 8 bits if the whole parameter is large enough.
 
-        torchao decides by the size of the local shard instead, so ranks with shards of different
-        sizes could choose different dtypes.
+        By default, torchao decides by the size of the local shard, so ranks with shards of
+        different sizes could choose different dtypes.
 
         Args:
             p: Parameter. A large matrix must be a DTensor.
-            signed: Whether the moment has negative values. The second moment has none.
+            signed: Whether the moment can be negative. The second moment cannot.
         """
         # The shape and numel() of a DTensor describe the whole parameter.
         has_whole_blocks = p.ndim == 2 and p.shape[1] % BLOCK_SIZE == 0

@@ -1,4 +1,4 @@
-"""Builds the optimizer that a job names, and provides operations that work with any optimizer.
+"""Build the optimizer that a job names, and provide operations that work with any optimizer.
 
 Invariant: The parameter groups depend only on the names and shapes of the parameters, not on the
 layout of the ranks.
@@ -27,7 +27,7 @@ Groups = Sequence[dict[str, Any]]
 class Recipe:
     """Arguments of a function that builds an optimizer, in addition to the parameter groups.
 
-    Built-in optimizers and those of plugins are built from the groups and a recipe.
+    Both built-in and plugin optimizers are built from the groups and a recipe.
 
     Attributes:
         config: Section [optimizer] of the job.
@@ -57,7 +57,7 @@ class Recipe:
     def compiles_elementwise(self) -> bool:
         """Return whether to compile an update that treats each element of a parameter separately.
 
-        On a GPU it is always compiled, because an eager update launches 72 kernels.
+        On a GPU, such an update is always compiled, because an eager update launches 72 kernels.
         """
         return self.compiled or next(iter(self.names)).is_cuda
 
@@ -79,10 +79,9 @@ def build_optimizer(
         model: Sharded model with the parameter names of the whole model.
         config: Section [optimizer] of the job.
         compiled: Whether to compile the update.
-        ranks: Ranks that hold shards of the same parameters. None means the world.
-        job: The whole job, in which the optimizer of a plugin may have its own section.
-        arch: Architecture of the model, which determines the learning rates of muP. None disables
-            muP.
+        ranks: Ranks that hold shards of the same parameters. None means all ranks.
+        job: The whole job, which may have a section with the options of a plugin optimizer.
+        arch: Architecture of the model, which determines the muP learning rates. None disables muP.
     """
     name_of_parameter = {parameter: name for name, parameter in model.named_parameters()}
     groups = _group_parameters(name_of_parameter, config, arch)
@@ -100,7 +99,7 @@ def _group_parameters(
         config: Section [optimizer] of the job.
         arch: Architecture of the model for muP. None disables muP.
     """
-    # (lr_factor, weight_decay) -> parameters. The usual groups come first.
+    # Parameters by (lr_factor, weight_decay). The usual groups come first.
     members: dict[tuple[float, float], list[nn.Parameter]] = {
         (1.0, config.weight_decay): [],
         (1.0, 0.0): [],
@@ -128,8 +127,8 @@ def _choose_lr_factor_and_decay(
     """Return the learning rate factor and the weight decay of a parameter, before muP changes them.
 
     Matrices have weight decay; norms and biases do not. The embedding has weight decay only if
-    `config.decay_embeddings` is true. The tables of `config.groups` that select the parameter by
-    name override these values, one after another.
+    `config.decay_embeddings` is true. Each table in `config.groups` that matches `name` then
+    overrides these values, in order.
     """
     is_embedding = "tok_embeddings" in name
     has_decay = ndim >= 2 and (config.decay_embeddings or not is_embedding)
@@ -156,7 +155,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def has_modes(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer keeps different weights for training and for evaluation.
 
-    Schedule-free optimizers do. Their methods `eval` and `train` swap the weights of the model.
+    Schedule-free optimizers do: their methods `eval` and `train` swap the weights of the model.
     """
     return hasattr(optimizer, "eval") and hasattr(optimizer, "train")
 
@@ -164,11 +163,11 @@ def has_modes(optimizer: torch.optim.Optimizer) -> bool:
 def set_mode(optimizer: torch.optim.Optimizer, mode: Literal["eval", "train"]) -> None:
     """Put the training or the evaluation weights of a schedule-free optimizer into the model.
 
-    Other optimizers use the same weights for both, so for them this function does nothing.
+    With any other optimizer, this function does nothing.
 
     Args:
         optimizer: Optimizer of the model.
-        mode: "eval" before a validation, "train" after it.
+        mode: "eval" before the model is evaluated or saved, "train" afterward.
     """
     if has_modes(optimizer):
         getattr(optimizer, mode)()
@@ -196,8 +195,8 @@ def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
 def adamw(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
     """Build AdamW (https://arxiv.org/abs/1711.05101).
 
-    `torch.optim.AdamW` is the default. Compiled updates, stochastic rounding, and moments whose
-    dtype differs from that of the parameters require `titanlite.optim.adamw.AdamW`.
+    By default, return `torch.optim.AdamW`. Return `titanlite.optim.adamw.AdamW` if the update is
+    compiled, rounds stochastically, or has moments in another dtype than the parameters.
     """
     config = recipe.config
     has_other_dtype = recipe.state_dtype != recipe.parameter_dtype
@@ -243,8 +242,8 @@ def muon(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
 def _create_state(optimizer: torch.optim.AdamW) -> None:
     """Create the state of all parameters of AdamW, so that a checkpoint can be loaded into it.
 
-    Loading creates missing state only if an optimizer has no state at all, but Muon, to which this
-    optimizer belongs, always has some.
+    Loading a checkpoint creates missing state only in an optimizer without any state. Muon, which
+    takes over the state of this optimizer, always has some.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:

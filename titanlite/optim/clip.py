@@ -1,6 +1,6 @@
 """Gradient norm and gradient clipping for a sharded model.
 
-Invariant: The norm is that of the full gradient of the whole model, and differs from a float64
+Invariant: The norm covers the full gradient of the whole model, and differs from a float64
 computation by less than 1e-6 for any model size and layout. The norm and the loss are identical on
 every rank. They are computed without a host sync, except with CPU offload.
 """
@@ -52,7 +52,7 @@ def reduce_step_sums(
         loss: This rank's part of the loss, a scalar. The parts of all ranks must add up to the
             loss. If n ranks compute the same part, each passes 1 / n of it.
         has_request: Whether this rank has a request for the other ranks; see `RequestExchange`.
-        compiled: Compile the sum of squares on a CPU.
+        compiled: Whether to compile the sum of squares on a CPU.
     """
     shards = [local_shard(gradient) for gradient in gradients]
     squares = sum_of_squares(shards, compiled)  # (number of gradients,)
@@ -103,7 +103,7 @@ def scale_gradients_(
         gradients: Gradients of this rank.
         max_norm: Largest total norm.
         grad_norm: Total norm of the gradients of all ranks, a scalar tensor.
-        compiled: Compile the scaling.
+        compiled: Whether to compile the scaling.
     """
     shards = [local_shard(gradient) for gradient in gradients]
     scale = compile_once(_scale_to_norm_) if compiled else _scale_to_norm_
@@ -115,7 +115,8 @@ def sum_of_squares(shards: list[Tensor], compiled: bool = False) -> Tensor:
 
     Args:
         shards: Gradient shards on one device, as plain tensors.
-        compiled: Compile the sum on a CPU. On a GPU, a single eager kernel computes all norms.
+        compiled: Whether to compile the sum on a CPU. On a GPU, a single eager kernel computes all
+            norms.
     """
     if not shards[0].is_cuda:
         sum_on_cpu = compile_once(_sum_of_squares_on_cpu) if compiled else _sum_of_squares_on_cpu
@@ -129,8 +130,8 @@ def sum_of_squares(shards: list[Tensor], compiled: bool = False) -> Tensor:
 def _sum_of_squares_on_cpu(shards: list[Tensor]) -> Tensor:
     """Return the sum of squares of each shard, float64, shape (number of shards,).
 
-    A long fp32 sum is inaccurate on a CPU, so sum rows of 256 elements in fp32, and the results in
-    float64. The results of all shards are converted together, which saves operator calls.
+    A long fp32 sum is inaccurate on a CPU, so sum rows of 256 elements in fp32, and add up the row
+    sums in float64. Convert the row sums of all shards together, which saves operator calls.
     """
     matrices: list[Tensor] = []
     rows_per_shard: list[int] = []
@@ -144,7 +145,7 @@ def _sum_of_squares_on_cpu(shards: list[Tensor]) -> Tensor:
 
 
 def _cut_into_rows(shard: Tensor) -> tuple[Tensor, Tensor]:
-    """Cut a shard into a matrix with rows of `CPU_SUM_LENGTH` elements, and a shorter last row.
+    """Split a shard into a matrix with rows of `CPU_SUM_LENGTH` elements, and a shorter last row.
 
     For example, 600 elements become 2 full rows and a row with the remaining 88.
     """
@@ -171,9 +172,9 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def is_fp8_wrapper(tensor: Tensor) -> bool:
-    """Return whether a tensor has torchao's wrapper class for weights with an FP8 all-gather.
+    """Return whether a tensor is a torchao wrapper around a weight that is all-gathered in FP8.
 
-    DTensor is also a wrapper class, so pass the local shard of a DTensor.
+    A DTensor would also match, so pass its local shard instead.
     """
     return hasattr(tensor, "__tensor_flatten__")  # all wrapper classes define it
 
@@ -231,7 +232,7 @@ def _scale_to_norm_(gradients: list[Tensor], max_norm: float, norm: Tensor) -> N
 
 
 def _create_parameter_with_grad(gradient: Tensor) -> Tensor:
-    """Return a dummy parameter with the given `grad`, for a function that takes parameters.
+    """Return a dummy parameter with the given `grad`, for `clip_grads_with_norm_`.
 
     The value of the parameter is not used, so it shares the memory of the gradient.
     """

@@ -1,4 +1,4 @@
-"""The losses that `training.loss` selects, and base classes for the losses of plugins.
+"""Losses for `training.loss`, and base classes for plugin losses.
 
 Invariant: A loss is a sum over valid tokens, never a mean, so the losses of all ranks and
 microbatches add up to the same number however a batch is split. The fused cross entropy never holds
@@ -29,10 +29,11 @@ from titanlite.model.llama import soft_cap
 from titanlite.model.microbatch import IGNORE_INDEX
 
 VOCAB_BLOCK = {"cpu": 2048, "cuda": 2**20}
-"""Number of classes that are converted between fp32 and a lower precision at once, by type of
-device. A block fits into the cache of a CPU. A GPU converts all classes with one kernel."""
+"""Number of classes that are converted between fp32 and a lower precision at once, by device type.
+A block fits into the cache of a CPU. A GPU converts all classes with one kernel."""
 TOKENS_OF_FULL_CHUNKS = 4 * 4096
-"""Number of tokens from which on the size of a chunk is constant; see `tokens_per_chunk`."""
+"""Smallest number of tokens in a microbatch at which chunks reach their maximum size; see
+`tokens_per_chunk`."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class LossRecipe:
         z_loss: Weight of the z-loss, from `training.z_loss`.
         compiled: Whether the job compiles the loss.
         tensor: 1-D mesh of the tensor parallel ranks. None without tensor parallelism.
-        softcap: Limit of the logits, from `model.logit_softcap`. 0 means none.
+        softcap: Limit of the logits, from `model.logit_softcap`. 0 means no limit.
     """
 
     z_loss: float
@@ -80,7 +81,7 @@ class Loss(ABC):
             hidden: Hidden states, shape (B, T, C). With tensor parallelism, a DTensor sharded along
                 T.
             weight: Output matrix, shape (V, C). With tensor parallelism, a DTensor sharded along V.
-            labels: Token ids, shape (B, T). IGNORE_INDEX where there is no loss.
+            labels: Token ids, shape (B, T). IGNORE_INDEX marks tokens without a loss.
             scale: Scalar on the device, usually 1 / number of valid tokens in the global batch.
 
         Returns:
@@ -103,8 +104,8 @@ class CrossEntropy(Loss):
         first_class = 0
         group = None
         if mesh is not None:
-            # Each rank holds a range of rows of the output matrix, one row per class. For the
-            # logits of these classes, it needs the hidden states of all tokens.
+            # Each rank holds a range of rows of the output matrix, one row per class. To compute
+            # the logits of these classes, it needs the hidden states of all tokens.
             assert isinstance(weight, DTensor)
             classes_per_rank = math.ceil(len(weight) / mesh.size())  # the last rank may have fewer
             first_class = classes_per_rank * mesh.get_local_rank()
@@ -143,8 +144,7 @@ class LogitsLoss(Loss):
 
         Args:
             logits: Logits in fp32, shape (N, V).
-            labels: Token ids, shape (N,). Where a label is IGNORE_INDEX, the returned loss is
-                ignored.
+            labels: Token ids, shape (N,). Losses of tokens with the label IGNORE_INDEX are ignored.
         """
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
@@ -223,12 +223,13 @@ def _gather_sequence(hidden: Tensor) -> Tensor:
     """All-gather hidden states (B, T, C) that are sharded along T by tensor parallelism."""
     assert isinstance(hidden, DTensor)
     whole = hidden.redistribute(placements=[Replicate()])
-    # Each rank computes the gradient of its shard of the vocabulary; the whole gradient is the sum.
+    # Each rank computes the gradient for its shard of the vocabulary. Their sum is the whole
+    # gradient.
     return whole.to_local(grad_placements=[Partial()])
 
 
 def tokens_per_chunk(num_tokens: int, fewer_launches: bool) -> int:
-    """Return the chunk size of the fused loss: the number of tokens whose logits exist at a time.
+    """Return the chunk size of the fused loss: the number of tokens whose logits exist at once.
 
     Usually this is an eighth of the microbatch, which takes an eighth of the memory. A chunk has at
     least 512 tokens, because each chunk reads and writes the whole weight gradient, and small
@@ -252,11 +253,11 @@ class Targets(NamedTuple):
     Labels are converted once for all tokens, and the result is then split into chunks.
 
     Attributes:
-        column: Column of the label in the logits of this rank, shape (n, 1). Clamped to a valid
-            column if the class of the label belongs to another rank.
-        is_local: Whether the class of the label belongs to this rank, shape (n,).
-        factor: Factor of the loss of each token, shape (n,). 0 for ignored labels.
-        label_grad: Value added to the gradient of the logit of the label, shape (n, 1).
+        column: Column of each label in the logits of this rank, shape (n, 1). Clamped to a valid
+            column if the class belongs to another rank.
+        is_local: Whether the class of each label belongs to this rank, shape (n,).
+        factor: Factor that multiplies the loss of each token, shape (n,). 0 for ignored labels.
+        label_grad: Value to add to the gradient at the column of each label, shape (n, 1).
     """
 
     column: Tensor
@@ -277,8 +278,9 @@ def prepare_targets(labels: Tensor, scale: Tensor, first_class: int, num_classes
     becomes column 5 of the logits, and label 7 is not local.
 
     Args:
-        labels: Classes of the whole vocabulary, shape (n,). IGNORE_INDEX where there is no loss.
-        scale: Factor of the loss, a scalar on the device.
+        labels: Classes of the whole vocabulary, shape (n,). IGNORE_INDEX marks tokens without a
+            loss.
+        scale: Factor that multiplies the loss, a scalar on the device.
         first_class: First class of this rank.
         num_classes: Number of classes of this rank.
     """
@@ -311,16 +313,16 @@ def softmax_loss(
     Args:
         logits: Logits of this rank's classes, shape (n, V).
         label_logits: Logits of the labels, shape (n,). This function does not gather them from
-            `logits` itself, because the compiler could overwrite `logits` before.
+            `logits` itself, because the compiler could overwrite `logits` first.
         targets: Prepared labels.
         needs_grad: Whether to compute the gradient. Without it, `z_loss` is ignored.
         z_loss: Weight of the z-loss; see `linear_cross_entropy_sum`.
-        softcap: Limit of the logits, or 0.
+        softcap: Limit of the logits, or 0 for no limit.
         group: Ranks that hold the other classes, or None.
 
     Returns:
-        The losses, shape (n,), undefined where the label is ignored; and the gradient of the
-        logits, shape (n, V), in the memory and dtype of `logits`. The gradient is None if
+        The losses, shape (n,), and the gradient of the logits, shape (n, V), in the memory and
+        dtype of `logits`. Losses of ignored labels are undefined. The gradient is None if
         `needs_grad` is False.
     """
     x = logits.float()
@@ -391,19 +393,20 @@ def linear_cross_entropy_sum(
             may read them afterward.
         weight: Output matrix, shape (V, C). With a group, the rows of this rank only. The caller
             must then sum the gradient of `hidden` over the ranks of the group.
-        labels: Classes of the whole vocabulary, shape (B, T). IGNORE_INDEX where there is no loss.
+        labels: Classes of the whole vocabulary, shape (B, T). IGNORE_INDEX marks tokens without a
+            loss.
         scale: Scalar on the device.
         z_loss: Weight of the squared log of the softmax denominator
-            (https://arxiv.org/abs/2204.02311). An evaluation, which computes no gradients, leaves
-            it out.
-        softcap: Replace each logit x by `softcap` * tanh(x / `softcap`). 0 keeps it.
+            (https://arxiv.org/abs/2204.02311). Ignored if no gradients are computed, as in an
+            evaluation.
+        softcap: If not 0, replace each logit x with `softcap` * tanh(x / `softcap`).
         first_class: Class of the first row of `weight`.
         group: Ranks that hold the other rows of the output matrix. All of them return the same
             loss.
         compiled: Compile the softmax with its loss and gradient.
     """
     # Overwriting `tokens` overwrites `hidden`. Autograd detects this, and raises an error if an
-    # operator has already saved `hidden` for its backward pass, as an earlier second head would.
+    # operator, such as another head, has already saved `hidden` for its backward pass.
     tokens = hidden.detach().flatten(0, -2)  # (N, C)
     matrix = weight.detach()
     labels = labels.flatten()
@@ -418,7 +421,7 @@ def linear_cross_entropy_sum(
 
     # Let the backward pass of the loss return the gradients that are computed below. Autograd does
     # not allow this after `hidden` was overwritten. Some pipeline schedules compute the gradients
-    # of `hidden` and `weight` at different times, so each has its own carrier.
+    # of `hidden` and `weight` at different times, so each has a separate carrier.
     carriers: list[Tensor] = []
     if weight_grad is not None:
         hidden_grad = tokens.view_as(hidden)
@@ -440,7 +443,8 @@ def linear_cross_entropy_sum(
             _backpropagate(logits_grad, x, matrix, weight_grad, is_first=chunk.start == 0)
         return loss
 
-    # A shard of the vocabulary has smaller logits, and an eager step on a GPU has the memory.
+    # Use larger chunks if a shard of the vocabulary makes the logits smaller. An eager step on a
+    # GPU also has the memory for them.
     larger_chunks = group is not None or (hidden.is_cuda and not compiled)
     size = tokens_per_chunk(len(tokens), larger_chunks)
     chunks = [slice(start, start + size) for start in range(0, len(tokens), size)]
@@ -496,7 +500,7 @@ def _backpropagate(
 
 
 def _convert_logits_grad(logits_grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert the gradient of logits, shape (n, V), in place if a copy would take much memory."""
+    """Convert the logits gradient, shape (n, V), to `dtype`, in place if a copy would be large."""
     num_tokens, num_classes = logits_grad.shape
     classes_per_block = VOCAB_BLOCK[logits_grad.device.type]
     if logits_grad.dtype == dtype or num_classes <= classes_per_block:

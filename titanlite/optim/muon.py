@@ -8,7 +8,7 @@ Each matrix has an owner, which is one of the ranks that hold a shard of the mat
 the owner gathers the momentum of the whole matrix, orthogonalizes it, and sends each rank its shard
 of the result. Matrices are processed in rounds, so that only a few whole matrices exist at once.
 
-Invariant: A new value depends, bit for bit, only on the old value, the gradient and the momentum.
+Invariant: A new matrix depends, bit for bit, only on the old matrix, its gradient and its momentum.
 It does not depend on the number of ranks that share the matrix.
 """
 
@@ -33,10 +33,7 @@ NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # from the page linked a
 NEWTON_SCHULZ_ITERATIONS = 5
 EPS = 1e-7
 ROUND_NUMEL = 2**24
-"""Elements that one owner processes per round, so that collectives are large.
-
-A larger matrix has a round to itself.
-"""
+"""Number of matrix elements at which an owner starts a new round, so that collectives are large."""
 
 
 class Muon(torch.optim.Optimizer):
@@ -53,7 +50,7 @@ class Muon(torch.optim.Optimizer):
             optimizer.
         config: Section [optimizer] of the job.
         state_dtype: Dtype of the momentum.
-        ranks: Ranks of the matrices' device mesh, in mesh order. None means the world.
+        ranks: Ranks of the device mesh of the matrices, in mesh order. None means all ranks.
         compiled: Compile the elementwise part of the update into two kernels.
     """
 
@@ -98,7 +95,7 @@ class Muon(torch.optim.Optimizer):
         To skip the step on the device, set the attribute `found_inf` to a scalar tensor of 1.
         Parameters and state then keep their values.
         """
-        # The caller may or may not have set the flag. Without it, never skip.
+        # If the caller has not set `found_inf`, never skip.
         skip = getattr(self, "found_inf", None)
         if skip is None:
             skip = torch.zeros((), device=next(iter(self._group_of_matrix)).device)
@@ -113,9 +110,9 @@ class Muon(torch.optim.Optimizer):
     def _run_rounds(self, first_gather: _Transfer, skip: Tensor) -> None:
         """Orthogonalize the momentum of all rounds, and update their matrices.
 
-        Gather the momentum at the owners of the matrices, orthogonalize it there, and return the
-        results. Transfers overlap with matmuls. With rounds 0, 1 and 2, the iterations of the loop
-        and the last line of the function do this:
+        Gather the momentum on the owners of the matrices, orthogonalize it there, and return the
+        results. Transfers overlap with matmuls. With rounds 0, 1 and 2, the three loop iterations
+        and the final update do this:
 
             orthogonalize | transfers meanwhile      | then update
             round 0       | gather 1                 |
@@ -141,12 +138,13 @@ class Muon(torch.optim.Optimizer):
         self._update(self._rounds[last], returns.pop(last), skip)
 
     def _start_round(self, plan: _RoundPlan, skip: Tensor) -> _Transfer:
-        """Update this rank's momentum shards, and start to send them to the owners of the matrices.
+        """Update this rank's momentum shards, and start sending them to the owners of the matrices.
 
         The owner of a matrix is the rank that orthogonalizes it.
 
         Args:
-            plan: Communication plan of the round: its matrices, and who sends what to whom.
+            plan: Communication plan of the round: its matrices, and what each rank sends and
+                receives.
             skip: Scalar tensor, 1 to leave the momentum unchanged.
 
         Returns:
@@ -175,7 +173,7 @@ class Muon(torch.optim.Optimizer):
         Returns:
             The all-to-all in progress. Its result holds this rank's shards, ordered by owner.
         """
-        # Do not keep the momenta: they take as much memory as the directions.
+        # Do not keep the momenta, which use as much memory as the directions.
         directions = [orthogonalize(momentum) for momentum in _assemble_owned(plan, gathered)]
         shards: list[Tensor] = []
         for rank in range(len(plan.numel_to_ranks)):
@@ -299,10 +297,10 @@ def _apply_update_(
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Return a matrix with the directions of `matrix`, but with singular values close to 1.
+    """Return a matrix with the singular vectors of `matrix`, but singular values close to 1.
 
     For a matrix with the singular value decomposition U S V^T, the exact result is U V^T. The
-    Newton-Schulz iteration approximates it with matmuls only, up to singular values between about
+    Newton-Schulz iteration approximates it using only matmuls, with singular values between about
     0.7 and 1.2. It runs in the dtype of `matrix`.
 
     Args:
@@ -379,7 +377,7 @@ def _plan_rounds(matrices: Sequence[DTensor], this_rank: int, num_ranks: int) ->
 
 
 def _assign_owners(matrices: Sequence[DTensor], num_ranks: int) -> list[list[list[DTensor]]]:
-    """Distribute matrices over owners, largest first, each to the rank with the least work.
+    """Assign each matrix, largest first, to the rank with the least work so far.
 
     An owner processes its matrices in rounds of about `ROUND_NUMEL` elements, to limit its memory.
 
@@ -465,9 +463,9 @@ def _shard_numel(matrix: DTensor, rank: int) -> int:
 
 
 def _replica_index(matrix: DTensor, rank: int) -> list[int]:
-    """Return the index of the replica of a matrix to which the shard of a rank belongs.
+    """Return which replica of a matrix the shard of a rank belongs to.
 
-    The index has one number for each mesh dimension that replicates the matrix.
+    The result has one index for each mesh dimension that replicates the matrix.
     """
     coordinates = np.unravel_index(rank, matrix.device_mesh.shape)
     mesh_dims = zip(coordinates, matrix.placements, strict=True)

@@ -1,8 +1,8 @@
 """Learning rate schedules.
 
-The built-in schedule is warmup-stable-decay (https://arxiv.org/abs/2404.06395). Its value at each
-step equals that of torchtitan 0.2.2. The learning rate is a pure function of the step, so a resumed
-run has no schedule state to restore.
+The built-in schedule is warmup-stable-decay (https://arxiv.org/abs/2404.06395). It matches the
+torchtitan 0.2.2 schedule at every step. The learning rate is a pure function of the step, so a
+resumed run has no schedule state to restore.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from titanlite.config.registry import SCHEDULES
 def learning_rate_at(job: schema.JobConfig, step: int) -> float:
     """Return the learning rate of one optimizer step.
 
-    It is the value of the schedule `lr_scheduler.name`, multiplied by the `lr_factor` of the
-    current data stage. A data stage is a part of the run with separate data settings.
+    The schedule `lr_scheduler.name` is multiplied by the `lr_factor` of the current data stage. A
+    data stage is a part of the run with separate data settings.
 
     Args:
         job: The validated job.
@@ -34,7 +34,7 @@ def wsd_learning_rate(step: int, peak: float, config: schema.LRScheduler, steps:
     """Compute the warmup-stable-decay learning rate of one step.
 
     The learning rate rises linearly to `peak`, stays there, and then decays. As in torchtitan, the
-    decay is not complete in the last step: the next step would have `peak * config.min_lr_factor`.
+    decay would end one step after the last step, at `peak * config.min_lr_factor`.
 
     Args:
         step: Optimizer step, counted from 1.
