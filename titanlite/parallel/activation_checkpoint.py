@@ -1,8 +1,8 @@
 """Activation checkpointing: recompute activations in the backward pass to save memory.
 
 Invariant: Losses, gradients and parameter names are the same with and without activation
-checkpointing. Exceptions are compiled models with dropout, which may draw other random numbers;
-see docs/reference/compatibility.md. Apply activation checkpointing before FSDP.
+checkpointing. The exception is a compiled model with dropout, which may draw different random
+numbers; see docs/reference/compatibility.md. Apply activation checkpointing before FSDP.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ MATMULS = {aten.mm.default, aten.addmm.default, aten._scaled_mm.default}
 def _always_saved() -> set[Any]:
     """Return the operators whose results selective activation checkpointing always saves.
 
-    The operator of variable-length attention is included only if its module has been imported. The
-    import takes seconds, so only runs that use this kind of attention import it.
+    Include variable-length attention only if its module has been imported. The import takes
+    seconds, so only runs that use this kind of attention import it.
     """
     if "torch.nn.attention.varlen" not in sys.modules:
         return ALWAYS_SAVED
@@ -66,8 +66,9 @@ def apply_activation_checkpointing(
     Args:
         model: Model before FSDP, modified in place.
         config: Section [activation_checkpoint] of the job.
-        is_compiled: Whether each block is then compiled together with its recomputation.
-        saves_unneeded_matmul: See `_recompute_some_operations`.
+        is_compiled: Whether each block will be compiled together with its recomputation.
+        saves_unneeded_matmul: Treat the last matmul of a block like all others; see
+            `_recompute_some_operations`.
     """
     if config.mode == "none":
         return
@@ -88,8 +89,8 @@ def _recompute_whole_blocks(model: Llama, is_compiled: bool, interval: int) -> N
 
     Args:
         model: Model before FSDP, modified in place.
-        is_compiled: Whether each block is then compiled together with its recomputation.
-        interval: 1 selects all blocks, 2 every second block.
+        is_compiled: Whether each block will be compiled together with its recomputation.
+        interval: 1 selects all blocks, 2 selects every second block.
     """
     create_contexts: Callable[[], tuple[Any, Any]] = noop_context_fn  # the default in eager mode
     if is_compiled:
@@ -131,21 +132,20 @@ def _set_memory_budget(budget: float) -> None:
 def draws_random_numbers(model: type[Llama]) -> bool:
     """Return whether the forward pass of a model class may draw random numbers, as dropout does.
 
-    The result is the attribute `draws_random_numbers` of the class itself. A class that only
-    inherits the attribute may have added dropout, so the result is True for such a class.
+    A class declares this in its attribute `draws_random_numbers`. If it does not declare the
+    attribute itself, return True, because a subclass may have added dropout.
     """
-    # Look only at the class itself, because a subclass may add dropout.
     return vars(model).get("draws_random_numbers", True)
 
 
 def _create_op_contexts(skipped_matmul: int | None) -> tuple[Any, Any]:
     """Create the contexts of selective activation checkpointing for one block.
 
-    They save the outputs of matmuls 1, 3, 5 and so on, and of a few other operators, such as
-    attention.
+    The contexts save the outputs of matmuls 1, 3, 5 and so on, and of a few other operators, such
+    as attention.
 
     Args:
-        skipped_matmul: Number of a matmul whose output is never saved, because the backward pass
+        skipped_matmul: Number of the matmul whose output is never saved, because the backward pass
             does not need it. None if there is no such matmul.
 
     Returns:
@@ -176,7 +176,7 @@ def _create_op_contexts(skipped_matmul: int | None) -> tuple[Any, Any]:
 def _checkpoint_block(
     model: Llama, block: nn.Module, create_contexts: Callable[[], tuple[Any, Any]]
 ) -> None:
-    """Replace the forward function of a block by one that recomputes activations in backward.
+    """Make a block recompute its activations in the backward pass, by wrapping its `forward`.
 
     Args:
         model: Model that contains the block.

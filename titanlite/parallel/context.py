@@ -1,4 +1,4 @@
-"""Context parallelism: the ranks of a group share each sequence, which makes long sequences fit.
+"""Context parallelism: the ranks of a group share each sequence, so that long sequences fit.
 
 Each rank computes queries, keys and values for its part of the sequence and all-gathers keys and
 values before attention, as in Llama 3 (https://arxiv.org/abs/2407.21783, section 3.3.2).
@@ -36,8 +36,8 @@ all_gather_autograd = (
 def apply_context_parallel(model: Llama, mesh: DeviceMesh) -> None:
     """Make every block attend across the context parallel ranks, by replacing `Attention.attend`.
 
-    After this, always pass `positions` to the model, because a rank holds two chunks of each
-    sequence, and their positions are not consecutive.
+    Afterward, always pass `positions` to the model. A rank holds two chunks of each sequence, whose
+    positions are not consecutive.
 
     Args:
         model: Model or pipeline stage, modified in place.
@@ -56,7 +56,7 @@ def local_chunks(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
     Args:
         x: Tensor that is identical on all ranks of the group.
         mesh: 1-D mesh of the context parallel ranks.
-        dim: Sequence dimension. Its length is a multiple of twice the number of ranks.
+        dim: Sequence dimension. Its length must be a multiple of twice the number of ranks.
     """
     rank = mesh.get_local_rank()
     chunks = x.chunk(2 * mesh.size(), dim)
@@ -68,8 +68,8 @@ def local_chunks(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
 def gather_chunks(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     """All-gather the chunks of all ranks and return the whole tensor in sequence order.
 
-    This inverts `local_chunks`. In the backward pass, each rank receives the gradient of its two
-    chunks, summed over all ranks.
+    This is the inverse of `local_chunks`. In the backward pass, each rank receives the gradient of
+    its two chunks, summed over all ranks.
 
     Args:
         x: This rank's two chunks.
@@ -112,7 +112,7 @@ def flex_mask(
 
     def is_visible(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Return whether this rank's query number `query` attends to key number `key`."""
-        # Position of the query in the whole sequence, like `key`.
+        # Like `key`, `position` is an index in the whole sequence.
         position = query if query_positions is None else query_positions[query]
         visible = position >= key
         if document_ids is not None:

@@ -1,9 +1,9 @@
 """FP8 linear layers from torchao (https://github.com/pytorch/ao/tree/main/torchao/float8).
 
-MXFP8 layers come from a prototype of torchao, which is imported only for the recipe "mxfp8".
+MXFP8 layers come from a torchao prototype, which is imported only for the recipe "mxfp8".
 
-Convert a model while it is on the meta device, before you apply activation checkpointing, compile
-and FSDP.
+Convert a model while it is on the meta device, before you apply activation checkpointing,
+compilation and FSDP.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def is_supported(recipe_name: str, capability: float, has_float8: bool) -> bool:
     Args:
         recipe_name: Value of float8.recipe_name.
         capability: CUDA compute capability, such as 10.0. 0 if the GPU has none.
-        has_float8: Whether the GPU supports the FP8 matmuls of all recipes other than "mxfp8".
+        has_float8: Whether the GPU supports the FP8 matmuls of recipes other than "mxfp8".
     """
     return 10 <= capability < 11 if recipe_name == "mxfp8" else has_float8
 
 
 def check_mxfp8_gpu(gpu_name: str, capability: float, has_float8: bool) -> None:
-    """Check that a GPU can run the MXFP8 kernels of torchao.
+    """Check that a GPU can run the torchao MXFP8 kernels.
 
     Args:
         gpu_name: Name of the GPU for the error message.
@@ -97,7 +97,7 @@ def convert_to_float8(
 ) -> None:
     """Replace linear layers of a model with FP8 layers from torchao, in place.
 
-    Logs the recipe, the hardware, and how many layers of each name were converted and kept.
+    Log the recipe, the hardware, and how many layers of each name were converted and kept.
 
     Args:
         model: Model on the meta device.
@@ -172,7 +172,7 @@ def _replace_by_float8(
     should_convert: Callable[[nn.Module, str], bool],
     emulate: bool,
 ) -> None:
-    """Replace some linear layers of a model with torchao's Float8Linear, in place.
+    """Replace some linear layers of a model with torchao Float8Linear layers, in place.
 
     Args:
         model: Model on the meta device.
@@ -196,7 +196,7 @@ def _replace_by_float8(
 def _replace_by_mxfp8(
     model: nn.Module, should_convert: Callable[[nn.Module, str], bool], emulate: bool
 ) -> None:
-    """Replace some linear layers of a model with torchao's MXFP8Linear, in place.
+    """Replace some linear layers of a model with torchao MXFP8Linear layers, in place.
 
     Args:
         model: Model on the meta device.
@@ -234,9 +234,9 @@ def _replace_by_mxfp8(
 
 
 def _list_counts(counts: Counter[str]) -> str:
-    """Format the number of layers of each name for a log line, or return "none" for no layers.
+    """Format the number of layers by name, for example "32 attention.wq, 32 attention.wk".
 
-    The result is, for example, "32 attention.wq, 32 attention.wk".
+    If there are no layers, return "none".
     """
     return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
 
@@ -246,8 +246,8 @@ def _compile_weight_cast() -> None:
     """Compile the torchao function that casts weight shards to FP8, for the whole process.
 
     FSDP casts the shards before each FP8 all-gather, outside of the compiled blocks. The cast moves
-    29 bytes per element in eager mode and 5 when compiled. torchao has no option to compile it, so
-    this replaces the function.
+    29 bytes per element in eager mode and 5 when compiled. torchao has no option to compile the
+    function, so replace it with a compiled one.
     """
     from torchao.float8 import fsdp_utils
 
@@ -266,7 +266,7 @@ def float8_plan(plan: Mapping[str, ParallelStyle], block: nn.Module) -> dict[str
         plan: Parallel style of each submodule of the block, such as "attention.wq".
         block: Transformer block after `convert_to_float8`.
     """
-    # Patch torchao for the whole process. Further calls change nothing.
+    # Patch torchao for the whole process. Repeated calls change nothing.
     _patch_torchao_to_gather_bytes()
     return {
         name: _to_float8_style(style, block.get_submodule(name)) for name, style in plan.items()
@@ -289,7 +289,7 @@ def _to_float8_style(style: Any, module: nn.Module) -> ParallelStyle:
     if not _has_only_float8_linears(module):
         return style
 
-    # Compare exact types, because a plugin may have a subclass with another behavior.
+    # Compare exact types, because a subclass in a plugin may behave differently.
     if type(style) is PrepareModuleInput:
         return float8.PrepareFloat8ModuleInput(
             input_layouts=style.input_layouts, desired_input_layouts=style.desired_input_layouts
@@ -321,22 +321,22 @@ def _has_only_float8_linears(module: nn.Module) -> bool:
 def _patch_torchao_to_gather_bytes() -> None:
     """Let torchao all-gather FP8 tensors as uint8, because gloo does not support FP8 dtypes.
 
-    torchao has a table of the functions that it calls for operators on FP8 tensors. This replaces
-    its function for the all-gather operators, for the whole process.
+    torchao keeps a table of the functions that implement each operator for FP8 tensors. Replace its
+    entries for the all-gather operators, for the whole process.
     """
     from torchao.float8 import float8_ops
 
-    table = float8_ops.FLOAT8_OPS_TABLE  # operator -> function
+    table = float8_ops.FLOAT8_OPS_TABLE  # functions by operator
     for operator, function in list(table.items()):
         if function is float8_ops.allgather_fp8:
             table[operator] = _allgather_fp8_as_bytes
 
 
 def _allgather_fp8_as_bytes(operator: Callable[..., torch.Tensor], *args: Any) -> Any:
-    """Call `allgather_fp8` of torchao, but gather the FP8 values as uint8.
+    """Call the torchao function `allgather_fp8`, but gather the FP8 values as uint8.
 
     Args:
-        operator: All-gather operator of torch.
+        operator: torch operator that performs the all-gather.
         args: Positional arguments and keyword arguments of the operator, as a tuple and a dict.
     """
     from torchao.float8.float8_ops import allgather_fp8

@@ -1,8 +1,8 @@
 """Forward and backward passes of one optimizer step, for every parallel layout.
 
 Invariant: The loss of a step is the summed loss of all valid tokens in the global batch, divided by
-the number of valid tokens, and the gradients are those of this loss. Neither depends on how
-sequences, positions, vocabulary and blocks are distributed over ranks.
+the number of valid tokens. Neither this loss nor its gradients depend on how sequences, positions,
+vocabulary and blocks are distributed over ranks.
 """
 
 from __future__ import annotations
@@ -50,15 +50,14 @@ scale, which multiplies the sum of the token losses.
 class NormalizedLoss:
     """A loss divided by the number of valid tokens of the global batch.
 
-    Every microbatch on every rank divides by the same number, so the losses of microbatches can
-    simply be added.
+    All microbatches on all ranks divide by the same number, so you can add their losses.
 
     Attributes:
         loss_fn: Function that returns a scaled sum of token losses, such as `CrossEntropy`.
         global_tokens: Divisor, a scalar on the device. The all-reduce that computes this number
             can overlap with the forward pass, because only the loss reads the number.
-        requires_grad: Always False. Zero-bubble schedules of torch 2.12 read this attribute and
-            `grad_fn` of all arguments of a stage, as if they were tensors.
+        requires_grad: Always False. The zero-bubble schedules of torch 2.12 read `requires_grad`
+            and `grad_fn` from all arguments of a stage, as if they were tensors.
         grad_fn: Always None; see `requires_grad`.
     """
 
@@ -83,14 +82,14 @@ class LossHead(NamedTuple):
     """Model head that computes the loss of a microbatch instead of its logits.
 
     `Llama.forward` receives it as `head`, and calls it while FSDP holds the unsharded output
-    matrix. So a chunked loss never needs the logits of all tokens at once.
+    matrix. A chunked loss can therefore compute the logits of a few tokens at a time.
 
     The calls are nested in this order: `Llama.forward`, `Output.forward` (unless embeddings are
     tied), this head, `NormalizedLoss` (which sets the scale), and a `Loss`. The default `Loss` is
     `CrossEntropy`, which calls `linear_cross_entropy_sum`.
 
-    A pipeline schedule splits the arguments of the model into microbatches. It splits `labels`,
-    because it finds the tensors in a tuple. It passes `loss` on unchanged, because a
+    A pipeline schedule splits the arguments of the model into microbatches, including the tensors
+    inside tuples. It therefore splits `labels`, but passes on `loss` unchanged, because a
     `NormalizedLoss` is neither a tensor nor a tuple.
 
     Attributes:
@@ -120,8 +119,8 @@ class ForwardBackward:
 
     Attributes:
         loss_fn: The training loss, called once per microbatch.
-        offloaded_gradients: Sums of the gradients of several microbatches on the CPU, if the job
-            needs them.
+        offloaded_gradients: Accumulates the gradients of several microbatches on the CPU. None
+            unless the job uses CPU offload and reduces gradients after each microbatch.
     """
 
     def __init__(self, model: ShardedModel, mesh: Mesh, run: Run, device: torch.device) -> None:
@@ -164,7 +163,7 @@ class ForwardBackward:
         total_loss = torch.zeros((), device=self._device)
         for i, microbatch in enumerate(microbatches):
             # The output matrix is the largest parameter, so it stays unsharded until the last
-            # microbatch. There, it is freed after the backward pass, or already after the forward
+            # microbatch. FSDP then frees it after the backward pass, or already after the forward
             # pass if the loss does not read it in the backward pass.
             is_last = i == len(microbatches) - 1
             configure_microbatch(
@@ -186,7 +185,7 @@ class ForwardBackward:
                 loss.backward()
             total_loss += loss.detach()
 
-        # A single microbatch leaves its gradients in the parameters.
+        # The gradients of a single microbatch are already in the parameters.
         if self.offloaded_gradients is not None and len(microbatches) > 1:
             self.offloaded_gradients.move_sums_to_parameters()
         return total_loss
@@ -205,8 +204,8 @@ class ForwardBackward:
     ) -> Tensor:
         """Return this rank's part of a summed loss in float64, without gradients.
 
-        By default, this is the cross entropy even if `training.loss` is another loss, so that the
-        results of different runs are comparable.
+        By default, compute the cross entropy even if `training.loss` selects another loss, so that
+        the results of different runs are comparable.
 
         Args:
             microbatches: This rank's sequences, in any number of microbatches.
@@ -242,8 +241,8 @@ class PipelineForwardBackward(ForwardBackward):
         """
         super().__init__(model, mesh, run, device)
         self._num_microbatches = run.microbatches
-        # A schedule has a fixed number of microbatches, and each data stage of the job may set
-        # another one, so schedules are built on demand and kept.
+        # A schedule has a fixed number of microbatches. Each data stage of the job may set a
+        # different number, so build schedules on demand and keep them.
         self._schedule_for = cache(partial(build_schedule, run, mesh, model.stages, device))
         self._schedule_for(run.microbatches)
 
@@ -262,7 +261,7 @@ class PipelineForwardBackward(ForwardBackward):
     def _sum_losses(self, microbatches: Sequence[Microbatch], loss_fn: ScaledLoss) -> Tensor:
         """Return the sum of the losses of all microbatches, a float64 scalar.
 
-        A schedule runs a fixed number of microbatches, so its last run is padded with microbatches
+        A schedule runs a fixed number of microbatches, so pad its last run with microbatches
         without labels.
         """
         divisor = torch.ones((), device=self._device)
@@ -296,14 +295,14 @@ class PipelineForwardBackward(ForwardBackward):
         head = LossHead(inputs.labels, NormalizedLoss(loss_fn, global_tokens))
         model_options = {"head": head, **inputs.attention}
         if "positions" not in model_options:
-            # A later stage cannot derive them from its input, which may be sharded along T.
+            # A later stage cannot derive positions from its input, which may be sharded along T.
             model_options["positions"] = _default_positions(inputs.tokens)
         # Only the first stage has the embedding. All others get hidden states from other ranks.
         stage_inputs = [] if self._model.tok_embeddings is None else [inputs.tokens]
 
         # The schedule splits these arguments into microbatches and passes them to `Llama.forward`.
-        # It appends the outputs of the last stage, the losses of the microbatches, to `losses`. For
-        # this it requires a target, although the head already has the labels.
+        # It appends the outputs of the last stage, which are the losses of the microbatches, to
+        # `losses`. To do so, it requires a target, although the head already has the labels.
         losses: list[Tensor] = []
         run_schedule(
             *stage_inputs,
@@ -351,8 +350,8 @@ class LocalInputs(NamedTuple):
     Attributes:
         tokens: Token ids, shape (B, T).
         labels: Labels, shape (B, T).
-        attention: Keyword arguments for `Llama.forward`: `mask`, `full_mask` and `positions`, each
-            only if the model needs it.
+        attention: Keyword arguments for `Llama.forward`: `mask`, `full_mask` and `positions`.
+            Arguments that the model does not need are left out.
     """
 
     tokens: Tensor
@@ -366,8 +365,8 @@ def local_inputs(
     """Concatenate microbatches and select this rank's part of each sequence.
 
     Args:
-        microbatches: Microbatches of equal shape, in which `document_ids`, `positions` and
-            `cu_seqlens` are set either everywhere or nowhere.
+        microbatches: Microbatches of equal shape that all set the same optional fields, such as
+            `document_ids`.
         mesh: Layout of the ranks. With `mesh.context`, this rank has two chunks of each sequence,
             which attend to whole sequences.
         arch: Architecture of the model, which defines its sliding windows.
@@ -419,9 +418,9 @@ def _select_local_chunks(batch: Microbatch, mesh: DeviceMesh) -> Microbatch:
 def _build_bounds(microbatches: Sequence[Microbatch], window: int) -> DocumentBounds | None:
     """Return the document bounds of all microbatches, or None if plain causal attention is enough.
 
-    The bounds of each microbatch start at 0 again, because a pipeline schedule splits the result
-    into equal parts, one for each microbatch. Microbatches with fewer documents get empty documents
-    at their end. For example, [0, 3, 8] and [0, 2, 5, 8] become [0, 3, 8, 8, 0, 2, 5, 8].
+    The bounds restart at 0 in each microbatch, because a pipeline schedule splits the result into
+    equal parts, one per microbatch. Microbatches with fewer documents get empty documents at the
+    end. For example, [0, 3, 8] and [0, 2, 5, 8] become [0, 3, 8, 8, 0, 2, 5, 8].
 
     Args:
         microbatches: Microbatches of equal shape. Either all or none of them have `cu_seqlens`.
@@ -472,7 +471,8 @@ def _build_mask(
 def _find_document_ids(batch: Microbatch, window: int) -> Tensor | None:
     """Return the document of each token, shape (B, T), or None if causal attention needs no mask.
 
-    If the window is shorter than sequences without documents, each sequence is one document.
+    Without document ids, only a window that is shorter than the sequences needs a mask. Each
+    sequence is then one document.
     """
     tokens = batch.input_ids
     is_window_shorter = 0 < window < tokens.shape[1]

@@ -2,8 +2,7 @@
 
 Parameters, gradients and optimizer state are sharded over the data parallel ranks, block by block.
 Gradients are summed over ranks and never averaged, because the loss is already divided by the
-number of tokens of the global batch. A single process is a world of size one and runs the same
-code.
+number of tokens in the global batch. A run on a single rank uses the same code.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from titanlite.parallel.memory_savers import ModuleGroups, count_params
 def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
     """Shard a model or pipeline stage with FSDP2, in place.
 
-    The embedding, each block, the final norm with the output projection, and the model itself
-    become FSDP groups, whose parameters are gathered and freed together.
+    The embedding, the blocks, the final norm with the output projection, and the model itself
+    become FSDP groups. The parameters of a group are gathered and freed together.
 
     Args:
         model: Model on the meta device, after all other transformations.
@@ -47,8 +46,8 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
     embedding, blocks, output = _group_modules(model, run)
     blocks, output = memory_savers.regroup_norm(blocks, output, mesh, run)
 
-    # Decide which groups free their parameters after the forward pass and gather them again for the
-    # backward pass:
+    # Decide which groups free their parameters after the forward pass, and gather them again for
+    # the backward pass:
     #
     #     option    | embedding | blocks                 | output
     #     "always"  | yes       | yes                    | yes
@@ -72,12 +71,12 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
         shard(group, reshard_after_forward=always_reshards)
     shard(model, reshard_after_forward=always_reshards)
 
-    # Of the output, prefetch only the projection. The final norm is small.
+    # The final norm may be a separate output group. It is small, so prefetch only the projection.
     _prefetch_groups([*embedding, *blocks, *output[-1:]])
     _sum_gradients(model, mesh)
     if run.job.parallelism.enable_fsdp_symmetric_memory:
         use_symmetric_memory(model, mesh.device_type)
-    # By default, free some buffers earlier than FSDP does, and leave out two all-gathers.
+    # By default, free some buffers earlier than FSDP does, and skip two all-gathers.
     memory_savers.apply_memory_savers(model, mesh, run)
 
 
@@ -100,8 +99,8 @@ def _sum_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
         if isinstance(module, FSDPModule):
             if mesh.size() > 1:
                 module.set_gradient_divide_factor(1.0)
-            # Without this line, torch would use PREMUL_SUM for the factor of 1. Gloo does not
-            # support PREMUL_SUM.
+            # Otherwise, torch would use PREMUL_SUM for the factor of 1, which gloo does not
+            # support.
             module.set_force_sum_reduction_for_comms(True)
 
 
@@ -143,8 +142,8 @@ def _group_modules(model: Llama, run: Run) -> tuple[ModuleGroups, ModuleGroups, 
     Modules that are in no group, such as tied embeddings, become part of the root FSDP module.
 
     Returns:
-        Groups of the embedding, of the blocks and of the output, each in forward order. All are
-        empty for a small model.
+        Lists of the embedding groups, block groups and output groups, each in forward order. All
+        are empty for a small model.
     """
     min_size = run.job.parallelism.fsdp_min_num_params
     if count_params([model]) < min_size:
@@ -161,7 +160,7 @@ def _group_modules(model: Llama, run: Run) -> tuple[ModuleGroups, ModuleGroups, 
 
 
 def _group_blocks(blocks: Iterable[nn.Module], min_size: int) -> ModuleGroups:
-    """Group consecutive blocks so that each group, except the last, has `min_size` parameters.
+    """Group consecutive blocks so that all groups but the last have at least `min_size` parameters.
 
     For example, blocks of 40 parameters with a `min_size` of 100 form groups of three.
     """
@@ -175,11 +174,12 @@ def _group_blocks(blocks: Iterable[nn.Module], min_size: int) -> ModuleGroups:
 
 
 def _should_reshard(blocks: ModuleGroups, mesh: DeviceMesh, run: Run) -> bool:
-    """Return whether FSDP frees the parameters of blocks between forward and backward pass.
+    """Return whether FSDP frees block parameters between the forward and the backward pass.
 
-    The result applies to jobs with `fsdp_reshard_after_forward` = "default". A single group stays
-    unsharded, because the backward pass starts with it. On a single rank, small blocks also stay
-    unsharded: freeing them saves little memory, and copying them again takes 1% of a step.
+    This applies to jobs with `fsdp_reshard_after_forward` = "default". If there is only one group,
+    it stays unsharded, because the backward pass starts with it. On a single rank, small blocks
+    also stay unsharded: freeing them saves little memory, and copying them again takes 1% of a
+    step.
     """
     num_params = sum(count_params(group) for group in blocks)
     is_small = num_params < 16 * run.job.parallelism.fsdp_min_num_params
@@ -209,8 +209,8 @@ def configure_microbatch(
     root = cast(FSDPModule, model)
     root.set_requires_gradient_sync(reduces_gradients)
 
-    # FSDP manages the output matrix in `model.output`, or else, such as with tied embeddings, in
-    # the root module.
+    # FSDP manages the output matrix in `model.output` or, for example with tied embeddings, in the
+    # root module.
     root.set_reshard_after_backward(frees_output_after_backward, recurse=False)
     if isinstance(model.output, FSDPModule):
         model.output.set_reshard_after_backward(frees_output_after_backward, recurse=False)

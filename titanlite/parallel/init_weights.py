@@ -1,8 +1,8 @@
 """Allocation and initialization of a sharded model.
 
-Invariant: Each rank draws the full tensor of each parameter from a generator seeded by (seed,
-parameter name) and keeps only its shard. The initial weights are therefore bitwise equal on any
-number of ranks and with any layout.
+Invariant: Each rank draws the full tensor of each parameter from a generator seeded by the run seed
+and the parameter name, and keeps only its shard. The initial weights are therefore bitwise equal on
+any number of ranks and with any layout.
 """
 
 from __future__ import annotations

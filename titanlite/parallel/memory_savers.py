@@ -1,15 +1,15 @@
-"""Reductions of peak GPU memory that plain FSDP2 and torch do not make.
+"""Memory savers, which reduce peak GPU memory further than plain FSDP2 and torch.
 
 `parallelism.memory_savers` selects them:
 
 - "none": plain FSDP2.
-- "safe", the default: savers without races that cannot make a step longer by construction, or by
-  at most 0.3% by estimate.
-- "all": also savers that make the GPU wait longer, which has not been measured on a real GPU.
+- "safe", the default: savers without races that cannot lengthen a step, by construction, or that
+  lengthen it by an estimated 0.3% at most.
+- "all": also savers that make the GPU wait longer. The wait has not been measured on a real GPU.
 
-No saver changes a value. The docstring of each saver states its gain, its hazard, and the test in
-tests/parallel/test_memory_savers.py that guards it. Gains are GiB of GPU memory of the compiled 8B
-model on 8 GPUs of the ghost GPU, with 2 sequences of 8,192 tokens per GPU;
+No saver changes a computed value. The docstring of each saver states its gain, its hazard, and the
+test in tests/parallel/test_memory_savers.py that guards it. Gains are GiB of GPU memory for the
+compiled 8B model on 8 GPUs, simulated by the ghost GPU, with 2 sequences of 8,192 tokens per GPU;
 docs/internals/memory_savers.md has the whole table.
 """
 
@@ -36,9 +36,9 @@ MIN_WORK_PER_OUTPUT_PARAM = 200_000
 """Smallest ratio (tokens of a microbatch * block parameters) / output parameters at which the GPU
 may wait for the reduction of the output gradient.
 
-From this ratio on, the wait takes at most 0.3% of a microbatch, if H100 GPUs reach 45% MFU and 370
-GB/s of NVLink bandwidth. For example, the 8B model waits 5 ms if a microbatch has more than 15,100
-tokens, which take 1.7 s.
+At this ratio or above, the wait takes at most 0.3% of a microbatch, assuming that H100 GPUs reach
+45% MFU and 370 GB/s of NVLink bandwidth. For example, the 8B model may wait 5 ms in microbatches of
+more than 15,100 tokens, which take 1.7 s.
 """
 
 
@@ -147,8 +147,8 @@ def separates_norm(blocks: ModuleGroups, output: nn.Module, mesh: DeviceMesh, ru
     backward pass of the last block.
 
     Gain: 1.33 GiB of reserved and 1.89 GiB of allocated memory, for 4 more kernel launches.
-    Hazard: The GPU waits until the gradient of the output projection is reduced, by estimate 5 ms
-    for the 8B model. So the norm is separate only if the wait is short or worth it.
+    Hazard: The GPU waits until the gradient of the output projection is reduced, an estimated 5 ms
+    for the 8B model. So the norm is separate only if the wait is short or `memory_savers` is "all".
     Tests: test_safe_savers_lower_the_peak_of_allocated_memory,
     test_safe_does_not_wait_for_the_output_in_short_microbatches
 
@@ -168,11 +168,10 @@ def separates_norm(blocks: ModuleGroups, output: nn.Module, mesh: DeviceMesh, ru
 
 
 def _is_wait_short(blocks: ModuleGroups, output: nn.Module, run: Run) -> bool:
-    """Return whether reducing the gradient of the output takes at most 0.3% of a microbatch.
+    """Estimate whether reducing the gradient of the output takes at most 0.3% of a microbatch.
 
-    This is an estimate. The time of a microbatch is proportional to the number of tokens times the
-    number of block parameters. The time of the reduction is proportional to the number of output
-    parameters.
+    The time of a microbatch is assumed to be proportional to the number of tokens times the number
+    of block parameters, and the time of the reduction to the number of output parameters.
     """
     num_block_params = sum(count_params(group) for group in blocks)
     microbatch_work = run.local_microbatch_tokens * num_block_params
@@ -187,7 +186,7 @@ def count_params(modules: Iterable[nn.Module]) -> int:
 def are_reductions_final(run: Run) -> bool:
     """Return whether FSDP2 uses the result of each reduce-scatter as the gradient, without a copy.
 
-    If FSDP2 casts, accumulates or offloads the result, it frees the result early: before the main
+    If FSDP2 instead casts, accumulates or offloads the result, it frees the result before the main
     stream has waited for the collective.
     """
     training = run.job.training
@@ -196,13 +195,13 @@ def are_reductions_final(run: Run) -> bool:
 
 
 def reduce_in_main_stream(model: Llama, mesh: DeviceMesh, run: Run) -> None:
-    """Let FSDP allocate reduced gradients in the memory of the main stream, which can use it again.
+    """Let FSDP allocate reduced gradients in the main stream, which can then reuse their memory.
 
     By default, FSDP2 allocates them in another stream, whose memory the main stream cannot reuse.
-    On a single rank, gradients are not reduced, so this leaves out the copy of each gradient.
+    On a single rank, where gradients are not reduced, this also skips copying each gradient.
 
     Gain: 3.75 GiB of reserved memory. No kernel launches.
-    Hazard: If FSDP2 freed a result early, its memory would be used again while the collective still
+    Hazard: If FSDP2 freed a result early, its memory would be reused while the collective still
     writes to it. So this does nothing unless `are_reductions_final` returns True.
     Tests: test_only_gradients_that_are_kept_are_allocated_in_the_main_stream,
     test_a_single_rank_does_not_copy_gradients_to_reduce_them
@@ -246,17 +245,17 @@ class _MainStreamReduceScatter:
 
 
 class _SingleRankReduceScatter:
-    """The reduce-scatter of FSDP2 on a single rank, where the result is the input.
+    """The reduce-scatter of FSDP2 on a single rank, where input and result are the same tensor.
 
-    FSDP2 copies the input to the result instead of calling this object. Copying a tensor to itself
-    does nothing.
+    FSDP2 then copies the input to the result instead of calling this object. Copying a tensor to
+    itself does nothing.
     """
 
     def __init__(self) -> None:
         self._input: Tensor | None = None
 
     def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the input. FSDP2 allocates the result next, which is the same tensor."""
+        """Allocate the input, or return the same tensor when FSDP2 allocates the result next."""
         if self._input is None:
             self._input = torch.empty(*size, dtype=dtype, device=device)
             return self._input
@@ -280,13 +279,13 @@ def gather_in_main_stream(model: Llama) -> None:
 
 
 def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Allocate the moments of torch's fused AdamW before the first step, to avoid fragmentation.
+    """Allocate the moments of the fused torch AdamW before the first step to avoid fragmentation.
 
     torch allocates them during the first step, between large activations, which leaves holes in GPU
     memory. Other optimizers are left unchanged.
 
     Gain: 0.02 GiB of reserved memory, 0.14 GiB in eager mode. No kernel launches.
-    Hazard: None, because torch allocates the same tensors in the first step otherwise.
+    Hazard: None, because torch would otherwise allocate the same tensors in the first step.
     Test: test_moments_exist_before_the_first_step
 
     Args:
@@ -303,7 +302,7 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def find_unneeded_matmul(block: nn.Module) -> int | None:
-    """Return the number of the last matmul of a block if its output need not be saved.
+    """Return the number of the last matmul of a block if its output does not need to be saved.
 
     Usually the output is only added to the residual stream. The backward pass of an addition reads
     no values, so activation checkpointing does not have to save the output.
@@ -314,7 +313,7 @@ def find_unneeded_matmul(block: nn.Module) -> int | None:
 
     Returns:
         Number of the matmul, counted from 1 in the order of the forward pass. None if the backward
-        pass would compute the last matmul again if its output was not saved.
+        pass would recompute the last matmul unless its output is saved.
     """
     if isinstance(block, TransformerBlock) and block.norm_after:
         return None  # the backward pass of the norm reads the output

@@ -34,9 +34,10 @@ class Mesh:
         pipeline: 1-D mesh of the pipeline ranks, or None if the degree is 1.
         data_rank: Index of the part of each global batch that this rank reads, from 0 to
             `data_degree` - 1.
-        data_group: Ranks that read different data and are equal in all other dimensions.
-        loss_group: Ranks whose parts of the loss add up to the loss: all ranks with the same tensor
-            coordinate.
+        data_group: Ranks that read different data and have the same coordinates in all other
+            dimensions.
+        loss_group: Ranks whose parts of the loss add up to the whole loss: all ranks with the same
+            tensor coordinate.
         stage_group: Ranks that hold parts of the same weights: all ranks with the same pipeline
             coordinate.
         groups: All process groups of this rank that training uses, without duplicates. Groups for
@@ -78,7 +79,7 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     shard_mesh = _build_shard_mesh(degrees, device_type)
 
     # `shard_mesh` only has groups of ranks along one dimension. Create the groups along several
-    # dimensions separately. Their ranks differ only in the named dimensions.
+    # dimensions separately. The ranks of a group differ only in the dimensions passed here.
     rank_grid = torch.arange(degrees.world).view(astuple(degrees))
     data_group = _create_group(rank_grid, REPLICATE, SHARD)
     loss_group = _create_group(rank_grid, PIPELINE, REPLICATE, SHARD, CONTEXT)
@@ -131,7 +132,7 @@ def _select_fsdp_dims(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _find_data_rank(rank_grid: torch.Tensor) -> int:
-    """Return which part of each global batch this rank reads: 0 for the first part, and so on.
+    """Return the index of the part of each global batch that this rank reads.
 
     Ranks with the same coordinates in both data parallel dimensions read the same part.
 
@@ -152,7 +153,7 @@ def _create_group(rank_grid: torch.Tensor, *dims: int) -> dist.ProcessGroup:
         rank_grid: Rank numbers, one dimension per parallel dimension.
         dims: Indices of the dimensions of `rank_grid` along which ranks of a group differ.
     """
-    # Move `dims` to the end, so that each row of the reshaped grid has the ranks of one group. For
+    # Move `dims` to the end, so that each row of the reshaped grid holds the ranks of a group. For
     # example, [[0, 1], [2, 3]] becomes [[0, 2], [1, 3]] for dimension 0.
     fixed_dims = [dim for dim in range(rank_grid.ndim) if dim not in dims]
     group_size = math.prod(rank_grid.shape[dim] for dim in dims)

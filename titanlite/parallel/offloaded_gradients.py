@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 class OffloadedGradients:
     """Accumulates the gradients of several microbatches on the CPU.
 
-    FSDP2 copies gradients to the CPU without blocking only if `parameter.grad` is empty. So this
-    class removes the gradients of each microbatch from the parameters, and adds them up itself.
+    FSDP2 copies gradients to the CPU without blocking only if `parameter.grad` is empty. This class
+    therefore takes the gradients of each microbatch from the parameters and adds them up.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Create empty sums for the gradients of parameters.
+        """Prepare to accumulate gradients, with no sums yet.
 
         Args:
             parameters: Sharded parameters on the CPU.

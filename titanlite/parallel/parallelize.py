@@ -1,7 +1,7 @@
-"""Applies all model transformations in the order in which they depend on each other.
+"""Apply all model transformations in the order in which they depend on each other.
 
-The order is FP8, tensor parallelism, context parallelism, activation checkpointing and compile,
-FSDP. docs/internals/architecture.md gives the reasons.
+The order is FP8, tensor parallelism, context parallelism, activation checkpointing and compilation,
+then FSDP. docs/internals/architecture.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def build_model(
         mesh: Layout of the ranks.
         device: Device of the shards. With the meta device, nothing is allocated.
         log: Function that logs a line.
-        has_float8: Whether the GPUs support the FP8 matmuls of the job. By default, detect it.
+        has_float8: Whether the GPUs support the FP8 matmuls of the job. By default, detect their
+            support.
     """
     training = run.job.training
     init_dtype = getattr(torch, training.init_dtype)
@@ -131,7 +132,7 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
     saves_unneeded_matmul = run.job.parallelism.memory_savers == "none"
     apply_activation_checkpointing(model, config, compiles_recomputation, saves_unneeded_matmul)
 
-    # Otherwise, compile them with the recomputation, so that the compiler optimizes both.
+    # Otherwise, compile the blocks with the recomputation, so that the compiler optimizes both.
     if compiles_recomputation:
         for block in model.layers.values():
             block.compile(**compile_options)
@@ -163,7 +164,7 @@ def inductor_options(mesh: Mesh, run: Run) -> dict[str, Any] | None:
         # Avoid NaN with rowwise scales: https://github.com/pytorch/pytorch/issues/150859
         "emulate_precision_casts": job.float8.recipe_name != "tensorwise",
         # Number of fused operations after which the compiler writes an intermediate result to
-        # memory. Emulated casts count as operations, so with the default of 30, it would write
-        # three values of SwiGLU, in fp32.
+        # memory. Emulated casts count as operations, so with the default of 30, the compiler would
+        # write three SwiGLU intermediates in fp32.
         "realize_opcount_threshold": 100,
     }

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 FORWARD_ACTIONS = ("FORWARD", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD")
-"""Names of the actions of a torch schedule that belong to a forward pass. torch 2.15 has all."""
+"""Names of the actions that belong to the forward pass of a torch schedule. torch 2.15 has all."""
 
 
 def local_stages(run: Run, mesh: Mesh) -> dict[int, range]:
-    """Return the pipeline stages of this rank as {stage number: indices of its blocks}.
+    """Return the block indices of each pipeline stage on this rank, by stage number.
 
     For example, with 8 blocks and an interleaved schedule, rank 0 of 2 has the stages
     {0: range(0, 2), 2: range(4, 6)}. Without a pipeline, stage 0 has all blocks.
@@ -49,8 +49,8 @@ def local_stages(run: Run, mesh: Mesh) -> dict[int, range]:
 def join_stages(stages: Sequence[Llama]) -> Llama:
     """Combine the stages of this rank into one module, for the optimizer and checkpoints.
 
-    The module shares the parameters of the stages, with the parameter names of the whole model. A
-    single stage is returned as it is. Do not call the forward pass of several joined stages.
+    The module shares the parameters of the stages, with the parameter names of the whole model. If
+    there is only one stage, return it unchanged. Do not run the forward pass of joined stages.
     """
     if len(stages) == 1:
         return stages[0]
@@ -68,10 +68,10 @@ def join_stages(stages: Sequence[Llama]) -> Llama:
 def build_schedule(
     run: Run, mesh: Mesh, stages: dict[int, Llama], device: torch.device, num_microbatches: int
 ) -> tuple[PipelineScheduleSingle | PipelineScheduleMulti, list[PipelineStage]]:
-    """Create the torch pipeline schedule of one optimizer step over this rank's stages.
+    """Create the torch pipeline schedule that runs this rank's stages in one optimizer step.
 
-    The input and output shapes of stages are declared, because torch would otherwise infer them
-    with a trial run that computes and communicates.
+    Declare the input and output shapes of the stages, because torch would otherwise infer them with
+    a trial run that computes and communicates.
 
     Args:
         run: The validated job and the number of ranks.

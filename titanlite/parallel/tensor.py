@@ -40,10 +40,10 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, gather_float8: bool) -
     Args:
         model: Model or pipeline stage on the meta device.
         mesh: 1-D mesh of the tensor parallel ranks.
-        gather_float8: Gather the inputs of FP8 layers, and their gradients, in FP8. Inputs that
-            layers in higher precision read are gathered in this precision.
+        gather_float8: Gather the inputs of FP8 layers, and their gradients, in FP8. An input that a
+            layer in higher precision also reads is gathered in that precision.
     """
-    # The architecture names the function that creates its plans, by default `block_plan`.
+    # The architecture names the function that creates its plans. The default is `block_plan`.
     create_plans = resolve(model.arch.tensor_parallel)
     for block in model.layers.values():
         for plan in create_plans(model.arch):
@@ -107,8 +107,8 @@ def block_plan(arch: Architecture) -> list[dict[str, ParallelStyle]]:
     if arch.qk_norm != "projection":
         return [plan]
 
-    # A norm over all heads needs whole tokens. An all-to-all shards along the sequence (dim 1)
-    # instead of along the heads (dim 2), and another one after the norm reverts this.
+    # A norm over all heads needs whole tokens. An all-to-all before the norm switches from sharding
+    # along the heads (dim 2) to the sequence (dim 1), and one after the norm switches back.
     plan["attention.wq"] = ColwiseParallel(use_local_output=False)
     plan["attention.wk"] = ColwiseParallel(use_local_output=False)
     plan["attention.q_norm"] = SequenceParallel()
@@ -126,7 +126,7 @@ class _Wait(torch.autograd.Function):
 
     Apply this to the output of the embedding. Its parallel style returns an AsyncCollectiveTensor.
     If torch 2.13 compiles a block with such an input, it traces an inner tensor that requires no
-    gradient, so the embedding would get none.
+    gradient, so the embedding would get no gradient.
     """
 
     @staticmethod
@@ -139,7 +139,7 @@ class _Wait(torch.autograd.Function):
 
 
 def _wait_for_output(_module: nn.Module, _inputs: Any, output: Tensor) -> Any:
-    """Wait for the collective that computes a module's output. This is a forward hook."""
+    """Wait for the collective that computes the output of a module. Use this as a forward hook."""
     return _Wait.apply(output)
 
 
