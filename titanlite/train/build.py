@@ -62,9 +62,9 @@ def standard_hooks(run: Run) -> list[Hook]:
 
 
 def _create_plugin_hooks(run: Run) -> list[Hook]:
-    """Create the plugin hooks in job.hooks.
+    """Create the plugin hooks that job.hooks lists.
 
-    A hook that sets no `name` gets the name under which it is registered.
+    A hook without a `name` gets the name under which it is registered.
     """
     hooks: list[Hook] = []
     for name in run.job.job.hooks:
@@ -75,10 +75,11 @@ def _create_plugin_hooks(run: Run) -> list[Hook]:
 
 
 def settle_compute_dtype(run: Run, device: torch.device) -> Run:
-    """Replace `training.mixed_precision_param = "auto"` by a concrete dtype, the same on all ranks.
+    """Replace `training.mixed_precision_param = "auto"` with the same concrete dtype on all ranks.
 
     A run that resumes keeps the dtype of its checkpoint. A new run uses the fastest dtype of the
-    device. Rank 0 chooses, because the CPUs of the nodes may differ. All ranks call this together.
+    device. Rank 0 chooses, because the CPUs of the nodes may differ. All ranks must call this
+    together.
 
     Returns:
         The run with the chosen dtype, or `run` itself if the job sets a dtype.
@@ -100,8 +101,8 @@ def describe_run(
 ) -> Iterator[str | Event]:
     """Yield the first lines of the log: model size, data, number of tokens, and precision.
 
-    On rank 0, also estimate the size of the data, and log warnings: about suspicious options, and
-    about data or a tokenizer that is too small to train a useful model.
+    On rank 0, also estimate the size of the data. Log a warning if options look suspicious, or if
+    the data or the tokenizer is too small to train a useful model.
     """
     yield _summarize_run(run, device, loader)
     yield describe_compute_dtype(run.job.training.mixed_precision_param, device)
@@ -138,7 +139,7 @@ def _summarize_run(run: Run, device: torch.device, loader: Loader) -> str:
 def _describe_data(run: Run, tokenizer: Tokenizer, loader: Loader) -> Iterator[Event]:
     """Yield a log event with the estimated size of each training source.
 
-    Also log warnings: about suspicious options, and about data or a tokenizer that is too small to
+    Also log a warning if options look suspicious, or if the data or the tokenizer is too small to
     train a useful model.
     """
     logger = logging.getLogger(LOGGER_NAME)
@@ -153,7 +154,7 @@ def _describe_data(run: Run, tokenizer: Tokenizer, loader: Loader) -> Iterator[E
 
 
 def describe_compute_dtype(dtype: str, device: torch.device) -> str:
-    """Return a log line with the compute dtype. For a CPU, add whether it supports bfloat16.
+    """Return a log line with the compute dtype and, for a CPU, whether it supports bfloat16.
 
     Args:
         dtype: "float32" or "bfloat16".

@@ -33,8 +33,8 @@ def explain_out_of_memory(
 ) -> OutOfMemory:
     """Convert an out-of-memory error to an error that explains how to make the run fit.
 
-    It contains the memory peak that `titanlite plan` predicts, the cheapest change of the job that
-    fits, and the command that resumes the run.
+    The message contains the memory peak that `titanlite plan` predicts, the cheapest change to the
+    job that makes it fit, and the command that resumes the run.
 
     Args:
         error: The original error.
@@ -55,9 +55,9 @@ def explain_out_of_memory(
 
 
 def _predict_memory(run: Run, argv: Sequence[str], device: torch.device) -> str:
-    """Return how `titanlite plan` explains the memory peak of a run, for the error message.
+    """Predict the memory peak of a run with `titanlite plan` and explain it for the error message.
 
-    If the plan fails, return the reason instead.
+    If the prediction fails, return the reason instead.
     """
     # Run the planner in a child process, because this process has no memory left.
     try:

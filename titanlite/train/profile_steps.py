@@ -25,20 +25,20 @@ def profile_steps(
 ) -> list[StepProfile]:
     """Profile a few training steps of a job, starting from randomly initialized weights.
 
-    The function first trains `warmup` steps, and then profiles `steps` steps on the job's data. It
-    creates and destroys the process groups, and writes no files except the profiles. All ranks call
-    it together, and all receive the result.
+    The function first trains `warmup` steps, and then profiles `steps` steps on the data of the
+    job. It creates and destroys the process groups, and writes no files except the profiles. All
+    ranks must call it together, and all receive the result.
 
     Args:
-        job: Job to profile. A JobConfig is validated first, a Run has already been validated.
-            `[profiling]` selects the ranks, and whether memory is profiled.
+        job: Job to profile. A JobConfig is validated first. A Run has already been validated.
+            `[profiling]` selects the ranks, and whether to profile memory.
         steps: Number of steps to profile.
         warmup: Number of steps to train before the profiled ones.
         out: Folder in which the folder `profile` is created. Defaults to job.dump_folder.
 
     Returns:
-        A profile of each rank in profiling.profiler_ranks. The last line of its table has the
-        seconds per step, the tokens per second of all ranks, and the peak memory, measured from
+        One profile for each rank in profiling.profiler_ranks. The last line of its table shows the
+        seconds per step, the tokens per second of all ranks, and the peak memory, all measured from
         step 2 on.
 
     Raises:

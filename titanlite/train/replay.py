@@ -1,8 +1,8 @@
-"""Recompute steps of a run from the checkpoint before them, for `titanlite replay`.
+"""Recompute steps of a run from an earlier checkpoint, for `titanlite replay`.
 
 Invariant: State, data and computation are the same as in the run, so on the same layout the metrics
-are bitwise equal. Steps that cannot be computed again are rejected. A replay changes no file of the
-run, which may continue meanwhile.
+are bitwise equal. Steps that cannot be reproduced are rejected. A replay changes no file of the
+run, which may continue in the meantime.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from titanlite.report.run_files import JsonObject, read_json_lines
 from titanlite.runtime.logging import EVENTS_FILE, Event, note
 from titanlite.train.trainer import Trainer
 
-# Section of a job -> its keys. True means all keys of the section.
+# Keys of a job, by section. True means all keys of the section.
 LEARNING_RATE_KEYS = {"optimizer": {"lr"}, "lr_scheduler": True, "training": {"steps"}}
 KEYS_WITHOUT_EFFECT = {
     "job": {"hooks"},
@@ -41,7 +41,7 @@ class Start(NamedTuple):
     Attributes:
         first_step: First step that was trained after the start.
         last_step: Step from which the next start resumed. `NO_LAST_STEP` for the newest start.
-        job: Job with which the run was started.
+        job: Job of the run at this start.
         hooks: Names of the plugin hooks that may have changed weights or gradients.
     """
 
@@ -54,8 +54,8 @@ class Start(NamedTuple):
 class History(NamedTuple):
     """The starts and rollbacks of a run that led to its current weights.
 
-    Steps that were trained again do not count. For example, if a run resumed from step 80, earlier
-    rollbacks after step 80 are left out.
+    Events that later training replaced are left out. For example, if a run resumed from step 80, an
+    earlier rollback at step 90 is left out.
 
     Attributes:
         starts: Starts in order.
@@ -67,7 +67,7 @@ class History(NamedTuple):
 
 
 def read_history(folder: Path) -> History:
-    """Read events.jsonl, and return the starts and rollbacks that led to the weights of a run.
+    """Read the starts and rollbacks that led to the current weights of a run from events.jsonl.
 
     Args:
         folder: Output folder of the run.
@@ -118,7 +118,7 @@ def _first_step(start_event: JsonObject) -> int:
 
 
 def check_history(history: History, job: JobConfig, loaded_step: int, step: int) -> None:
-    """Check that a replay from a checkpoint to `step` computes these steps as the run did.
+    """Check that a replay from a checkpoint up to `step` can reproduce the steps of the run.
 
     Args:
         history: Starts and rollbacks of the run.
@@ -127,8 +127,8 @@ def check_history(history: History, job: JobConfig, loaded_step: int, step: int)
         step: Last step to replay.
 
     Raises:
-        UserError: If the run rolled back between `loaded_step` and `step`, was trained with other
-            options, or had plugin hooks that may have changed weights or gradients.
+        UserError: If, between `loaded_step` and `step`, the run rolled back, used other options, or
+            had plugin hooks that may have changed weights or gradients.
     """
     prefix = f"--step {step}: the newest earlier checkpoint is of step {loaded_step}, and"
     if loaded_step == 0:
@@ -176,8 +176,8 @@ def check_history(history: History, job: JobConfig, loaded_step: int, step: int)
 def compare_computations(before: JobConfig, now: JobConfig, first: int, last: int) -> list[str]:
     """List the differences between two jobs that affect the results of a range of steps.
 
-    Options of the learning rate are ignored if both jobs have the same learning rate at each step
-    of the range.
+    Learning rate options are ignored if both jobs have the same learning rate at each step of the
+    range.
 
     Args:
         before: Job that trained the steps.
@@ -186,7 +186,7 @@ def compare_computations(before: JobConfig, now: JobConfig, first: int, last: in
         last: Last step of the range.
 
     Returns:
-        One line of text per option.
+        One line of text for each option that differs.
     """
     ignored_keys = KEYS_WITHOUT_EFFECT
     if _have_same_learning_rates(before, now, first, last):
@@ -263,13 +263,13 @@ class ReplayTrainer(Trainer):
             note(str(line))
 
     def warn(self, line: str) -> None:
-        """Discard warnings: they are about saved states of hooks, and a replay has few hooks."""
+        """Discard warnings, which are about the saved states of hooks that a replay leaves out."""
 
 
 def replay(run: Run, step: int) -> list[LoggedStep]:
-    """Recompute the steps of a run from its newest valid checkpoint before `step`, up to `step`.
+    """Recompute the steps of a run from its newest valid checkpoint before `step` up to `step`.
 
-    Use this to reproduce a loss spike, for example. All ranks call it together.
+    Use this to reproduce a loss spike, for example. All ranks must call it together.
 
     Args:
         run: Run to replay, with the number of ranks of the original run.
@@ -300,7 +300,7 @@ def replay(run: Run, step: int) -> list[LoggedStep]:
 
 
 def _adapt_job(job: JobConfig, step: int) -> JobConfig:
-    """Return the job of a replay, which logs each step and is not ended by skipped steps.
+    """Return the job of a replay, which logs every step and never stops because of skipped steps.
 
     A guard may have ended the run because too many steps were skipped. The replay must reach `step`
     even if it skips all steps.

@@ -17,7 +17,7 @@ from titanlite.runtime.world import gathered
 REQUEST_DELAY = {"cpu": 0, "cuda": 1}
 """Number of steps between submitting a request and receiving it on all ranks, by device type.
 
-When a run ends on a GPU, the request that was submitted last is dropped.
+When a run on a GPU ends, the last submitted request is dropped.
 """
 
 
@@ -25,7 +25,7 @@ class RequestExchange:
     """Exchanges requests for actions, such as a save, between all ranks.
 
     Ranks must agree on the actions after a step, because saves and validations use collectives. In
-    most steps, no rank has a request. To avoid another collective, the all-reduce of the gradient
+    most steps, no rank has a request. To avoid an extra collective, the all-reduce of the gradient
     norm also counts the ranks with a request. The ranks gather their requests only if this count is
     not 0.
 
@@ -58,9 +58,9 @@ class RequestExchange:
 
         Args:
             request: Request of this rank. In most steps it is empty.
-            num_requests: Number of ranks whose request is not empty, including this rank. A scalar
-                on the device, which the training step has all-reduced. If it is 0, `receive` does
-                not gather the requests. If None, `receive` always gathers them.
+            num_requests: Number of ranks, including this one, whose request is not empty. A scalar
+                on the device that the training step has all-reduced. If it is 0, `receive` does not
+                gather the requests. If it is None, `receive` always gathers them.
         """
         if num_requests is None:
             self._queue.append(_QueuedRequest(request))
@@ -77,9 +77,9 @@ class RequestExchange:
     def receive(self) -> Request:
         """Combine the requests that the ranks have submitted for a step, and return the result.
 
-        Calls return the requests in the order in which they were submitted. All ranks call this
-        together, and all receive the same result. The CPU waits for the step during which the
-        requests were submitted, because the all-reduce of that step counts them. On a GPU, this is
+        Calls return the requests in the order in which they were submitted. All ranks must call
+        this together, and all receive the same result. The CPU waits for the step during which the
+        requests were submitted, because the all-reduce in that step counts them. On a GPU, this is
         the step before the newest one, so the GPU has work during the wait.
         """
         queued = self._queue.popleft()
@@ -99,7 +99,7 @@ class _QueuedRequest(NamedTuple):
         request: Actions, such as a save, that this rank has requested from all ranks.
         count: CPU tensor with the number of ranks that requested an action. None if it is unknown,
             as before the first step.
-        copied: CUDA event at which the copy of `count` from the GPU is complete. None on a CPU.
+        copied: CUDA event that completes when `count` has been copied from the GPU. None on a CPU.
     """
 
     request: Request

@@ -3,8 +3,8 @@
 Invariant: Training and `titanlite plan`, which traces it with fake tensors, run the same code. If
 the loss or the gradient of a step is not finite, weights and optimizer state stay unchanged.
 
-By default, a step causes no host sync. It does with CPU offload, with an optimizer that cannot skip
-a step on the GPU (see `step_unless`), and while an async save copies the weights to pinned memory
+By default, a step causes no host sync. Exceptions are CPU offload, optimizers that cannot skip a
+step on the GPU (see `step_unless`), and async saves while they copy the weights to pinned memory
 (see `WaitForCopies`).
 """
 
@@ -40,7 +40,7 @@ class StepResult(NamedTuple):
             labels in the global batch.
         grad_norm: Norm of the whole gradient before clipping.
         num_valid_tokens: Number of valid labels in the global batch.
-        seconds: CPU time of each part of the step. The GPU may still be computing.
+        seconds: Elapsed CPU-side time of each part of the step. The GPU may still be computing.
         skipped: 1.0 if the weights were left unchanged, because the loss or gradient was not finite
             or a hook skipped the step. 0.0 otherwise. The same on all ranks.
         num_requests: Number of ranks that requested an action, such as a save.
@@ -61,7 +61,7 @@ class TrainStep:
     """Runs optimizer steps: forward and backward passes, gradient clipping, and the weight update.
 
     Call the object once per step. `titanlite plan` calls it with fake tensors to predict the memory
-    of a run.
+    use of a run.
 
     Attributes:
         model: This rank's part of the model.
@@ -80,7 +80,7 @@ class TrainStep:
         self.optimizer = self.new_optimizer()
 
     def new_optimizer(self) -> torch.optim.Optimizer:
-        """Create an optimizer for the model, as at the start of training.
+        """Create a new optimizer for the model, in its state before the first step.
 
         Call this to reset the optimizer when a checkpoint is loaded without optimizer state.
         """
@@ -107,8 +107,8 @@ class TrainStep:
     ) -> StepResult:
         """Run one optimizer step: compute gradients, clip them, and update the weights.
 
-        All ranks call this together. If the loss or the gradient norm is not finite, weights and
-        optimizer state keep their values. By default, the CPU does not wait for the GPU.
+        All ranks must call this together. If the loss or the gradient norm is not finite, weights
+        and optimizer state keep their values. By default, the CPU does not wait for the GPU.
 
         Args:
             microbatches: This rank's sequences of the global batch.
@@ -134,9 +134,9 @@ class TrainStep:
         with record_function("clipping"):
             sums = self._reduce_and_clip(loss, has_request)
 
-        # `skip` is 1 if the update is skipped: because the step is not finite, or because a hook
-        # sets it in place. Hooks keep this tensor, so it must not be replaced. The sum of norm and
-        # loss is finite only if both are, because inf - inf is NaN.
+        # `skip` becomes 1 if the norm or the loss is not finite, or if a hook sets it in place.
+        # Hooks keep this tensor, so never replace it. The sum of norm and loss is finite only if
+        # both are finite, because inf - inf is NaN.
         is_finite = (sums.grad_norm + sums.loss).isfinite()
         skip = (~is_finite).float()
         set_learning_rate(self.optimizer, lr)
@@ -166,7 +166,7 @@ class TrainStep:
     def _reduce_and_clip(self, loss: Tensor, has_request: bool) -> StepSums:
         """Clip the gradients to training.max_norm, and sum loss and requests over all ranks.
 
-        One all-reduce computes the gradient norm and both sums.
+        A single all-reduce computes the gradient norm and both sums.
 
         Args:
             loss: This rank's part of the loss.
@@ -190,7 +190,7 @@ class TrainStep:
     def precompute_scales(self) -> None:
         """Compute the FP8 scales of all weights in one pass, if the job enables it.
 
-        Call it whenever the weights have changed, because FSDP uses the scales in its next
+        Call this whenever the weights have changed, because FSDP uses the scales in its next
         all-gather.
         """
         precompute_scales(self.model, self._job.float8)

@@ -1,9 +1,9 @@
 """The trainer: builds a run on one rank and trains it step by step.
 
-Invariant: While a step runs on the GPU, the CPU launches the next one. In each step it waits only
-for the previous step, to read whether a rank has a request. It waits for all launched work when it
-logs, saves, validates, generates samples or compares replicas. The training loop has no branches on
-the layout.
+Invariant: While a step runs on the GPU, the CPU launches the next one. In each step, the CPU waits
+only for the previous step, to read whether any rank has a request. It waits for all launched work
+when it logs, saves, validates, generates samples or compares replicas. The training loop has no
+branches on the layout.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from titanlite.train.step import StepResult, TrainStep
 
 
 class Trainer:
-    """Trains a model on one rank. Every rank of a distributed run creates its own `Trainer`.
+    """Trains a model on one rank. Every rank of a distributed run creates a separate `Trainer`.
 
     Use it as a context manager, which closes files and stops background work at the end:
 
@@ -73,8 +73,8 @@ class Trainer:
         checkpointer: Saves and loads checkpoints. None if the run has no checkpoints.
         validator: Computes the validation loss. None if the run has no validation.
         records: Writes the metrics and the log. None without the standard hooks.
-        hooks: Guards, optional parts of the run, and plugins, in the order in which the trainer
-            calls them.
+        hooks: Guards, optional parts of the run, and plugin hooks, in the order in which the
+            trainer calls them.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class Trainer:
         """Build and parallelize the model, and resume from the newest checkpoint if there is one.
 
         Args:
-            job: Job to train. A JobConfig is validated first, a Run has already been validated.
+            job: Job to train. A JobConfig is validated first. A Run has already been validated.
             device: Device of this rank, if you have already entered `process_group`. By default,
-                the trainer enters it and uses its device.
+                the trainer enters `process_group` and uses its device.
             hooks: Additional hooks, called after the standard hooks.
-            standard: Whether to use the standard hooks, such as the guards. If False, nothing is
-                logged, saved or resumed either.
+            standard: Whether to use the standard hooks, such as the guards. If False, there are no
+                log files, validation or checkpoints either.
 
         Raises:
             UserError: If the job is invalid, or the data, tokenizer or checkpoint cannot be used.
@@ -107,7 +107,7 @@ class Trainer:
         self.checkpointer: Checkpointer | None = None
         self.validator: Validator | None = None
         self._resources = ExitStack()  # closed in reverse order by `close`
-        self._locks = ExitStack()  # of the folders of the run, released after all resources
+        self._locks = ExitStack()  # locks on the folders of the run, released after all resources
         try:
             run = job if isinstance(job, Run) else check_run(job, read_world_size())
             check_memory(run)
@@ -178,7 +178,7 @@ class Trainer:
     def _open_outputs(self) -> None:
         """Lock the output folder, open the log files, and create the hang report and stop signals.
 
-        All ranks call this together, because they communicate to lock the output folder.
+        All ranks must call this together, because they communicate to lock the output folder.
         """
         setup_logging(self.rank, None)
         self.hang_report = HangReport(self)  # first, so that it covers the rest of the build
@@ -199,7 +199,7 @@ class Trainer:
         hooks.extend(extra_hooks)
 
         check_hook_names(hooks)
-        # Hooks are closed before the files that they use, because the order of closing is reversed.
+        # Resources close in reverse order, so hooks are closed before the files that they use.
         for hook in hooks:
             self._resources.callback(hook.close)
         # The hang report precedes the other hooks, so that it covers them. Its `close` has already
@@ -260,7 +260,7 @@ class Trainer:
     def _train(self) -> None:
         """Run the training loop, save the last step, and end all hooks.
 
-        Unlike `train`, do not call `Hook.failed` if an exception is raised.
+        Unlike `train`, this does not call `Hook.failed` if an exception is raised.
         """
         first_step = self.steps_done
         if first_step >= self.job.training.steps:
@@ -290,7 +290,8 @@ class Trainer:
         requested.
 
         Returns:
-            Why the loop has ended, with the actions that were requested after the last step.
+            Why the loop ended, and the actions requested after the last step, which are not taken
+            yet.
         """
         exchange = RequestExchange(self.mesh.world_group, self.device)
         end = self._find_end_before_first_step(exchange)
@@ -316,10 +317,10 @@ class Trainer:
         exchange.submit(request, self._num_requests)  # `step` has counted the ranks with a request
 
     def _find_end_before_first_step(self, exchange: RequestExchange) -> _LoopEnd | None:
-        """Return why training ends before its first step, or None if it does not.
+        """Return why training ends before its first step, or None if it can start.
 
-        It ends if all steps are done, if a hook has requested it, or if a rank has received a stop
-        signal. All ranks call this together.
+        Training ends if all steps are done, if a rank has received a stop signal, or if a rank
+        cannot read its data. All ranks must call this together.
 
         Args:
             exchange: New exchange, through which the ranks report data errors and signals.
@@ -339,8 +340,8 @@ class Trainer:
                 counts the ranks with a request.
 
         Returns:
-            The metrics if this step is logged (metrics.log_freq), which synchronizes with the GPU.
-            Otherwise None.
+            The metrics if this step is logged (metrics.log_freq), or None. Logging synchronizes
+            with the GPU.
 
         Raises:
             OutOfData: If there is no further batch (dataset.max_epochs). All ranks raise it at the
@@ -432,13 +433,13 @@ class Trainer:
     def _save_if_due(self, request: Request) -> None:
         """Save the completed step if a rank has requested it or the checkpointer requires it.
 
-        The checkpointer requires it after a rollback, for example.
+        The checkpointer requires a save after a rollback, for example.
 
         Args:
             request: Combined requests of all ranks.
         """
         if request.save and self.stop_signals is not None:
-            # The save also serves a signal that has arrived since this rank submitted its request.
+            # The save also serves signals that have arrived since this rank submitted its request.
             self.stop_signals.clear_save_request()
         is_due = self.checkpointer is not None and self.checkpointer.is_due(self.steps_done)
         if request.save or is_due:
@@ -482,14 +483,14 @@ class Trainer:
 
     @property
     def stop_signal(self) -> int:
-        """Number of the last signal that stops this rank, for example 15 for SIGTERM. 0 if none."""
+        """Number of the last signal that stops this rank, such as 15 for SIGTERM, or 0 if none."""
         return 0 if self.stop_signals is None else self.stop_signals.stop_signal
 
     def report_progress(self) -> None:
-        """Report that this rank is alive. Call it every few seconds during long work between steps.
+        """Report that this rank is alive.
 
-        If you do not call it and the work takes most of the timeout of collectives, `HangReport`
-        reports that this rank hangs.
+        Call this every few seconds during long work between steps. Otherwise, if the work takes
+        most of the timeout of collectives, `HangReport` reports that this rank hangs.
         """
         if self.hang_report is not None:
             self.hang_report.restart()
@@ -509,8 +510,8 @@ class Trainer:
     def evaluation_mode(self) -> Iterator[None]:
         """Use the evaluation weights of a schedule-free optimizer during the `with` block.
 
-        Schedule-free optimizers keep two versions of the weights: one to train, and one to evaluate
-        and save. With any other optimizer, this context manager does nothing.
+        Schedule-free optimizers keep two versions of the weights: one for training, and one for
+        evaluating and saving. With any other optimizer, this context manager does nothing.
         """
         if not has_modes(self.optimizer):
             yield
@@ -527,7 +528,7 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Return the training state that is not a tensor, for the manifest of a checkpoint.
 
-        All ranks must call it together.
+        All ranks must call this together.
 
         Returns:
             A small JSON value, the same on all ranks: "step", "tokens" (trained so far), "data"
@@ -545,9 +546,9 @@ class Trainer:
         """Restore the state that `state_dict` returned, when a run resumes.
 
         Args:
-            state: State from the checkpoint. If checkpoint.exclude_from_loading has removed its key
-                "data", the data starts from the beginning. Without "hooks", the hooks start without
-                state.
+            state: State from the checkpoint, possibly without the keys that
+                checkpoint.exclude_from_loading names. Without "data", the data starts from the
+                beginning. Without "hooks", the hooks start without state.
         """
         self.steps_done = state["step"]
         self.resumed = True
@@ -571,16 +572,16 @@ class Trainer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # After an error on one rank, the others may wait in another collective, so closing could
-        # hang.
+        # After an error on this rank, other ranks may wait in a different collective, so closing
+        # could hang.
         if error is None or (dist.is_initialized() and dist.get_world_size() == 1):
             self.close()
 
     def _collect_request(self, step: int) -> Request:
         """Collect the actions, such as a save, that this rank requests to take after `step`.
 
-        Call this once for each step, before the step is trained. It consumes a received SIGUSR2
-        (save).
+        Call this once for each step, before the step is trained. The call consumes a received
+        SIGUSR2, which requests a save.
         """
         if step > self.job.training.steps:
             return Request()  # the run ends before this step
@@ -603,8 +604,8 @@ class Trainer:
         """Wait until this rank has read the data up to `step`, or up to the last step of the run.
 
         Returns:
-            The first exception that reading the data has raised, such as `OutOfData`, or None. A
-            stop signal during the wait gives `Interrupted`.
+            The first exception raised while reading the data, such as `OutOfData`, or None. If a
+            stop signal arrives during the wait, an `Interrupted` exception.
         """
         last_step = min(step, self.job.training.steps)
         num_steps = max(0, last_step - self.steps_done)
@@ -614,7 +615,7 @@ class Trainer:
     def _find_end(self, request: Request) -> _LoopEnd | None:
         """Return why training ends now, or None if it continues.
 
-        All ranks call this together, and all get the same result.
+        All ranks must call this together, and all get the same result.
 
         Args:
             request: Combined requests of all ranks after the step that has just been completed.
@@ -648,7 +649,7 @@ class Trainer:
     def _gather_data_error(self) -> Exception | None:
         """Return the error of the first rank that cannot read its data for the next step, or None.
 
-        All ranks call this together.
+        All ranks must call this together.
         """
         data_errors = gathered(self._wait_for_data(self.steps_done + 1), self.mesh.world_group)
         return next((error for error in data_errors if error is not None), None)
@@ -656,18 +657,21 @@ class Trainer:
     def _reduce_losses(self, loss: Tensor, local_tokens: int) -> Tensor:
         """Compute the mean loss of the global batch, and the highest mean loss of a data rank.
 
-        All ranks call this together. The result is a tensor of shape (2,) on the device.
+        All ranks must call this together.
 
         Args:
             loss: This rank's part of the loss: the sum over its tokens, divided by the number of
                 valid tokens in the global batch.
             local_tokens: Number of valid labels in this rank's sequences.
+
+        Returns:
+            Both losses, shape (2,), on the device.
         """
         loss_parts, num_tokens = self._sum_losses_by_data_rank(loss, local_tokens)
         global_loss = loss_parts.sum()
 
-        # A part of the loss was divided by the tokens of the global batch. Undo this division, and
-        # divide by the tokens of the data rank, which may have none.
+        # Each part was divided by the number of tokens in the global batch. Undo this division, and
+        # divide by the number of tokens of the data rank, which may be 0.
         loss_sums = loss_parts * num_tokens.sum()
         mean_losses = loss_sums / num_tokens.clamp(min=1.0)
         return torch.stack([global_loss, mean_losses.max()])
@@ -683,8 +687,8 @@ class Trainer:
             local_tokens: Number of valid labels in this rank's sequences.
 
         Returns:
-            Shape (2, number of data-parallel ranks), float64, on the device. The rows are the
-            losses and the numbers of tokens.
+            Losses and numbers of tokens, shape (2, number of data-parallel ranks), float64, on the
+            device.
         """
         sums = torch.zeros(2, self.mesh.data_degree, dtype=torch.float64, device=self.device)
         sums[0, self.mesh.data_rank] = loss
@@ -698,21 +702,21 @@ class Trainer:
     def _choose_final_actions(self, end: _LoopEnd, has_trained: bool) -> Request:
         """Return the actions to take after the last step: usually a save and a validation.
 
-        Other actions are taken as requested.
+        Requests for other actions are kept.
 
         Args:
-            end: Why the training loop has ended.
+            end: Why the training loop ended.
             has_trained: Whether any step was trained since this process started.
         """
         request = end.request
         has_data_error = end.data_error is not None
         has_stop_signal = request.stop != 0
 
-        # If the data of the first step could not be read, there is nothing to save.
+        # If this process could not read the data of its first step, there is nothing to save.
         should_save = has_trained or not has_data_error
 
-        # Validate new weights. But after a signal or an error, the run has to end soon, so validate
-        # only if it was requested.
+        # Validate new weights. After a signal or an error, however, the run has to end soon, so
+        # validate only if a validation was requested.
         is_interrupted = has_data_error or has_stop_signal
         should_validate = request.validate or (has_trained and not is_interrupted)
         return request._replace(save=should_save, validate=should_validate, last=end.has_finished)
@@ -742,7 +746,7 @@ class Trainer:
         """Call `Hook.ended` of all hooks, and wait for the last save.
 
         Returns:
-            All errors with which the run ends. The first one is the error to raise.
+            All errors at the end of the run. The caller raises the first one.
         """
         stopped = ""
         if end.request.stop != 0:
@@ -761,11 +765,12 @@ class Trainer:
         """Create the error that ends a run after a stop signal.
 
         Args:
-            stopped: Description of the signal, to which the message adds whether the run was saved.
+            stopped: Start of the message, such as "Stopped by SIGTERM after step 12". The message
+                also says whether the run was saved.
             signal_number: Number of the signal.
 
         Returns:
-            `StoppedBySignal` if the run has saved a checkpoint, `StoppedUnsaved` if
+            `StoppedBySignal` if the run has saved a checkpoint, or `StoppedUnsaved` if
             checkpoint.enable is false.
         """
         if self.job.checkpoint.enable:
@@ -775,12 +780,12 @@ class Trainer:
 
 
 class _LoopEnd(NamedTuple):
-    """Why the training loop has ended.
+    """Why the training loop ended.
 
     Attributes:
         request: Combined requests of all ranks after the last step.
-        has_finished: Whether the run needs no resume: it has completed all steps, its data has
-            ended, or a hook has requested to finish it.
+        has_finished: Whether there is nothing to resume, because the run has completed all steps,
+            its data has ended, or a hook has requested to finish it.
         data_error: Error of the first rank that cannot read its data, or None.
     """
 
@@ -806,7 +811,7 @@ def _read_numbers(hook: Hook, step: int) -> Mapping[str, Any]:
 
 
 def _explain_exit_call(error: SystemExit) -> RuntimeError:
-    """Return the error with which a run ends if a plugin calls `sys.exit` during training."""
+    """Create the error that ends a run if a plugin calls `sys.exit` during training."""
     return RuntimeError(
         f"sys.exit({error.code!r}) was called during training. "
         'To end a run early, return Request(finish="reason") from Hook.wants.'
@@ -821,7 +826,7 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
 
     Args:
         run: Validated job.
-        argv: Command line of the run, for the command that resumes it.
+        argv: Command line of the run, which errors show as the command that resumes it.
 
     Raises:
         UserError: If the run ends for a reason that the user can correct. Its `exit_code` is the
@@ -842,7 +847,7 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
                 raise explain_out_of_memory(error, run, argv, device, when) from None
 
             if trainer is not None and isinstance(error, GuardError):
-                # A guard stops all ranks together, so they can complete the save in progress. After
+                # A guard stops all ranks together, so they can complete a save in progress. After
                 # other errors, closing could hang, because other ranks may wait in a collective.
                 trainer.close()
             would_fail_again = trainer is None and isinstance(error, UserError)
