@@ -1,1 +1,1 @@
-"""Prove that a small version of a job computes what it should, for `titanlite prove`."""
+"""Prove that a small version of a job computes correct results, for `titanlite prove`."""

@@ -14,18 +14,20 @@ from titanlite.prove.record import NamedTensors
 
 EPS32 = torch.finfo(torch.float32).eps
 ERROR_FACTOR = 4
-"""A layout may be this many times less accurate than one process in the same precision."""
+"""Allowed error of a run on several ranks, as a multiple of the error of one process in the same
+precision."""
 FLOOR_ROUNDINGS = 32
-"""Relative error, in roundings of fp32, that is always allowed in a sum or a gradient."""
+"""Relative error, as a multiple of EPS32, that is always allowed in a sum or a gradient."""
 LOSS_ROUNDING = 1 / 64
-"""Relative error of the loss, in roundings of the computation, that is always allowed."""
+"""Relative error of the loss, as a multiple of the machine epsilon of the compute dtype, that is
+always allowed."""
 UPDATE_ROUNDINGS = 64
-"""Relative error, in roundings of fp32, that is allowed in an optimizer update or its state."""
+"""Relative error, as a multiple of EPS32, that is allowed in an optimizer update or its state."""
 SMALL_GRADIENT = 1e-3
-"""Gradients whose norm is a smaller fraction of the whole norm are compared with this fraction."""
+"""Errors are divided by at least this fraction of the root mean square of all gradients."""
 CAPS = {"float32": 1e-4, "bfloat16": 0.05, "float8": 0.2}
 """Largest relative error of one process that widens a tolerance, by precision of the computation.
-A mistake that one process shares with the layout would otherwise hide itself."""
+Without this limit, a mistake that one process shares with the layout would go unnoticed."""
 
 
 class Check(NamedTuple):
@@ -38,9 +40,9 @@ class Check(NamedTuple):
         name: Kind of comparison, such as "gradient".
         step: Number of the training step, or 0 for the state before the first step.
         subject: Name of the compared parameter or rank, such as "rank 3".
-        error: Measured error, or the fraction of different elements in a bitwise comparison.
+        error: Measured error. In a bitwise comparison, the fraction of elements that differ.
         tolerance: Largest allowed error. 0 in a bitwise comparison.
-        hint: Likely cause of a failure for the user to read, or "".
+        hint: Likely cause of a failure, as text for the user, or "".
     """
 
     name: str
@@ -141,9 +143,9 @@ def total_norm(tensors: Iterable[Tensor]) -> float:
 def gradient_tolerance(run: Run, error_of_one_rank: float) -> float:
     """Return the largest relative error that a gradient of a run on several ranks may have.
 
-    It is four times the error that a single rank makes in the same precision, plus a small constant
-    for rounding in fp32. The error of the single rank is capped, so that a mistake that it shares
-    with the run does not go unnoticed.
+    The tolerance is four times the error that a single rank makes in the same precision, plus a
+    small constant for rounding in fp32. The error of the single rank is capped, so that a mistake
+    that it shares with the run does not go unnoticed.
 
     Args:
         run: The run, which determines the precision.
@@ -156,8 +158,8 @@ def gradient_tolerance(run: Run, error_of_one_rank: float) -> float:
 def loss_tolerance(run: Run, error_of_one_rank: float) -> float:
     """Return the largest relative error that the loss of a run on several ranks may have.
 
-    It is the tolerance of a gradient plus 1/64 of a rounding step of the compute dtype. The loss is
-    a single number, so the error on one rank can be zero by chance.
+    The tolerance is `gradient_tolerance` plus 1/64 of the machine epsilon of the compute dtype. The
+    loss is a single number, so the error on one rank can be zero by chance.
 
     Args:
         run: The run, which determines the precision.
@@ -207,8 +209,9 @@ def compare_gradients(
 def _minimum_norms(gradients: NamedTensors) -> dict[str, float]:
     """Return the smallest norm by which a gradient error is divided, by parameter name.
 
-    Relative to a gradient that is nearly zero, any rounding error is large. Such a gradient
-    therefore counts as if its elements were 0.1% of the root mean square of all gradients.
+    Relative to a gradient that is nearly zero, any rounding error is large. For such a gradient,
+    use the norm that it would have if its elements were 0.1% of the root mean square of all
+    gradients.
     """
     minimum_total = SMALL_GRADIENT * total_norm(gradients.values())
     num_elements = sum(gradient.numel() for gradient in gradients.values())

@@ -1,4 +1,4 @@
-"""Find what a failed comparison points to."""
+"""Find the likely cause of a failed comparison."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from titanlite.prove.record import NamedTensors
 
 RATIO_TOLERANCE = 1e-3
 FIT_TOLERANCE = 0.1
-"""Largest part of a difference that an explanation may leave unexplained."""
+"""Largest fraction of a difference that an explanation may leave unexplained."""
 MISSING_WEIGHT = 0.01
-"""A sequence with a smaller weight in a gradient counts as missing. The correct weight is 1."""
+"""Weight below which a sequence counts as missing from a gradient. The correct weight is 1."""
 MAX_NAMES = 3
 
 
 def coordinates(run: Run, rank: int) -> dict[str, int]:
-    """Convert the number of a rank to its index along each parallel dimension.
+    """Return the index of a rank along each parallel dimension.
 
     Returns:
         Indices along "pipeline", "replicate", "shard", "context" and "tensor". The additional key
-        "data" is the index of the part of the global batch that the rank reads.
+        "data" has the index of the part of the global batch that the rank reads.
     """
     sizes = asdict(run.degrees)
     indices = np.unravel_index(rank, list(sizes.values()))
@@ -38,9 +38,9 @@ def coordinates(run: Run, rank: int) -> dict[str, int]:
 
 
 def explain_ratio(ratio: float, run: Run) -> str:
-    """Explain by which parallel degree a value is wrong, for the message of a failed check.
+    """Describe the factor by which a value is wrong, for the message of a failed check.
 
-    For example, "2 times the expected value = the data-parallel degree", or "0.7071 times the
+    Examples are "2 times the expected value = the data-parallel degree" and "0.7071 times the
     expected value = 1 / the square root of the number of replicas".
 
     Args:
@@ -48,8 +48,8 @@ def explain_ratio(ratio: float, run: Run) -> str:
         run: The run, whose parallel degrees may explain the error.
 
     Returns:
-        The explanation. If no degree fits, only the ratio, such as "2 times the expected value". If
-        the ratio is 1, "".
+        The description, or "" if the ratio is 1. If no degree fits, the description has only the
+        ratio, such as "2 times the expected value".
     """
     if not math.isfinite(ratio) or ratio <= 0:
         return "the value is not a positive number"
@@ -67,10 +67,10 @@ def explain_ratio(ratio: float, run: Run) -> str:
 
 
 def _name_factor(factor: float, run: Run) -> str:
-    """Describe a factor by the parallel degree that equals it, such as "the number of replicas".
+    """Name the parallel degree that equals a factor, such as "the number of replicas".
 
-    If no degree equals it, compare their square roots ("the square root of the number of
-    replicas"). Return "" if none fits.
+    If none does, try the square root of each degree ("the square root of the number of replicas").
+    If none fits, return "".
     """
     degrees = _describe_degrees(run).items()
     equal = [name for name, degree in degrees if abs(factor / degree - 1) < RATIO_TOLERANCE]
@@ -86,8 +86,8 @@ def _name_factor(factor: float, run: Run) -> str:
 def _describe_degrees(run: Run) -> dict[str, int]:
     """Return the factors by which a wrong result may be scaled, by description.
 
-    These are the parallel degrees and the numbers of ranks and microbatches. For example, a result
-    is too large by the number of ranks if the ranks add their values instead of averaging them.
+    They are the parallel degrees and the numbers of ranks and microbatches. For example, ranks that
+    add their values instead of averaging them scale the result by the number of ranks.
     """
     degrees = run.degrees
     return {
@@ -188,7 +188,7 @@ def explain_gradient(
 ) -> str:
     """Explain wrong gradients, for the message of a failed check.
 
-    The text names the parameters that differ and the cause, which can be a factor, missing
+    The explanation names the parameters that differ and the cause, which can be a factor, missing
     sequences, or a mistake in the model. For example, "all parameters differ: the sliding window is
     ignored".
 
@@ -218,7 +218,7 @@ def explain_gradient(
 
 
 def _concatenate(tensors: NamedTensors, names: Sequence[str]) -> Tensor:
-    """Concatenate all elements of the tensors called `names` in one vector, in float64."""
+    """Concatenate all elements of the tensors called `names` into one float64 vector."""
     return torch.cat([tensors[name].double().flatten() for name in names])
 
 
@@ -231,8 +231,8 @@ def _find_cause(
 ) -> str:
     """Find the mistake that explains why a gradient is wrong, and describe it.
 
-    To find it, make each typical mistake on purpose, and compare the resulting gradient with the
-    wrong one. If none explains it, list the features of the job that may cause the error.
+    Make each typical mistake on purpose, and compare the resulting gradient with the wrong one. If
+    none matches, list the features of the job that may cause the error.
 
     Args:
         run: The tested run on several ranks.
@@ -265,7 +265,7 @@ def _find_cause(
 def _fit_sequences(
     wrong: Tensor, sequences: NamedTensors, compute_gradient: Callable[..., Tensor]
 ) -> tuple[list[float], Tensor]:
-    """Fit a wrong gradient by a weighted sum of the gradients of the single sequences.
+    """Approximate a wrong gradient by a weighted sum of the gradients of individual sequences.
 
     Args:
         wrong: Gradient of the tested run, shape (elements,).
@@ -273,8 +273,8 @@ def _fit_sequences(
         compute_gradient: Computes the expected gradient of the sequences in the slice `indices`.
 
     Returns:
-        The weight of each sequence, which is 1 in a correct gradient and 0 if the sequence does not
-        contribute, and the weighted sum.
+        The weight of each sequence, and the weighted sum of the gradients. In a correct gradient,
+        all weights are 1. A sequence that does not contribute has weight 0.
     """
     num_sequences = len(sequences["labels"])
     gradients = [compute_gradient(sequences, indices=slice(i, i + 1)) for i in range(num_sequences)]
@@ -284,12 +284,12 @@ def _fit_sequences(
 
 
 class TypicalMistake(NamedTuple):
-    """A typical mistake in training code, and how to make it on purpose.
+    """A typical mistake in training code, and how to reproduce it.
 
     Attributes:
         description: The mistake, for example "the sliding window is ignored".
-        sequences: The global batch to train on, which the mistake may have changed.
-        options: Keyword arguments of `ReferenceTrainer.compute_gradients`.
+        sequences: The global batch, as changed by the mistake.
+        options: Keyword arguments of `ReferenceTrainer.compute_gradients` that make the mistake.
     """
 
     description: str
@@ -298,7 +298,7 @@ class TypicalMistake(NamedTuple):
 
 
 def _imitate_mistakes(run: Run, sequences: NamedTensors) -> Iterator[TypicalMistake]:
-    """Yield the typical mistakes, such as wrong positions, that are possible in a job.
+    """Yield the typical mistakes, such as wrong positions, that can occur in a run.
 
     Args:
         run: The tested run on several ranks.
@@ -327,7 +327,7 @@ def _imitate_mistakes(run: Run, sequences: NamedTensors) -> Iterator[TypicalMist
 
 
 def _list_suspects(run: Run) -> str:
-    """List the features of the job that may cause an unexplained error in the forward pass.
+    """Return a hint with the features of the job that may cause an unexplained error.
 
     For example, "look at tensor parallelism, the compiled blocks".
     """
@@ -347,8 +347,8 @@ def _list_suspects(run: Run) -> str:
 def _describe_contributions(run: Run, weights: Sequence[float]) -> str:
     """Describe a wrong gradient that is a weighted sum of the gradients of the sequences.
 
-    The correct weight of each sequence is 1. Name the sequences with a weight of about 0, which are
-    missing from the gradient. If none is missing, list all weights.
+    The correct weight of each sequence is 1. Name the sequences that are missing from the gradient,
+    which have a weight of about 0. If none is missing, list all weights.
 
     Args:
         run: The tested run on several ranks.

@@ -1,10 +1,10 @@
 """Run a small job in its layout, run the reference, and compare them at every step.
 
-Each step of the layout is compared separately. The reference starts a step from the weights and the
-optimizer state that the layout had before it, and computes the gradient at these weights and the
-update for the gradient of the layout. The errors of several steps therefore never add up, and the
-first failed comparison shows where the mistake is: data, loss, gradient, norm, update or state. As
-the initial weights are bitwise equal, all steps together prove the run.
+Each step is compared separately. The reference starts every step from the weights and the optimizer
+state that the tested run had before this step. It computes the gradient at these weights, and the
+update that follows from the gradient of the tested run. The errors of several steps therefore never
+add up, and the first failed comparison shows where the mistake is: data, loss, gradient, norm,
+update or state. Because the initial weights are bitwise equal, all steps together prove the run.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class Proof(NamedTuple):
         run: The small run that was trained, with its compute dtype.
         checks: All comparisons, in the order of the computation.
         device: Name of the GPU or CPU, such as "NVIDIA H100".
-        optimizer_reference: Description of the expected optimizer updates.
+        optimizer_reference: What the updates were compared with, such as "plain formulas in
+            float64".
         commit: Git commit of titanlite, or "" if unknown.
         not_kept: Properties of the original job that the proof does not cover, one sentence each.
     """
@@ -100,7 +101,7 @@ class RecordedRun(NamedTuple):
     """The tested run, after all ranks have trained it and recorded each step in files.
 
     Attributes:
-        run: The run, with the options that it used instead of "auto".
+        run: The run, in which each option "auto" is replaced by the value that was used.
         folder: Temporary folder with the record files of all ranks.
         device_name: Name of the GPU of rank 0, such as "NVIDIA H100", or "CPU".
     """
@@ -115,10 +116,10 @@ class TestedStep:
     """Records of all ranks for one training step, and the unsharded tensors of this step.
 
     Attributes:
-        ranks: Record of each rank, in order of the rank number.
+        ranks: Record of each rank, indexed by rank.
         gradients: Unsharded gradients before clipping, by parameter name.
-        state: Unsharded weights, optimizer state and hook tensors after the step, by checkpoint
-            name.
+        state: Unsharded weights, optimizer state and hook tensors after the step, by their names in
+            a checkpoint.
         unscaled_state: The initial state, before `Recorder.amplify_weights` scaled the matrices.
             Empty except in the record before the first step.
     """
@@ -184,11 +185,11 @@ def _combine_records(records: list[StepRecord]) -> TestedStep:
 
 
 class StepRepeater(Recorder):
-    """Hook that repeats each step of the tested run on one rank, and records the repeated steps.
+    """Hook that repeats and records each step of the tested run on one rank.
 
     Before each step, the hook copies the weights of the tested run into the model. After the
-    backward pass, it records the gradients, and then replaces them with the gradients of the tested
-    run. Both runs should therefore compute the same optimizer update.
+    backward pass, it records the gradients and replaces them with the gradients of the tested run.
+    Both runs should therefore compute the same optimizer update.
 
     Args:
         tested_steps: Records of the tested run, by step number.
@@ -199,7 +200,7 @@ class StepRepeater(Recorder):
         self._tested_steps = tested_steps
 
     def before_step(self, step: int) -> None:
-        """Copy the weights that the tested run on several ranks had before this step."""
+        """Copy the weights that the tested run had before this step into the model."""
         super().before_step(step)
         weights = self._tested_steps[step - 1].weights
         with torch.no_grad():
@@ -263,12 +264,12 @@ def prove(run: Run, out: Path) -> Proof | None:
 def _train_on_all_ranks(run: Run, out: Path, stack: ExitStack) -> RecordedRun | None:
     """Train a run, resume it from its checkpoint, and record each step in files.
 
-    All ranks must call this together. It opens a process group for them and closes it again.
+    All ranks must call this together, before they have a process group.
 
     Args:
         run: The run to train.
         out: Existing folder that all ranks share.
-        stack: Stack of contexts. When it is closed, rank 0 deletes the record files.
+        stack: Exit stack. When it is closed, rank 0 deletes the record files.
 
     Returns:
         The recorded run on rank 0, and None on all other ranks.
@@ -285,9 +286,9 @@ def _train_on_all_ranks(run: Run, out: Path, stack: ExitStack) -> RecordedRun | 
 
 
 def _leave_launched_ranks() -> None:
-    """Let the next process group consist of this process only.
+    """Make the next process group contain only this process.
 
-    The launcher has set the environment variables for the process group of all ranks.
+    Overwrite the environment variables that the launcher set for the process group of all ranks.
     """
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.environ.pop(STORE, None)  # path of the file through which the launched ranks meet
@@ -296,18 +297,18 @@ def _leave_launched_ranks() -> None:
 def _create_shared_folder(parent: Path, stack: ExitStack) -> Path:
     """Create a temporary folder on rank 0 and return its path on all ranks.
 
-    Rank 0 deletes the folder when `stack` is closed, also after Ctrl-C or SIGTERM.
+    Rank 0 deletes the folder when `stack` is closed, even after Ctrl-C or SIGTERM.
 
     Args:
         parent: Existing folder that all ranks share.
-        stack: Stack of contexts to which the deletion is added.
+        stack: Exit stack that will delete the folder.
     """
     folder = ""
     if dist.get_rank() == 0:
         _exit_on_signals()  # so that a signal closes `stack`
         folder = tempfile.mkdtemp(prefix="run-", dir=parent)
         stack.callback(shutil.rmtree, folder)
-        # Callbacks run in reverse order: first, stop logging to files in the folder.
+        # Callbacks run in reverse order, so this stops logging to the folder before it is deleted.
         stack.callback(logging.getLogger(LOGGER_NAME).handlers.clear)
     return Path(gathered(folder)[0])
 
@@ -319,7 +320,7 @@ def _exit_on_signals() -> None:
 
 
 def _build_proof(run: Run, checks: list[Check], device_name: str) -> Proof:
-    """Create the result of `titanlite prove` from its comparisons, and describe its limits."""
+    """Create the result of `titanlite prove`, including a list of what its checks do not cover."""
     optimizer_reference = "the same optimizer on one rank"
     if run.job.optimizer.name in FORMULAS:
         optimizer_reference = "plain formulas in float64"
@@ -349,7 +350,8 @@ def compare_with_one_rank(run: Run, folder: Path) -> list[Check]:
 
     Args:
         run: The tested run on several ranks.
-        folder: Folder with the record files of all ranks, and for the output folders of new runs.
+        folder: Folder with the record files of all ranks. New runs create their output folders in
+            it.
     """
     tested_steps = load_steps(folder, "first", run.world_size)
     one_rank_run = make_one_rank_run(run, folder / "single")
@@ -392,7 +394,7 @@ def _compare_steps(
     one_rank_steps: StepRecords,
     reference: ReferenceTrainer,
 ) -> Iterator[Check]:
-    """Compare the initial weights and each step of a run with the expected values.
+    """Yield the comparisons of the initial weights and of each step with the expected values.
 
     Args:
         run: The tested run on several ranks.
@@ -422,7 +424,7 @@ def compare_step(
     """Yield the comparisons of one training step.
 
     They cover sequences, loss, gradients, gradient norm, weights and optimizer state, in the order
-    in which a step computes these values. The first failure therefore shows where the error begins.
+    in which a step computes these values. The first failure therefore shows where the error starts.
 
     Args:
         run: The tested run on several ranks.
@@ -435,7 +437,8 @@ def compare_step(
     sequences = reference.read_sequences()
     yield from compare_sequences(run, step, after, sequences)
 
-    # Compare the gradients, but first yield the comparisons of the loss, which precedes them.
+    # Compare the gradients now, because the hints for the loss use the result. Yield the
+    # comparisons of the loss first, because a step computes it first.
     compute_gradients = partial(reference.compute_gradients, before.weights)
     loss, gradients = compute_gradients(sequences)
     checks = compare_gradients(step, run, after.gradients, gradients, one_rank.gradients.unsharded)
@@ -479,7 +482,7 @@ def _compare_norms(run: Run, step: int, after: TestedStep, expected: float) -> I
 def compare_sequences(
     run: Run, step: int, tested_step: TestedStep, sequences: NamedTensors
 ) -> Iterator[Check]:
-    """Check that each rank read exactly its part of the global batch, bitwise.
+    """Check that each rank read exactly its part of the global batch.
 
     Args:
         run: The tested run on several ranks.
@@ -507,8 +510,8 @@ def compare_sequences(
 def _describe_wrong_part(sequences: NamedTensors, parts: list[NamedTensors], data_rank: int) -> str:
     """Describe which part of the global batch a rank has read by mistake.
 
-    For example, "it read those of data-parallel rank 1 instead of 0". Return "" if the rank has not
-    read the part of another rank.
+    For example, "it read those of data-parallel rank 1 instead of 0". If the rank has not read the
+    part of another rank, return "".
 
     Args:
         sequences: Sequences that the rank has read.
@@ -525,9 +528,9 @@ def _describe_wrong_part(sequences: NamedTensors, parts: list[NamedTensors], dat
 def compare_replicas(
     run: Run, step: int, name: str, tested_step: TestedStep, kind: str
 ) -> Iterator[Check]:
-    """Check that all ranks that hold the same shard have bitwise equal values of it.
+    """Check that all replicas of a shard are bitwise equal.
 
-    Yield one check for each tensor that differs, or a single one if all replicas are equal.
+    Yield one check for each tensor that differs, or a single check if all replicas are equal.
 
     Args:
         run: The tested run on several ranks.
@@ -537,7 +540,7 @@ def compare_replicas(
         kind: Recorded tensors to compare: "gradients" or "state".
     """
     num_replicas = 0
-    hints: dict[str, str] = {}  # tensor name -> the first two ranks that differ
+    hints: dict[str, str] = {}  # the first two ranks that differ, by tensor name
     for tensor, first_rank, rank, is_equal in _list_replicas(tested_step, kind):
         num_replicas += 1
         if not is_equal:
@@ -550,7 +553,7 @@ def compare_replicas(
 
 
 def _list_replicas(tested_step: TestedStep, kind: str) -> Iterator[tuple[str, int, int, bool]]:
-    """Compare each replicated shard with the same shard on the first rank that holds it.
+    """Compare each replica of a shard with the replica on the first rank that holds the shard.
 
     Yields:
         Name of the tensor, the first rank that holds the shard, another rank that holds it, and
@@ -607,14 +610,14 @@ def compare_update(
     has_formula = run.job.optimizer.name in FORMULAS
     for name, weight in before.weights.items():
         if name not in after.gradients:
-            continue  # a failed comparison of gradients already
+            continue  # the comparison of gradients has already failed
         new_weight = after.weights[name].double()
         moments = select(before.state, f"{OPTIMIZER}{name}.")
         new_moments = select(after.state, f"{OPTIMIZER}{name}.")
         if has_formula:
             gradient = after.gradients[name].double() * clip_factor
             expected, update = expected_update(run, step, name, weight, gradient, moments)
-            # Rounding decides some elements of an update. Do not compare these.
+            # Do not compare elements of the update that depend on rounding errors.
             if update.is_sure is not None:
                 expected = torch.where(update.is_sure, expected, new_weight)
             expected_moments = update.moments
@@ -628,7 +631,7 @@ def compare_update(
         change = expected - weight.double()
         new_change = new_weight - weight.double()
         error = relative_error(new_change, change)
-        # The error of rounding the new weights to their dtype, relative to the change.
+        # Allow for rounding the new weights to their dtype. This error is relative to the change.
         change_norm = change.norm().item()
         weight_norm = weight.double().norm().item()
         rounding = eps_of_weights * weight_norm / change_norm if change_norm else 0.0
@@ -654,7 +657,7 @@ def _compare_moment(
         expected: Expected tensor.
     """
     if not value.is_floating_point():
-        # These are 8-bit codes. Rounding can change a few of them by one.
+        # The tensor holds 8-bit codes. Rounding can change a few of them by one.
         error = fraction_of_different(value, expected)
         return Check("optimizer state", step, name, error, tolerance=1e-3)
 
@@ -668,9 +671,10 @@ def _compare_moment(
 
 
 def compare_scales(step: int, after: TestedStep) -> Iterator[Check]:
-    """Check the FP8 scales with which FSDP all-gathers the weights.
+    """Check the FP8 scales that FSDP uses to all-gather the weights.
 
-    The expected scale of a weight is the largest FP8 value divided by the largest absolute element.
+    The expected scale of a weight is the largest FP8 value divided by the largest absolute element
+    of the weight.
 
     Args:
         step: Number of the step.
@@ -686,7 +690,7 @@ def compare_scales(step: int, after: TestedStep) -> Iterator[Check]:
 
 
 def compare_resumed(run: Run, folder: Path, tested_steps: TestedSteps) -> Iterator[Check]:
-    """Check that a resumed run repeats the steps of the uninterrupted run, bitwise.
+    """Check that a resumed run is bitwise equal to the uninterrupted run.
 
     Args:
         run: The tested run on several ranks.
@@ -717,7 +721,7 @@ def compare_resumed_on_one_rank(
     tested_steps: TestedSteps,
     one_rank_steps: StepRecords,
 ) -> Iterator[Check]:
-    """Resume from the checkpoint on one rank, train one step, and compare the results bitwise.
+    """Resume on one rank, and compare the loaded state and the next step bitwise.
 
     Args:
         run: The tested run on several ranks, which has saved the checkpoint.
@@ -780,8 +784,8 @@ def compare_activation_checkpointing(
 ) -> Iterator[Check]:
     """Compare gradients with and without activation checkpointing, with dropout enabled.
 
-    A difference can mean that the backward pass recomputes with another dropout mask. Yield nothing
-    if activation checkpointing is off or has a memory budget, or if the model draws no random
+    A difference can mean that the recomputation uses a different dropout mask. Yield nothing if the
+    mode of activation checkpointing is "none" or "memory_budget", or if the model draws no random
     numbers.
 
     Args:

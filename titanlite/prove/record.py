@@ -1,7 +1,8 @@
 """Train the small job in its layout, and record what each step reads and computes.
 
-Invariant: Recording changes no number. Each rank writes a digest of its shards, and the first rank
-of each pipeline stage writes whole tensors, so that the comparison needs no process group.
+Invariant: Recording does not change the training. Each rank records digests of its shards, and the
+first rank of each pipeline stage records unsharded tensors, so that they can be compared without a
+process group.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from titanlite.train.trainer import Trainer
 
 NamedTensors = dict[str, Tensor]
 ShardDigests = dict[tuple[str, tuple[int, ...]], str]
-"""(name of a tensor, offsets of the shard in it) -> SHA-256 of the shard."""
+"""SHA-256 digests of shards, by tensor name and by the offsets from `_offsets`."""
 FIELDS = ("input_ids", "labels", "document_ids", "positions")
 
 
@@ -46,8 +47,7 @@ class Snapshot:
     Attributes:
         unsharded: Unsharded tensors on the CPU, by name. Empty except on the first rank of each
             pipeline stage.
-        digests: (tensor name, offsets of the shard) -> SHA-256 of this rank's shard, to find
-            replicas that differ.
+        digests: SHA-256 digests of this rank's shards, to find replicas that differ.
     """
 
     unsharded: NamedTensors = field(default_factory=dict)
@@ -61,8 +61,8 @@ class StepRecord:
     Attributes:
         unscaled_state: The initial state, before `Recorder.amplify_weights` scales the matrices.
             Empty except in the record before the first step.
-        sequences: Tokens, labels and, if there are any, document ids and positions of the sequences
-            that the rank has read, each of shape (sequences, T).
+        sequences: Fields of the sequences that the rank has read, such as "input_ids", each of
+            shape (sequences, T).
         gradients: Gradients before clipping, by parameter name.
         state: Weights, optimizer state and tensors of hooks after the step, by their names in a
             checkpoint.
@@ -99,7 +99,7 @@ class Recorder(Hook):
         self.record = StepRecord()
 
     def built(self, trainer: Trainer) -> None:
-        """Wrap the data loader of the trainer, so that each batch that it returns is recorded."""
+        """Wrap the data loader of the trainer to record each batch that it returns."""
         self.trainer = trainer
         self._keeps_unsharded = dist.get_rank(trainer.mesh.stage_group) == 0
         read_batch = trainer.loader.next_global_batch
@@ -120,10 +120,12 @@ class Recorder(Hook):
         """Multiply the matrices of all blocks by a power of two, and record the new initial state.
 
         With the usual small initial weights, attention is nearly uniform, so a wrong mask or
-        position would hardly change the loss. `StepRecord.unscaled_state` keeps the previous state.
+        position would hardly change the loss. Keep the previous state in
+        `StepRecord.unscaled_state`.
         """
         model = self.trainer.model
-        # INIT_STD becomes about 1 / sqrt(dim), with which a matmul keeps the size of its inputs.
+        # The standard deviation INIT_STD becomes about 1 / sqrt(dim). A matmul then keeps the scale
+        # of its inputs.
         exponent = -math.log2(INIT_STD * math.sqrt(model.arch.dim))
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2 and name.startswith("layers."):
@@ -146,7 +148,7 @@ class Recorder(Hook):
         self.record.gradients = self._snapshot(gradients)
 
     def train_and_record(self) -> None:
-        """Train one step, then record its loss, its gradient norm and the state after it."""
+        """Train one step, then record its loss, its gradient norm and the resulting state."""
         entry = self.trainer.step()
         assert entry is not None  # every step is logged
         self.record.loss = entry.loss
@@ -203,8 +205,8 @@ def stack_sequences(microbatches: list[Microbatch]) -> NamedTensors:
 def train_and_resume(run: Run, device: torch.device, folder: Path) -> None:
     """Train a run, then resume it from its checkpoint, and write the records of both runs.
 
-    Each rank writes "first-RANK.pt" and "resumed-RANK.pt". All ranks must call this together,
-    within a process group.
+    Each rank writes the files "first-RANK.pt" and "resumed-RANK.pt". All ranks must call this
+    together, within a process group.
 
     Args:
         run: The tested run on several ranks.
@@ -232,7 +234,7 @@ def train_and_resume(run: Run, device: torch.device, folder: Path) -> None:
 
 
 def find_save_step(run: Run) -> int:
-    """Return the step after which the tested run saves its checkpoint: after half of its steps."""
+    """Return the step after which the tested run saves its checkpoint, about halfway through."""
     return max(1, run.job.training.steps // 2)
 
 
@@ -274,7 +276,7 @@ def _float8_scales(trainer: Trainer) -> NamedTensors:
         return {}
     scales = {}
     for name, parameter in trainer.model.named_parameters():
-        # `to_local` would return a copy of torchao's wrapper without the scale.
+        # `to_local` would return a copy of the torchao wrapper without the scale.
         shard = _inner_tensors(parameter)[0] if isinstance(parameter, DTensor) else parameter
         if is_traceable_wrapper_subclass(shard):
             # The wrapper contains the weight and, if it is precomputed, the scale.

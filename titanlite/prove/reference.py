@@ -1,6 +1,6 @@
-"""Compute what a step should compute: in one process, in float64, with plain formulas.
+"""Compute the expected results of training steps on one process, in float64 with plain formulas.
 
-The reference shares only the model class, and the loss of a plugin, with the training path. It has
+The reference shares only the model class, and the loss of a plugin, with the training path. It uses
 no parallelism, FSDP, compiler, fused loss or optimizer class.
 """
 
@@ -45,7 +45,7 @@ class Float64Mode(TorchDispatchMode):
 
 @contextmanager
 def computing_in_float64() -> Iterator[None]:
-    """Compute in float64 within this context, in the forward and the backward pass."""
+    """Run the forward and backward passes in a `with` block in float64."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -58,7 +58,7 @@ def computing_in_float64() -> Iterator[None]:
 class ReferenceTrainer:
     """Computes expected losses and gradients in float64 on one process.
 
-    The model runs without parallelism or dropout on the CPU.
+    The model runs on the CPU, without parallelism or dropout.
 
     Attributes:
         initial: Initial weights in the dtype of the run, by parameter name.
@@ -79,7 +79,7 @@ class ReferenceTrainer:
             model: Llama = resolve(arch.model)(arch)
         model.to_empty(device=device)
         model.init_weights(training.seed, device=device)
-        # Round the weights to both dtypes, as training does.
+        # Convert the weights to both dtypes in order, because training rounds them in this way.
         model.to(getattr(torch, training.init_dtype)).to(getattr(torch, training.dtype))
         self.initial = {name: p.detach().cpu() for name, p in model.named_parameters()}
         self.trainable = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -109,13 +109,13 @@ class ReferenceTrainer:
         use_window: bool = True,
         use_z_loss: bool = True,
     ) -> tuple[float, NamedTensors]:
-        """Compute the loss and its gradients in float64 for given weights.
+        """Compute the loss and its gradients in float64 for the given weights.
 
         Args:
             weights: Weights of the model in any dtype, by parameter name.
             sequences: Sequences from `read_sequences`.
             indices: Sequences that contribute to the loss. The divisor is always the number of
-                valid tokens of all sequences.
+                valid tokens in all sequences.
             use_window: Whether attention has the sliding window of the model, if there is one.
             use_z_loss: Whether the loss includes the z-loss of the job, if there is one.
 
@@ -150,9 +150,9 @@ class ReferenceTrainer:
         return loss.item(), gradients
 
     def _make_masks(self, sequences: NamedTensors, use_window: bool) -> dict[str, Tensor]:
-        """Return the attention masks to pass to the model, by the name of the argument.
+        """Return the attention masks to pass to the model, by argument name.
 
-        The result is empty if the model needs only its default mask, which is causal.
+        The result is empty if the model needs only its default causal mask.
         """
         window = self._run.arch.sliding_window
         if "document_ids" not in sequences and not window:
@@ -200,8 +200,8 @@ def _compute_loss(
 ) -> Tensor:
     """Compute the loss from the last hidden states and the weight of the output layer.
 
-    The loss is cross-entropy with a z-loss, which is the sum of the squared logarithms of the
-    softmax denominators. If the job sets the loss of a plugin, the plugin computes it.
+    The loss is cross entropy plus a z-loss, which is the sum of the squared logarithms of the
+    softmax denominators. If the job selects the loss of a plugin, call that loss instead.
 
     Args:
         hidden: Hidden states after the final norm, shape (B, T, C).
@@ -209,7 +209,7 @@ def _compute_loss(
         run: The run, whose `training.loss` selects the loss.
         labels: Labels of the tokens, shape (B, T).
         num_valid_tokens: Divisor of the summed loss.
-        z_loss: Weight of the z-loss. 0 leaves it out.
+        z_loss: Weight of the z-loss. 0 means no z-loss.
     """
     softcap = run.arch.logit_softcap
     is_plugin_loss = run.job.training.loss not in ("cross_entropy", "reference")
@@ -247,7 +247,7 @@ class Update(NamedTuple):
 
 
 def adamw(run: Run, step: int, weight: Tensor, grad: Tensor, moments: NamedTensors) -> Update:
-    """Compute the direction and the moments of one AdamW step, by its published formula.
+    """Compute the direction and the moments of one AdamW step with the published formula.
 
     The direction includes neither the learning rate nor weight decay.
     """
@@ -270,7 +270,7 @@ def sgd(run: Run, step: int, weight: Tensor, grad: Tensor, moments: NamedTensors
 
 
 def lion(run: Run, step: int, weight: Tensor, grad: Tensor, moments: NamedTensors) -> Update:
-    """Compute the direction and the new moment of one Lion step, by its published formula.
+    """Compute the direction and the new moment of one Lion step with the published formula.
 
     The direction is the sign of an average of the moment and the gradient. If an element of the
     average is close to zero, rounding can flip its sign, so `Update.is_sure` is false there. The
@@ -285,7 +285,7 @@ def lion(run: Run, step: int, weight: Tensor, grad: Tensor, moments: NamedTensor
 
 
 FORMULAS = {"AdamW": adamw, "SGD": sgd, "Lion": lion}
-"""Optimizers with a plain formula. All others are compared with the same optimizer on one rank."""
+"""Plain formulas by optimizer. All others are compared with the same optimizer on one rank."""
 
 
 def expected_update(
@@ -304,7 +304,7 @@ def expected_update(
     Returns:
         The expected weight, and the update with the expected moments.
     """
-    # Moments that the optimizer allocates only in its first step start at zero.
+    # Use zeros for moments that the optimizer allocates only in its first step.
     zeros = torch.zeros_like(weight, dtype=torch.float64)
     old_moments = defaultdict(lambda: zeros)
     for key, moment in moments.items():
@@ -337,6 +337,6 @@ def _get_lr_and_decay(run: Run, step: int, name: str, ndim: int) -> tuple[float,
             lr *= group.lr_factor
             if group.weight_decay is not None:
                 weight_decay = group.weight_decay
-    # muP scales the learning rate of a parameter, but not its decay per step, `lr * weight_decay`.
+    # muP scales the learning rate of a parameter, but not its decay per step: lr * weight_decay.
     _, mup_factor = run.arch.mup_factors(name, ndim)
     return lr * mup_factor, weight_decay / mup_factor

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def summarize_checks(checks: Sequence[Check]) -> list[Row]:
-    """Summarize all comparisons of the same kind in one row of a certificate.
+    """Summarize comparisons in the rows of a certificate, one for each kind of comparison.
 
     Each row shows the comparison with the largest error relative to its tolerance.
     """
@@ -48,14 +48,14 @@ def summarize_checks(checks: Sequence[Check]) -> list[Row]:
 def _severity(check: Check) -> tuple[bool, float]:
     """Return a sort key that is largest for the worst check.
 
-    Failed checks come after all passed ones, and then the error relative to the tolerance decides.
+    Failed checks rank above passed checks. Otherwise, the error relative to the tolerance decides.
     """
     ratio = check.error / check.tolerance if check.tolerance else check.error
     return not check.has_passed, ratio
 
 
 def describe_first_difference(checks: Sequence[Check]) -> str:
-    """Describe the first failed check in one sentence, or return "" if all checks passed."""
+    """Describe the first failed check in one sentence. If all checks passed, return ""."""
     failed = [check for check in checks if not check.has_passed]
     if not failed:
         return ""
@@ -71,7 +71,7 @@ def make_certificate(job: JobConfig, small_job: SmallJob, proof: Proof) -> Certi
     """Create the certificate of a job, which states whether its layout computes correct results.
 
     Args:
-        job: The job.
+        job: The original job.
         small_job: The small version of the job that was trained, and how it differs.
         proof: Comparisons of the trained small job with the expected results.
     """
@@ -112,8 +112,8 @@ def write_certificate(certificate: Certificate, folder: Path) -> Path:
 def format_summary(certificate: Certificate) -> str:
     """Format the header of the output of `titanlite prove`, as a few lines of text.
 
-    It lists the layout, precision and device, and how the trained small job differs from the job of
-    the user.
+    It lists the layout, precision and device, and how the trained small job differs from the
+    original job.
     """
     layout = " x ".join(f"{name} {size}" for name, size in certificate.layout.items() if size > 1)
     lines = [

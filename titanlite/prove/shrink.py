@@ -1,8 +1,8 @@
 """Shrink a job to a small one that runs the same code, for `titanlite prove`.
 
 Invariant: The small job keeps everything that decides which code runs: architecture, options of the
-model, precision, parallel dimensions, optimizer and schedule. It only has smaller sizes. What the
-small job cannot keep is listed.
+model, precision, parallel dimensions, optimizer and schedule. It only has smaller sizes. Properties
+that it cannot keep are listed in `SmallJob.not_kept`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ SEQ_LEN = 64
 WINDOW = 24
 HEAD_DIM = 16
 QUANTIZED_HEAD_DIM = 64  # AdamW8bit quantizes matrices whose rows are a multiple of 256
-TOY_VOCAB_SIZE = 4096  # of the tokenizer that is included in titanlite
+TOY_VOCAB_SIZE = 4096  # vocabulary size of the tokenizer that is included in titanlite
 TOY_TEXT = "toy_text.jsonl"
-ONE_GROUP = 2**62  # parameters, more than any model has
+ONE_GROUP = 2**62  # more parameters than any model has, so all blocks share an FSDP group
 LISTED_SECTIONS = ("model.", "training.", "parallelism.", "lr_scheduler.", "optimizer.", "float8.")
 
 
@@ -66,8 +66,8 @@ class SmallJob(NamedTuple):
 def parse_original(argv: Sequence[str]) -> JobConfig:
     """Parse the job described by `argv`, the options of `titanlite train`.
 
-    Also check that its parallel degrees fit its model. `shrink` changes both, so the checks of the
-    small job would not detect a mistake in the original job.
+    Also check that the parallel degrees of the job fit its model. `shrink` changes both, so the
+    checks of the small job would not detect a mistake in the original job.
 
     Raises:
         UserError: If a value is invalid, or the parallel degrees do not fit the model.
@@ -87,7 +87,7 @@ def parse_original(argv: Sequence[str]) -> JobConfig:
 
 
 def _smallest_world_size(job: JobConfig) -> int:
-    """Return the product of all parallel degrees of a job.
+    """Return the smallest number of ranks for a job, which is the product of its parallel degrees.
 
     A degree of -1, which means all remaining ranks, counts as 1.
     """
@@ -103,8 +103,8 @@ def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> Sma
         world_size: Number of ranks of the small job. None uses 2 ranks along each parallel
             dimension of the job.
         steps: Number of steps to train.
-        out: Output folder of the small job. A toy text is written there if the small job cannot
-            read the data of the job.
+        out: Output folder of the small job. If the small job cannot read the original data, a toy
+            text is written there.
 
     Raises:
         UserError: If the job is invalid, or its parallel degrees do not fit `world_size`.
@@ -113,7 +113,7 @@ def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> Sma
     num_ranks = math.prod(degrees.values())
     original = Run(job, num_ranks)
 
-    # Replace one part of the job after the other. Later parts depend on the sizes of earlier ones.
+    # Replace the parts of the job in this order, because later parts depend on earlier sizes.
     small = job.with_section("parallelism", **degrees)
     model, lost_properties = shrink_model(original, Run(small, num_ranks).degrees)
     small = small.model_copy(update={"model": model})
@@ -129,7 +129,7 @@ def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> Sma
 
 
 def list_changes(original: Run, small: Run) -> list[str]:
-    """List the options in which a job and its small version differ.
+    """List the options that differ between a job and its small version.
 
     For example, "training.seq_len: 4096 -> 64".
     """
@@ -185,8 +185,8 @@ def shrink_degrees(job: JobConfig, world_size: int | None) -> dict[str, int]:
 def shrink_model(original: Run, degrees: Degrees) -> tuple[Model, list[str]]:
     """Shrink the sizes of a model, such as its width and number of blocks.
 
-    The ratio of query heads to key-value heads stays the same. If `head_dim * n_heads` equals the
-    width of the model, the small model keeps this property.
+    The ratio of query heads to key-value heads stays the same. `head_dim * n_heads` equals the
+    width of the small model if and only if it does in the original model.
 
     Args:
         original: The run with the original model.
@@ -207,7 +207,7 @@ def shrink_model(original: Run, degrees: Degrees) -> tuple[Model, list[str]]:
     n_heads = n_kv_heads * (arch.n_heads // arch.n_kv_heads)
     dim = n_heads * head_dim
     if arch.q_dim != arch.dim:
-        dim += 32  # so that they differ in the small model as well
+        dim += 32  # so that q_dim and dim differ in the small model as well
     multiple = shard_multiple * tensor
     ffn_dim = multiple * max(1, round(dim * arch.ffn_dim / arch.dim / multiple))
 
@@ -225,7 +225,7 @@ def shrink_model(original: Run, degrees: Degrees) -> tuple[Model, list[str]]:
         # Keep the remainder: a vocabulary that ranks divide unevenly must stay uneven.
         "vocab_size": TOY_VOCAB_SIZE + arch.vocab_size % tensor,
         "sliding_window": min(arch.sliding_window, WINDOW),
-        # The ratios to the base model determine the learning rates.
+        # Keep the ratios to the muP base model, because they determine the learning rates.
         "mup_base_dim": math.ceil(dim * arch.mup_base_dim / arch.dim),
         "mup_base_head_dim": math.ceil(head_dim * arch.mup_base_head_dim / arch.head_dim),
     }
@@ -239,7 +239,7 @@ def shrink_model(original: Run, degrees: Degrees) -> tuple[Model, list[str]]:
 
 
 def _choose_num_blocks(original: Run, pipeline: int) -> int:
-    """Return how many blocks a small model needs to have all kinds of blocks of the original model.
+    """Return the number of blocks with which a small model has all kinds of original blocks.
 
     Args:
         original: The run with the original model.
@@ -256,8 +256,8 @@ def _choose_num_blocks(original: Run, pipeline: int) -> int:
 def _shrink_training(small: JobConfig, original: Run, steps: int) -> JobConfig:
     """Shrink the number of steps, batch size, sequence length and warmup of a job.
 
-    Also set the options that depend on the size of the model, such as the grouping of blocks by
-    FSDP, so that the small model behaves like the original one.
+    Also set the options that depend on the size of the model, such as the FSDP grouping of blocks,
+    so that the small model behaves like the original model.
 
     Args:
         small: Job with the small model and the small parallel degrees.
@@ -265,7 +265,7 @@ def _shrink_training(small: JobConfig, original: Run, steps: int) -> JobConfig:
         steps: New number of steps.
 
     Returns:
-        The job with small values of these options.
+        The changed job.
     """
     # Use short sequences, and a few microbatches if the original job has several.
     job = original.job
@@ -288,7 +288,7 @@ def _shrink_training(small: JobConfig, original: Run, steps: int) -> JobConfig:
     )
 
     # If each original block has a separate FSDP group, so does each small block. Otherwise, all
-    # small blocks share a group.
+    # small blocks share one group.
     has_large_blocks = original.arch.block_matrices >= job.parallelism.fsdp_min_num_params
     small = small.with_section(
         "parallelism",
@@ -314,7 +314,7 @@ def _accumulates_gradients(job: JobConfig) -> bool:
 
 
 def _drop_missing_names(small: JobConfig) -> tuple[JobConfig, list[str]]:
-    """Remove options that name blocks or parameters that the small model does not have.
+    """Remove options that name blocks or parameters missing from the small model.
 
     Returns:
         The changed job, and one sentence for each removed option.
@@ -343,8 +343,8 @@ def _drop_missing_names(small: JobConfig) -> tuple[JobConfig, list[str]]:
 def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
     """Simplify how a job with small sizes reads its training data.
 
-    The job gets the default tokenizer, whose vocabulary is small, no data stages and at most one
-    data worker. If it cannot read the original training data, it gets a toy text.
+    The job gets the default tokenizer with its small vocabulary, at most one data worker, and no
+    data stages. If it cannot read the original training data, it gets a toy text.
 
     Args:
         small: Job with the small model, batch size and sequence length.
@@ -416,7 +416,7 @@ def _find_source_problem(source: TextSource) -> str:
 
 
 def _make_toy_text() -> str:
-    """Return short documents as JSON lines, to replace training data that cannot be read.
+    """Create JSON lines with short documents, to replace training data that cannot be read.
 
     Several documents fit into a sequence of 64 tokens, so document masks are tested as well.
     """
@@ -454,7 +454,7 @@ def _disable_outputs(job: JobConfig, out: Path) -> JobConfig:
         job: Job with small sizes.
         out: New output folder of the job.
     """
-    # `titanlite prove` trains the job to create a certificate, so the job must not require one.
+    # `titanlite prove` trains this job to create a certificate, so it must not require one.
     job = job.with_section("job", dump_folder=str(out), require_certificate=False)
     job = job.with_section(
         "metrics", log_freq=1, enable_tensorboard=False, enable_wandb=False, loggers=()
@@ -471,7 +471,7 @@ def _disable_outputs(job: JobConfig, out: Path) -> JobConfig:
 def _flat_options(run: Run) -> dict[str, Any]:
     """Return all options of a run by key, such as "model.dim".
 
-    The sizes of the model come from its architecture, even if the job does not set them.
+    Take the sizes of the model from its architecture, because the job may not set them.
     """
     arch = run.arch
     model = {name: getattr(arch, name) for name in Model.model_fields if hasattr(arch, name)}
