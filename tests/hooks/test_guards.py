@@ -237,6 +237,11 @@ def train_with_rollbacks(folder: str) -> tuple[list[list[int]], list[bool], str]
     with pytest.raises(GuardError) as caught:
         small_trainer(f"{folder}/2", Fault({7: 1e6, 11: 1e6}), *options).train()
 
+    # A resumed run may lower the limit below the number of earlier rollbacks.
+    lowered = ("--guards.max_roll_backs", "0", "--training.steps", "16")
+    with pytest.raises(GuardError):
+        small_trainer(f"{folder}/parts", Fault({14: 1e6}), *options, *lowered).train()
+
     whole, parts, resumed = states
     comparisons = [
         torch.equal(whole[5], whole[9]),

@@ -247,10 +247,15 @@ def _check_for_text(source: Source, document_tokenizer: DocumentTokenizer) -> No
     """Raise an error if a source without tokens in the selected split has no text at all.
 
     Raises:
-        UserError: If records were skipped, or no document of either split contains text.
+        UserError: If all records were skipped, or no document of either split contains text.
     """
-    skipped = [record for record in source if isinstance(record, BadRecord)]
-    if skipped:
+    num_records = 0
+    skipped = []
+    for record in source:
+        num_records += 1
+        if isinstance(record, BadRecord):
+            skipped.append(record)
+    if skipped and len(skipped) == num_records:
         raise UserError(
             f"{source.name}: all {len(skipped):,} records are skipped. The first one: {skipped[0]}."
         )

@@ -518,7 +518,7 @@ class SpikeGuard(Hook):
             GuardError: If the run has already rolled back guards.max_roll_backs times.
         """
         max_roll_backs = self._config.max_roll_backs
-        if self._num_roll_backs == max_roll_backs:
+        if self._num_roll_backs >= max_roll_backs:
             raise GuardError(
                 f"Step {step}: a spike after {max_roll_backs} rollbacks (guards.max_roll_backs). "
                 "The step was not saved. "
