@@ -284,7 +284,7 @@ def _describe_unknown(
     """
     key = _get_key(location)
     name = ".".join(location)
-    # Only the sections of a job and the options of commands have former names.
+    # Removed name -> (default, message). Files of other programs have no removed names.
     removed_names = getattr(unknown.table, "dropped", {})
     if unknown.name in removed_names:
         _default, message = removed_names[unknown.name]

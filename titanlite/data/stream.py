@@ -55,8 +55,8 @@ different streams of a single source.
 
 # Indices in `SequenceReader._progress`, which holds the source, part and document being read.
 _SOURCE, _PART, _DOCUMENT = range(3)
-# Number of documents in a source without max_epochs, counted over all epochs: more than any run
-# reads, but few enough for 64-bit arithmetic.
+# Number of documents (or parts) of a source without max_epochs, counted over all epochs: more than
+# any run reads, but few enough for 64-bit arithmetic.
 _UNLIMITED = 1 << 48
 WINDOW_DOCUMENTS = 1024  # a shuffle window of a sequential source ends at this many documents
 WINDOW_CHARACTERS = 1 << 20  # or at this many characters

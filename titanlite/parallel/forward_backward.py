@@ -469,7 +469,7 @@ def _build_mask(
 
 
 def _find_document_ids(batch: Microbatch, window: int) -> Tensor | None:
-    """Return the document of each token, shape (B, T), or None if causal attention needs no mask.
+    """Return the document of each token, shape (B, T), or None if no token skips an earlier one.
 
     Without document ids, only a window that is shorter than the sequences needs a mask. Each
     sequence is then one document.
