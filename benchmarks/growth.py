@@ -101,14 +101,14 @@ The memory should stay constant.""",
         """\
 Each rank trains on 2,048 tokens with one thread, so with an ideal network, more ranks would not
 change the step time or the memory per rank. In this benchmark, however, the ranks communicate over
-gloo, which takes time on the cores that also compute. For comparison, a plain PyTorch loop of FSDP2
-on two ranks takes as long as titanlite.""",
+gloo, which takes time on the cores that also compute. For comparison, a plain PyTorch training loop
+with FSDP2 on two ranks takes as long as titanlite.""",
     ),
 }
 INTRO = """\
 The tables show how the step time and the memory of a training run depend on its settings. Each
-table varies one setting, for example the sequence length. The text below the table describes how we
-expect time and memory to grow.
+table varies one setting, for example the sequence length. The text below each table describes how
+we expect time and memory to grow.
 
 To measure how time and memory grow, we train a small fp32 model with dim 256. The model has 2
 layers in most tables, and 6 layers in the table of ranks. A training step has 2,048 tokens, unless

@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from runs import about, table
+from runs import about, describe_measurement, table
 
 from titanlite.load_run import load_run
 from titanlite.runtime.world import process_group
@@ -82,7 +82,7 @@ def main() -> int:
         f"{low:+.2%} to {high:+.2%}",
     ]
     print("\n".join(table(header, [row])))
-    print(f"Measured {about()}.")
+    print(describe_measurement(about()))
     return 1 if median >= MAX_OVERHEAD else 0
 
 

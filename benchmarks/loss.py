@@ -35,7 +35,7 @@ MAX_ERROR_TOKENS = 512  # float64 takes minutes for more
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INTRO = """\
 The tables compare three ways to compute the output projection together with the cross-entropy loss.
-Each method runs in a process of its own, on {tokens:,} tokens with a vocabulary of {vocabulary:,}.
+Each method runs in a separate process, on {tokens:,} tokens with a vocabulary of {vocabulary:,}.
 It computes the loss, the gradient of the hidden states, and the gradient of the output matrix.
 
 - **fused:** `linear_cross_entropy_sum` in titanlite/optim/losses.py.
@@ -53,10 +53,9 @@ The following table explains the columns of all tables in this section.
 | error of the loss | relative difference from a computation in float64, for {errors:,} tokens |
 | error of a gradient | norm of the difference from float64, divided by the norm of the gradient |
 
-The tables show bad results in **bold**. A ratio of times or a share of memory is bold if it misses
-its target. To judge an error, we compare it with the error of the materialized version, which keeps
-all logits in memory. An error is bold if it is more than 1.05 times as large, unless it is at most
-2e-7, which is about the rounding error of fp32.
+Results in **bold** are bad. A time ratio or a memory share is bold if it misses its target. An
+error is bold if it is more than 1.05 times the error of the materialized version, which keeps all
+logits in memory. Errors of at most 2e-7, about the rounding error of fp32, are never bold.
 """
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import cpu
 import growth
 import loss
-from runs import RESULTS, ROOT, read_parts, table
+from runs import RESULTS, ROOT, describe_measurement, read_parts, table
 
 PAGE = ROOT / "docs" / "internals" / "performance.md"
 INTRO = """\
@@ -27,15 +27,15 @@ torchtitan. To repeat a measurement, run the command below its heading on an idl
 
 ## Newer measurements
 
-The CPU results below were measured on 2026-11-21 and 2026-11-22, on a machine with AMD EPYC. At
-that time, titanlite avoided the copies of weights and gradients that FSDP2 makes on a single rank.
+The CPU results below were measured on 2026-11-21 and 2026-11-22 on an AMD EPYC machine. At that
+time, titanlite avoided the copies of weights and gradients that FSDP2 makes on a single rank.
 We removed this code on 2026-11-24, because it patched torch. Since 2026-11-29, titanlite again
 avoids some of these copies, without a patch; see
 [Experiments](experiments.md#memory-and-speed-on-a-cpu).
 
 On 2026-11-29, we repeated three comparisons with torchtitan 0.2.2:
 `benchmarks/cpu.sh --beside torchtitan --pairs 3`. The table shows the median ratios of titanlite to
-torchtitan, on AMD EPYC with 2 cores at commit e12fbd8.
+torchtitan, measured on 2 cores of an AMD EPYC CPU at commit e12fbd8.
 
 | one CPU rank | tokens/s | memory | first step |
 |---|---:|---:|---:|
@@ -43,8 +43,8 @@ torchtitan, on AMD EPYC with 2 cores at commit e12fbd8.
 | bf16 | 1.09 | 0.74 | 0.66 |
 | 232 million parameters, bf16 compiled | 1.14 | **1.29** | 0.78 |
 
-On the same day, but before this change (commit 6f3c662), the results on a machine with Intel Xeon
-and AMX were:
+On the same day, but before this change (commit 6f3c662), we measured these ratios on an Intel Xeon
+machine with AMX:
 
 | one CPU rank | tokens/s | memory | first step |
 |---|---:|---:|---:|
@@ -54,9 +54,9 @@ and AMX were:
 
 The speed of the Intel machine varied by up to 30% between runs.
 
-We also measured what the copies cost. Commit a29075c is the last one that avoids all of them, and
-commit a5bde48 avoids none. Both ran on the Intel machine, on one core each and four times. The
-table shows the ratios of a5bde48 to a29075c.
+We also measured what the copies cost. Commit a29075c is the last one that avoids all copies, and
+commit a5bde48 avoids none of them. We ran each commit four times on one core of the Intel machine.
+The table shows the results of a5bde48 divided by the results of a29075c.
 
 | one CPU rank | tokens/s | memory |
 |---|---:|---:|
@@ -64,10 +64,10 @@ table shows the ratios of a5bde48 to a29075c.
 | vocabulary 128,256, fp32 compiled | 0.96 | 1.20 |
 | vocabulary 128,256, bf16 compiled | 0.95 | 1.14 |
 
-To check that the copies cause this difference, we changed a29075c so that it copies as well. We
-then compared commit 7efa86a with it, twice. In these three cases and in fp32, the speed of 7efa86a
-is 0.99 to 1.09 times the speed of the changed a29075c, and its memory is 0.98 to 1.04 times as
-large. So the copies explain the difference.
+To check that the copies cause this difference, we modified a29075c so that it also makes the
+copies, and compared commit 7efa86a with this modified version twice. In these three cases and in
+fp32, commit 7efa86a runs at 0.99 to 1.09 times the speed of the modified version and uses 0.98 to
+1.04 times as much memory. The copies therefore explain the difference.
 """
 
 # Field of a GPU workload -> its label.
@@ -186,7 +186,7 @@ def page(results: Path) -> str:
         if parts:
             lines += section.tables(parts)
             descriptions = dict.fromkeys(part["about"] for part in parts.values())
-            lines += [f"Measured {description}." for description in descriptions]
+            lines += [describe_measurement(description) for description in descriptions]
             lines.append("")
         else:
             lines += ["Not measured yet.", ""]

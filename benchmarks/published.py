@@ -8,7 +8,7 @@ page performance-summary-archive) and from SmolLM3. The plans use the titanlite 
 same model, layout, batch and recomputation. Where the other framework runs operations that take a
 different time, the plan contains these instead; see `trace_measurement`. Without --only, the script
 also prints the interval of titanlite/plan/training_time.py and checks how well it predicts. With
---search, the first choice of `titanlite plan --search` is compared with the torchtitan recipe, both
+--search, the top result of `titanlite plan --search` is compared with the torchtitan recipe, both
 planned on the H100 of the data sheet. Prints the tables of docs/internals/planner.md.
 """
 
@@ -510,7 +510,7 @@ def compare_plans(only: str) -> None:
     if not only:
         everything = tuple(chain(*ratios.values()))
         low, high = ratio_interval(everything)
-        print("\n".join(table(["left out", "rows", "covered"], check_coverage(ratios))))
+        print("\n".join(table(["held out", "rows", "covered"], check_coverage(ratios))))
         print(f"90% interval: {low:.2f} to {high:.2f} times the planned time")
         print(f"RATIO_LOW = {low}\nRATIO_HIGH = {high}")
 
@@ -533,7 +533,7 @@ def check_coverage(ratios: Mapping[str, Sequence[float]]) -> list[list[str]]:
         ratios: Framework -> planned speed divided by published speed, for each measurement.
 
     Returns:
-        Rows of a table: each measurement left out alone, and all measurements of a framework.
+        Rows of a table: each measurement held out alone, and all measurements of a framework.
     """
     everything = list(chain(*ratios.values()))
     num_covered = 0
@@ -542,16 +542,16 @@ def check_coverage(ratios: Mapping[str, Sequence[float]]) -> list[list[str]]:
         num_covered += count_covered([ratio], others)
     rows = [("each row alone", len(everything), num_covered)]
 
-    for framework, left_out in ratios.items():
+    for framework, held_out in ratios.items():
         others = list(chain(*(values for name, values in ratios.items() if name != framework)))
-        rows.append((f"all rows of {framework}", len(left_out), count_covered(left_out, others)))
+        rows.append((f"all rows of {framework}", len(held_out), count_covered(held_out, others)))
     return [[name, str(size), f"{covered} ({covered / size:.0%})"] for name, size, covered in rows]
 
 
-def count_covered(left_out: Sequence[float], others: Sequence[float]) -> int:
-    """Count the ratios in `left_out` that are in the interval of `others`."""
+def count_covered(held_out: Sequence[float], others: Sequence[float]) -> int:
+    """Count the ratios in `held_out` that are in the interval of `others`."""
     low, high = ratio_interval(others)
-    return sum(low <= ratio <= high for ratio in left_out)
+    return sum(low <= ratio <= high for ratio in held_out)
 
 
 def list_searches() -> Iterator[tuple[str, int, Sections]]:
@@ -587,7 +587,7 @@ def compare_searches(only: str, max_jobs: int) -> None:
         "ratio",
         "traced",
         "CPU, s",
-        "first choice",
+        "top result",
     ]
     print("\n".join(table(header, rows)), end="")
 

@@ -408,6 +408,12 @@ def about(gpu: str = "") -> str:
     return f"{date}, {device}, Python {python}, torch {version('torch')}, {commit()}"
 
 
+def describe_measurement(description: str) -> str:
+    """Turn a result of `about` into a sentence."""
+    date, _, environment = description.partition(", ")
+    return f"Measured on {date} with {environment}."
+
+
 def cpu_name() -> str:
     """Return the model name of the CPU."""
     cpuinfo = Path("/proc/cpuinfo")
