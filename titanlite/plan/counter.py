@@ -371,7 +371,11 @@ class Counter(TorchDispatchMode):
         return result
 
     def _run_and_count(self, func: Any, args: tuple[Any, ...], kwargs: OperatorArguments) -> Any:
-        """Run one operator, log its allocations and its work, and return its result."""
+        """Run one operator on fake tensors, and return its result.
+
+        Log the memory that the operator allocates, and its work (FLOPs and bytes). Views, copies of
+        a tensor to itself, and operators that only infer shapes are not logged.
+        """
         self._allocate_pending_sum()
         if func is ADDMM_OUT:  # torch 2.12 cannot run it on fake tensors
             result = kwargs["out"]
