@@ -32,6 +32,7 @@ class DropoutArchitecture(Architecture):
 class FrozenLlama(Llama):
     def __init__(self, arch: Architecture, blocks: range | None = None) -> None:
         super().__init__(arch, blocks)
+        assert self.norm is not None
         self.norm.weight.requires_grad_(False)
 
 
