@@ -88,12 +88,15 @@ def test_a_source_whose_records_are_all_skipped_is_an_error_with_the_reason(tmp_
     assert "jq" in message
 
 
-def test_skipped_records_are_not_the_reason_if_the_other_records_have_no_text(tmp_path, capsys):
+def test_a_source_with_skipped_and_empty_records_is_an_error_with_both_reasons(tmp_path, capsys):
     file = tmp_path / "empty.jsonl"
     file.write_text('{"text": ""}\n{"text": 5}\n{"text": ""}\n')
     source = "--dataset.source jsonl --dataset.on_bad_record skip --dataset.path".split()
 
-    assert "no text" in check(capsys, 2, *source, file)
+    message = check(capsys, 2, *source, file)
+
+    assert "1 are skipped" in message
+    assert "line 2" in message
 
 
 @pytest.mark.parametrize("holdout", ["1e-4", "1e-9", "0.999999"])

@@ -247,25 +247,22 @@ def _check_for_text(source: Source, document_tokenizer: DocumentTokenizer) -> No
     """Raise an error if a source without tokens in the selected split has no text at all.
 
     Raises:
-        UserError: If all records were skipped, or no document of either split contains text.
+        UserError: If no document of either split contains text. Skipped records are mentioned.
     """
-    num_records = 0
-    skipped = []
-    for record in source:
-        num_records += 1
-        if isinstance(record, BadRecord):
-            skipped.append(record)
-    if skipped and len(skipped) == num_records:
-        raise UserError(
-            f"{source.name}: all {len(skipped):,} records are skipped. The first one: {skipped[0]}."
-        )
-
     both_splits = replace(document_tokenizer, holdout=0.0)
-    if _count_tokens(source, both_splits, limit=0) == 0:
+    if _count_tokens(source, both_splits, limit=0) > 0:
+        return
+
+    skipped = [record for record in source if isinstance(record, BadRecord)]
+    if skipped:
         raise UserError(
-            f"{source.name}: the documents contain no text. Choose other files. "
-            "If they have several fields, set text_column."
+            f"{source.name}: no record contains text, and {len(skipped):,} are skipped. The first "
+            f"one skipped: {skipped[0]}."
         )
+    raise UserError(
+        f"{source.name}: the documents contain no text. Choose other files. "
+        "If they have several fields, set text_column."
+    )
 
 
 def _explain_too_little_text(
