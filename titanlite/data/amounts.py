@@ -68,13 +68,13 @@ def measure_source(source: Source, tokenizer: Tokenizer) -> SourceSize:
 
 
 class _Sample(NamedTuple):
-    """Sampled documents of a source, and the sizes of the sample and the source.
+    """Texts of a sample of a source, and the sizes of the sample and the source.
 
     Both sizes have the same unit: bytes, documents or characters.
     """
 
     texts: list[str]
-    """Sampled documents, without unreadable and tokenized ones."""
+    """Texts of the sampled documents, except unreadable and tokenized documents."""
     size: int
     """Size of the sample."""
     source_size: int
@@ -86,7 +86,7 @@ def _read_sample(source: Source) -> _Sample:
     if isinstance(source, RandomAccess):
         indices = source.sample()
         texts = _select_texts(map(source.record, indices))
-        document_sizes = source.sizes()  # also of unreadable documents
+        document_sizes = source.sizes()  # includes unreadable documents
         return _Sample(texts, int(document_sizes[indices].sum()), int(document_sizes.sum()))
 
     texts = _select_texts(islice(source, _SAMPLE_DOCUMENTS))
@@ -96,7 +96,7 @@ def _read_sample(source: Source) -> _Sample:
 
 
 def _select_texts(records: Iterable[Record]) -> list[str]:
-    """Return only the records that are text, without unreadable and tokenized records."""
+    """Return the records that are text, and drop unreadable and tokenized records."""
     return [record for record in records if isinstance(record, str)]
 
 
@@ -288,7 +288,7 @@ def _propose_tokenizer(num_embeddings: int) -> str:
     """
     proposal = "tokenizer gpt2"
     for name, preset in load_presets().items():  # tokenizers with more ids come later
-        num_ids = preset.get("vocab_size", math.inf)  # presets of data have none
+        num_ids = preset.get("vocab_size", math.inf)  # datasets have no vocab_size
         if num_ids <= num_embeddings:
             proposal = name
     return proposal

@@ -244,10 +244,10 @@ def _count_tokens(source: Source, document_tokenizer: DocumentTokenizer, limit: 
 
 
 def _check_for_text(source: Source, document_tokenizer: DocumentTokenizer) -> None:
-    """Raise an error if a source without tokens in the selected split has no text at all.
+    """Check that a source contains text, in case its selected split has no tokens.
 
     Raises:
-        UserError: If no document of either split contains text. Skipped records are mentioned.
+        UserError: If no document of either split contains text. The message counts skipped records.
     """
     both_splits = replace(document_tokenizer, holdout=0.0)
     if _count_tokens(source, both_splits, limit=0) > 0:

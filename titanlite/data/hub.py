@@ -392,7 +392,7 @@ class HubFiles:
 
     @contextmanager
     def _convert_errors(self) -> Iterator[None]:
-        """Convert huggingface_hub exceptions in a `with` block to `UserError`, with a remedy."""
+        """Convert huggingface_hub exceptions in a `with` block to `UserError` with a remedy."""
         try:
             with warnings.catch_warnings(action="ignore"):  # a full disk is reported below
                 yield
@@ -402,7 +402,7 @@ class HubFiles:
             raise UserError(self._explain(error)) from None
 
     def _explain(self, error: Exception) -> str:
-        """Return an error message with cause and remedy for a huggingface_hub exception."""
+        """Return an error message with the cause of a huggingface_hub exception and a remedy."""
         from huggingface_hub import constants
         from huggingface_hub.utils import GatedRepoError, RepositoryNotFoundError
 
@@ -510,7 +510,7 @@ def _find_preset(kind: str, name: str) -> Mapping[str, Any]:
 
 
 def _propose_name(kind: str, name: str) -> str:
-    """Return a clause for the error message about an unknown name, which proposes known names.
+    """Propose known names, as a clause of the error message about an unknown name.
 
     Propose the most similar name in hub.toml. If no name is similar, list all names of this `kind`,
     such as "data".

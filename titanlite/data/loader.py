@@ -341,7 +341,7 @@ class Loader:
         return [value] if self._data_group is None else gathered(value, self._data_group)
 
     def _merge_positions(self, new_positions: dict[tuple[int, int], StreamPosition]) -> None:
-        """Advance each stream to its position in `new_positions`, unless it is already past it.
+        """Advance streams to their positions in `new_positions`, but never move a stream back.
 
         Several ranks may have read the same stream. The latest position is the current one.
         """

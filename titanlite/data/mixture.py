@@ -97,7 +97,7 @@ class Mixture:
         num_sequences = sum(self.stage_counts) + 1  # including the next one
         sources = []
         for source, (weight, count) in enumerate(zip(self.weights, self.stage_counts, strict=True)):
-            # Compare m * total_weight * lag with total_weight, because integers are not rounded.
+            # Multiply both sides of lag >= 1/m by m * total_weight to compare integers, exactly.
             if m * (num_sequences * weight - count * total_weight) >= total_weight:
                 sources.append(source)
         return sources
@@ -106,7 +106,7 @@ class Mixture:
         """Return the deadline of a source, times a factor that makes all deadlines integers.
 
         The deadline is (count + 1 - 1/m) * total_weight / weight sequences. The factor is
-        m * multiple / total_weight, where `multiple` is divisible by all weights.
+        m * multiple / total_weight, where `multiple` is divisible by all weights except 0.
         """
         return (m * (self.stage_counts[source] + 1) - 1) * (multiple // self.weights[source])
 

@@ -1,4 +1,4 @@
-"""Saving, comparing and restoring the data position of a run, and measuring the progress.
+"""Saving, comparing and restoring the data position of a run, and measuring its progress.
 
 The position consists of `PackedDataset.mixture` and `PackedDataset.positions`.
 """
@@ -189,7 +189,7 @@ def warn_of_repetition(data: PackedDataset, warned: set[int]) -> None:
     Args:
         data: Data of the run.
         warned: Indices of sources to skip because a warning was already logged. The function adds
-            the indices of the sources in new warnings.
+            the index of each source that it warns about.
     """
     for i, epochs in enumerate(_count_epochs(data)):
         if epochs >= MAX_EPOCHS and not data.specs[i].max_epochs and i not in warned:

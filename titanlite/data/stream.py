@@ -404,10 +404,10 @@ class SequenceReader:
 def _iterate_order(num_units: int, seed: int, positions: range) -> Iterator[int]:
     """Yield the indices of the units at `positions` in the shuffled order of a source.
 
-    The values equal `epoch_order(num_units, seed, positions)`, but are computed lazily, in blocks.
+    These are the values of `epoch_order(num_units, seed, positions)`, computed lazily in blocks.
     """
-    # A block contains the positions of one epoch, but at most 256, and at least 8 because each
-    # numpy call has a fixed cost.
+    # A block has the positions of about one epoch: at most 256, and at least 8 because each numpy
+    # call has a fixed cost.
     positions_per_epoch = num_units // positions.step
     block_size = max(8, min(256, positions_per_epoch))
     for start in range(0, len(positions), block_size):

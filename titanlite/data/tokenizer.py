@@ -404,7 +404,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def byte_level_symbols() -> dict[str, int]:
     """Return a mapping from characters in a byte-level vocabulary to the bytes that they represent.
 
-    Byte-level tokenizers write each byte as a visible character, like encoder.py of GPT-2.
+    Byte-level tokenizers write each byte as a visible character, as encoder.py of GPT-2 does.
     A printable Latin-1 character represents the byte with the same value. The characters from
     U+0100 on represent the other bytes: for example, U+0120 represents a space.
     """

@@ -135,7 +135,7 @@ def _read_once(section: Dataset) -> Dataset:
 def _read_sequences(data: PackedDataset) -> list[PackedSequence]:
     """Read the first global batch of `data`, which is the whole validation set.
 
-    There are fewer than validation.sequences sequences if a source runs out of documents.
+    If a source runs out of documents, the set has fewer than validation.sequences sequences.
     """
     reader = SequenceReader(data)
     sequences: list[PackedSequence] = []

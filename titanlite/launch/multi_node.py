@@ -51,7 +51,7 @@ Address = tuple[str, int]
 DEFAULT_ROUTE = ("192.0.2.1", 9)
 SIOCGIFADDR = 0x8915  # request of netdevice(7): the address of an interface
 CONNECT_SECONDS = 900  # seconds to wait for nodes to connect, or to reconnect after a crash
-SILENT_SECONDS = 10.0  # seconds after which a waiting node logs what is missing
+SILENT_SECONDS = 10.0  # seconds after which a waiting node logs the probable reason
 # Seconds that the agent has to end after a crash. It can hang if the store is unreachable.
 AGENT_SECONDS = 10.0
 

@@ -28,7 +28,7 @@ file.
 def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
     """Wait until no other run uses the output folder of a run, then train the run.
 
-    If the job is invalid, or a signal stops the run before a save, remove its output folder again,
+    If the job is invalid, or a signal stops the run before a save, remove the output folder again,
     provided that the folder is new and contains only files that this process has created.
 
     Args:
@@ -159,7 +159,7 @@ def _remove_created(run: Run, created_files: Set[Path], new_folders: Sequence[Pa
 
 
 def _stop_logging() -> None:
-    """Stop writing to train.log. Otherwise, the error that ends this process would create it."""
+    """Stop logging. Otherwise, the error that ends this process would create train.log again."""
     logging.getLogger(LOGGER_NAME).handlers.clear()
 
 

@@ -1,7 +1,7 @@
 """Start and watch the ranks of this node, restart them after a crash, and report why they ended.
 
 A rank is one training process, usually with one GPU. On a single node, this module replaces the
-torch elastic agent. By default, that agent gives ranks only 30 seconds to save after a signal, and
+torch elastic agent. By default, the agent gives ranks only 30 seconds to save after a signal, and
 restarts a run that has saved and ended. It also imports torch, which would delay the first step by
 more than a second. On several nodes, `titanlite.launch.multi_node` lets the torch agent start one
 launcher on each node.
@@ -51,8 +51,8 @@ from titanlite.runtime.process import STOP_SIGNALS, STORE, start_python, stop_si
 # Name of the loopback network interface.
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 POLL_SECONDS = 0.1  # seconds between two checks of the processes
-# Assumed maximum time, in seconds, from the moment when a dying process closes its connections, so
-# that other ranks fail, until the launcher sees its exit.
+# Other ranks fail as soon as a dying process closes its connections. Assume that the launcher sees
+# the exit of the process at most this many seconds later.
 DYING_SECONDS = 1.0
 # Seconds that the other ranks have to end after a rank crashed, or ended for a known reason.
 CRASH_PATIENCE = 5.0
@@ -421,8 +421,8 @@ class Ranks:
 def _find_cause(failed: Sequence[RankEnd], killed: Sequence[int]) -> RankEnd:
     """Choose the rank that the launcher reports as the cause of a shutdown; return how it ended.
 
-    Choose the lowest rank that ended for a known reason, such as an invalid option. If there is
-    none, choose the rank that failed first. If no rank failed, choose the first rank in `killed`.
+    Choose the lowest rank that ended for a known reason, such as an invalid option. If no rank did,
+    choose the rank that failed first. If no rank failed, choose the first rank in `killed`.
 
     Args:
         failed: How the failed ranks ended, sorted by time.

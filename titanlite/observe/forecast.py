@@ -62,7 +62,8 @@ class Forecast(FileModel):
     rank: int
     """Rank with the highest memory peak. Ranks with the same pipeline stages have the same peak."""
     peaks: dict[str, int]
-    """Peak memory in bytes of one rank per group with the same pipeline stages, keyed by rank."""
+    """Peak memory in bytes, keyed by rank. Of ranks with the same pipeline stages, only one is
+    listed."""
     peak: int
     """Peak memory of tensors on the rank `rank`, in bytes."""
     moment: str

@@ -200,10 +200,10 @@ def _install_handlers(handlers: list[LogHandler]) -> logging.Logger:
 
 
 def _silence_libraries() -> None:
-    """Make libraries log only errors to standard error, and no warnings.
+    """Stop libraries from logging warnings to standard error. They still log errors.
 
-    torch uses the handlers of the logger "torch". All other libraries use the handler that Python
-    uses by default if a program configures none.
+    torch uses the handlers of the logger "torch". All other libraries use `logging.lastResort`, the
+    default handler of Python.
     """
     for handler in (logging.lastResort, *logging.getLogger("torch").handlers):
         if handler is not None:

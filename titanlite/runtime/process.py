@@ -131,7 +131,7 @@ def set_up_torch() -> None:
     - TORCHINDUCTOR_CACHE_DIR: a folder that only this user can enter. The default is a predictable
       folder in /tmp, which another user could create first to run code in this process.
     - TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS: 0, because Inductor stores precompiled headers in
-      the folder in /tmp even if another cache folder is set.
+      that folder in /tmp even if another cache folder is set.
     - PYTORCH_ALLOC_CONF: expandable segments, which reduce memory fragmentation on a GPU.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:

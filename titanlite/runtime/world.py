@@ -132,7 +132,7 @@ def _rendezvous(world_size: int, timeout: timedelta, file: str | None) -> Store:
 
 
 def _explain_rendezvous_error(error: Exception, world_size: int) -> UserError:
-    """Convert the error of a failed rendezvous to an error that explains how to fix it.
+    """Convert the error of a failed rendezvous to a `UserError` with a remedy.
 
     Args:
         error: Error that torch raised. A C++ stack can follow the first line of its message.

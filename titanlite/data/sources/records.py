@@ -271,7 +271,7 @@ def check_column(
 
 
 def _explain_missing_field(column: str, fields: Iterable[str], key: str = "text_column") -> str:
-    """Return an error message that the field selected by option `key` is not among `fields`."""
+    """Return an error message: option `key` selects a `column` that is not among `fields`."""
     return f"no field {column!r} ({key}); there are: {', '.join(map(repr, fields))}"
 
 
