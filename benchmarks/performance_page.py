@@ -28,8 +28,8 @@ torchtitan. To repeat a measurement, run the command below its heading on an idl
 ## Newer measurements
 
 The CPU results below were measured on 2026-11-21 and 2026-11-22 on an AMD EPYC machine. At that
-time, titanlite avoided the copies of weights and gradients that FSDP2 makes on a single rank.
-We removed this code on 2026-11-24, because it patched torch. Since 2026-11-29, titanlite again
+time, titanlite avoided the copies of weights and gradients that FSDP2 makes on a single rank. We
+removed this optimization on 2026-11-24, because it patched torch. Since 2026-11-29, titanlite again
 avoids some of these copies, without a patch; see
 [Experiments](experiments.md#memory-and-speed-on-a-cpu).
 
@@ -43,8 +43,8 @@ torchtitan, measured on 2 cores of an AMD EPYC CPU at commit e12fbd8.
 | bf16 | 1.09 | 0.74 | 0.66 |
 | 232 million parameters, bf16 compiled | 1.14 | **1.29** | 0.78 |
 
-On the same day, but before this change (commit 6f3c662), we measured these ratios on an Intel Xeon
-machine with AMX:
+Earlier on the same day, before titanlite avoided copies again (commit 6f3c662), we measured these
+ratios on an Intel Xeon machine with AMX:
 
 | one CPU rank | tokens/s | memory | first step |
 |---|---:|---:|---:|
