@@ -145,7 +145,7 @@ class CheckpointWriter(FileSystemWriter):
         publish_checkpoint(self.tmp_folder, self.step, entries, self.info)
 
     def storage_meta(self) -> StorageMeta:
-        """Return the DCP description of the storage, without the path so that folders can move."""
+        """Return the DCP storage description without the path, so that you can move the folder."""
         return StorageMeta(save_id=self.save_id)
 
 

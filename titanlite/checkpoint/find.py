@@ -36,8 +36,8 @@ from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 
 COMMAND = "TITANLITE_COMMAND"
-"""Environment variable with the command line of the launcher, including the variables set for it.
-It is used to show how to resume the run."""
+"""Environment variable with the launcher command, including the environment variables set for it.
+`resume_hint` shows this command."""
 
 T = TypeVar("T")
 
@@ -448,8 +448,8 @@ def read_progress(run: Run) -> Progress:
 def _read_manifest_to_resume(run: Run) -> Manifest:
     """Return the manifest of the checkpoint from which a run will resume.
 
-    This is the checkpoint of step `checkpoint.load_step` if it exists, or else the newest one. Once
-    the run has resumed from `load_step` and saved a later checkpoint, it is also the newest one.
+    This is the newest checkpoint, unless `checkpoint.load_step` selects another one. A run that has
+    resumed from `load_step` and saved a later checkpoint resumes from the newest one again.
     """
     load_step = run.job.checkpoint.load_step
     checkpoints = list_checkpoints(run.checkpoint_folder)
@@ -525,7 +525,7 @@ def has_resumed_from(checkpoints: Sequence[Path], load_step: int) -> bool:
 
 
 def _read_newest_valid_manifest(checkpoints: Sequence[Path]) -> Manifest | None:
-    """Return the newest valid manifest of checkpoints sorted by step, or None if there is none."""
+    """Return the newest valid manifest of checkpoints sorted by step, or None if none is valid."""
     for path in reversed(checkpoints):
         with suppress(Damage):
             return read_manifest(path)
@@ -533,7 +533,7 @@ def _read_newest_valid_manifest(checkpoints: Sequence[Path]) -> Manifest | None:
 
 
 def is_saved(run: Run) -> bool:
-    """Return whether a run has checkpoints and uses them, so that a restart would resume."""
+    """Return whether a restart would resume: the run uses checkpoints and has at least one."""
     return run.job.checkpoint.enable and bool(list_checkpoints(run.checkpoint_folder))
 
 

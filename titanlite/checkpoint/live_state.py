@@ -53,7 +53,7 @@ class LiveState:
 
         The names, such as "optimizer.layers.3.attention.wq.weight.exp_avg", do not depend on the
         parallel layout. The tensors share memory with the model, the optimizer and the hooks, so
-        loading into the tensors changes these in place. Only the random states are copies.
+        loading into the tensors restores all three in place. Only the random states are copies.
 
         Args:
             optimizer: Include the optimizer state.

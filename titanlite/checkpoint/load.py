@@ -135,7 +135,7 @@ class Resumer:
                 fix = "Choose another step, or remove checkpoint.load_step to load the newest one."
 
         state, damages = self._load_newest_valid(candidates, "Resumed")
-        # Rename checkpoints only now, because the load raises an error if the job does not fit.
+        # Rename checkpoints only after the load, which raises an error if the job does not fit.
         for path in damages:
             self._rename(path, f"Damaged {path.name}", "damaged")
         if state is not None:
@@ -366,7 +366,7 @@ class Resumer:
         _set_random_state(tensors)
 
     def _select_tensors(self, parts: set[str], reader: SafeReader) -> dict[str, Tensor]:
-        """Return the weights and the tensors of other parts to load into, by name.
+        """Return the tensors to load into, by name: the weights and the given other parts.
 
         Omit tensors that the checkpoint lacks because a hook is new in this job, and the random
         states of GPUs if the checkpoint was saved on CPUs.
@@ -725,7 +725,7 @@ def _set_random_state(tensors: dict[str, Tensor]) -> None:
 
     Args:
         tensors: The loaded tensors by name. Only names such as "rng.cpu.0" and "rng.cuda.0" are
-            used. If there are none, nothing changes.
+            used. Without them, nothing changes.
     """
     for name, tensor in tensors.items():
         if name.startswith("rng.cuda."):

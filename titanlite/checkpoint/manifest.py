@@ -457,8 +457,7 @@ def belongs_to_run(manifest: Manifest, run: str | None) -> bool:
 
     Args:
         manifest: Manifest of the checkpoint.
-        run: ID of the run, or None if it is unknown. For None, only checkpoints without a run ID
-            count.
+        run: ID of the run. If None (unknown), only checkpoints without a run ID belong to it.
     """
     return holds_run_state(manifest) and get_run_id(manifest) in (None, run)
 

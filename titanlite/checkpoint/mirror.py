@@ -135,8 +135,8 @@ class Mirror:
     def begin(self, step: int) -> None:
         """Start copying the checkpoints of the run to the mirror in the background.
 
-        Call this on all ranks, once the run has loaded its checkpoint. First archive later
-        checkpoints of this run on the mirror, because their steps will be trained again.
+        First archive later checkpoints of this run on the mirror, because their steps will be
+        trained again. Call this on all ranks, once the run has loaded its checkpoint.
 
         Args:
             step: Step of the loaded checkpoint, or 0.
@@ -370,7 +370,7 @@ class Mirror:
             if not is_manifest:
                 continue
 
-            # Ignore manifests written by other programs. An empty manifest counts as ours.
+            # Ignore damaged manifests of other programs. An empty one may be from titanlite.
             content = self._damaged_manifests.get(name)
             if not content or is_titanlite_manifest(content):
                 return True
@@ -607,7 +607,7 @@ class Mirror:
             return True
 
         # A run writes the manifest before all other files and may later rename it, for example to
-        # "manifest.json.damaged". If any of these manifests names this run, it wrote the files.
+        # "manifest.json.damaged". The files are from this run if any of these manifests has its ID.
         manifests = [path for path in self._files if path.startswith(f"{name}/{MANIFEST}")]
         return any(
             _is_manifest_of(run_id, self._storage.cat_file(f"{self._root}/{path}"))
@@ -673,7 +673,7 @@ class Mirror:
     # Removals, in the thread
 
     def _remove_outdated(self) -> None:
-        """Remove the checkpoints of this run that no option keeps from the mirror.
+        """Remove from the mirror the checkpoints of this run that no option keeps.
 
         Also remove the files that interrupted copies and removals left there.
         """
@@ -701,7 +701,7 @@ class Mirror:
         local_names = [self._get_name(path) for path in self._list_local()]
         for name in self._list_incomplete():
             path = f"{self._root}/{name}/{INCOMPLETE}"
-            if name in self._manifests:  # the copy was complete except for this file
+            if name in self._manifests:  # the copy is complete; only this file is left over
                 self._storage.rm_file(path)
             elif name not in local_names:  # local checkpoints will be copied again
                 with suppress(Damage):

@@ -83,7 +83,7 @@ class Saver:
         self._num_waits = 0
         self._saved_step: int | None = None  # of the newest complete save
         self._failed_step: int | None = None  # of the newest save, if it failed
-        # The save in progress: its step and a future of whether it succeeds on this rank.
+        # The save in progress: its step, and a future that is True if it succeeds on this rank.
         self._pending: tuple[int, Future[bool]] | None = None
 
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -158,7 +158,7 @@ class Saver:
     def _save_all(self, step: int, train_state: dict[str, Any]) -> Path:
         """Start saving the full state of the run unless this step is already saved.
 
-        Return the step folder, which async saves have not completed yet.
+        Return the step folder. An async save may not have created it yet.
         """
         if not self.has_saved(step):
             tensors = self._live.tensors(rng=True)
@@ -171,7 +171,7 @@ class Saver:
 
         If the run resumed from this step and already saved these weights, keep the existing folder.
 
-        Return the step folder, which async saves have not completed yet.
+        Return the step folder. An async save may not have created it yet.
         """
         folder = self._folder.parent / "final"
         path = folder / step_folder_name(step)

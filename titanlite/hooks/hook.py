@@ -30,7 +30,7 @@ class Request(NamedTuple):
     """
 
     stop: int = 0
-    """Number of the signal that stops the run, or 0 if there is none."""
+    """Number of the signal that stops the run, or 0."""
     save: bool = False
     """Save a checkpoint."""
     validate: bool = False
@@ -225,7 +225,7 @@ class Hook:
             stopped: Description of the signal that stopped the run, or "".
 
         Returns:
-            An error that the run then ends with, or None.
+            An error to end the run with, or None.
         """
 
     def failed(self, error: BaseException) -> None:

@@ -160,7 +160,7 @@ class Norms(Hook):
         """Return the norm of each group of parameters, by group name.
 
         Args:
-            squares: Sum of squares for each model parameter: of its gradient, update or weights.
+            squares: Sum of squares of the gradient, update or weights of each model parameter.
         """
         norms = {}
         for group, indices in self._groups.items():
@@ -174,7 +174,7 @@ class Norms(Hook):
         with one parameter, such as the embedding.
 
         Args:
-            squares: Sum of squares for each model parameter, such as of its gradient.
+            squares: Sum of squares of each model parameter or of its gradient.
 
         Returns:
             Mapping from group names to the norms of their parameters, in the order of the blocks.

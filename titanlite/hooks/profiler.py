@@ -129,7 +129,7 @@ class Profiler(Hook):
         if self._is_cuda:
             activities.append(ProfilerActivity.CUDA)
 
-        # The profiler should clear the events of the previous cycle.
+        # This warning is expected, because each cycle clears the events of the previous one.
         warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
         return profile(
             activities=activities,

@@ -58,7 +58,7 @@ def lock_folders(run: Run, log: Callable[[str], None], resources: ExitStack) -> 
         A new random ID for the run, the same on all ranks.
 
     Raises:
-        UserError: If another run uses one of the folders, or if it is not writable.
+        UserError: If another run uses one of the folders, or if one is not writable.
     """
     timeout = run.job.comm.init_timeout_seconds
     lock_timeout = min(LOCK_TIMEOUT, timeout / 2)

@@ -183,7 +183,7 @@ def _make_safe(value: Any, max_length: int) -> Any:
 
 
 def _read_run(folder: Path, num_runs: int) -> JsonObject:
-    """Read the status, metrics, events, samples and config of a run, with the keys of page.js.
+    """Read the status, metrics, events, samples and config of a run for page.js.
 
     Args:
         folder: Output folder of the run.
