@@ -233,7 +233,7 @@ def _report_error(error: Exception) -> int:
 
     Errors that the user can fix are printed without a traceback.
     """
-    # This error means that a disk is full, but does not name the file. It can also be standard
+    # This error means that a disk is full. It does not name the file, which can also be standard
     # output, as in `titanlite check > /dev/full`.
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
         drop_output(sys.stdout)

@@ -182,7 +182,7 @@ def _generate_pieces(
 def generate_many(
     checkpoint: LoadedCheckpoint, prompts: Sequence[str], max_new_tokens: int = 100, **settings: Any
 ) -> Iterator[Completion]:
-    """Complete several prompts in batches, and raise the same errors as `generate`.
+    """Complete several prompts in batches. The errors are the same as for `generate`.
 
     A completion does not depend on the other prompts, except for rounding: the batch size can
     change the summation order in a matmul, and thus the choice between two almost equally likely
@@ -305,7 +305,7 @@ def _generate_tokens(
     # The first step processes all tokens of the prompts, and the other steps one token each.
     while any(decoding.is_unfinished for decoding in decodings):
         logits = _next_logits(checkpoint.model, inputs, cache, padding)  # (B, V)
-        # The vocabulary of the model can exceed the tokenizer. Never sample the extra tokens.
+        # The model can have more tokens than the tokenizer. Never sample the extra tokens.
         logits = logits[:, : checkpoint.tokenizer.vocab_size]
         inputs = _append_tokens(decodings, logits, options, generators)
         yield

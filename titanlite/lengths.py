@@ -39,7 +39,7 @@ class TokenCounter(NamedTuple):
 
     @property
     def extra_sequences(self) -> int:
-        """How many more sequences the steps before the resume trained than they would train now.
+        """Number of sequences trained before the resume, minus the number at current batch sizes.
 
         It is 0 if the batch sizes have not changed, and negative if they have increased.
         """
@@ -182,7 +182,7 @@ def _list_lengths(run: Run) -> Iterator[tuple[str, int]]:
 
 
 def _find_repeated_length(run: Run) -> list[Problem]:
-    """Return a problem if several keys set the length of the run, otherwise an empty list."""
+    """Return a list with one problem if several keys set the length of the run, otherwise []."""
     training = run.job.training
     names = [name for name in LENGTH_KEYS if name in training.model_fields_set]
     names = [name for name in names if getattr(training, name) is not None]

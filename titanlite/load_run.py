@@ -149,7 +149,7 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
 def _drop_follow_ups(length_problems: list[Problem], mistakes: Sequence[Mistake]) -> list[Problem]:
     """Return `length_problems`, or [] if an invalid value may have caused them.
 
-    This can be any value that affects the number of tokens per step.
+    Such a value can be in any section that affects the number of tokens or steps.
     """
     invalid_sections = _find_invalid_sections(mistakes)
     can_count_tokens = invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset"))

@@ -123,7 +123,7 @@ def build_job_tables(name: str) -> dict[str, dict[str, Any]]:
             checkpoint or output folder of titanlite.
 
     Returns:
-        Default values of each job section, by key.
+        Sections of a job, each a table of keys and default values.
 
     Raises:
         UserError: If the model does not exist or is not supported.

@@ -700,7 +700,7 @@ def check_profiling(run: Run) -> Problems:
 
 
 def check_symmetric_memory(run: Run) -> Problems:
-    """Check that symmetric memory for FSDP has an effect and supports the other options."""
+    """Check that symmetric memory for FSDP has an effect and is compatible with other options."""
     if not run.job.parallelism.enable_fsdp_symmetric_memory:
         return
     key = "parallelism.enable_fsdp_symmetric_memory"
@@ -732,7 +732,7 @@ def check_effects(run: Run) -> Problems:
     has_bfloat16 = "bfloat16" in (run.state_dtype, job.training.dtype)
     compiles_tensor_parallel = run.degrees.tensor > 1 and run.compiles("model")
 
-    # Key, whether it is set, whether it has an effect, and what it needs to have one.
+    # Key, whether it is set, whether it has an effect, and what an effect requires.
     effects = [
         ("samples.freq", job.samples.freq, job.samples.prompts, "samples.prompts"),
         ("compile.enable", job.compile.enable, job.compile.components, "compile.components"),

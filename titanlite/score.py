@@ -72,7 +72,7 @@ class TextScore(Score):
     documents: int
     """Number of documents."""
     tokens: int
-    """Number of scored tokens. The first token of each document is only context, so not scored."""
+    """Number of scored tokens. The first token of each document is context and is not scored."""
     bytes: int
     """Number of bytes of the documents in UTF-8."""
     window: int

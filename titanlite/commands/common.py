@@ -71,10 +71,10 @@ def format_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def start_ranks(command: str, argv: Sequence[str]) -> None:
-    """Run a command in NGPU processes (an environment variable), and exit when they end.
+    """Run a command in several processes, and exit with their exit code when they end.
 
-    The exit code is the exit code of these processes. If NGPU is 1 or unset, or if a launcher has
-    already started this process as a rank, return without effect.
+    The environment variable NGPU sets the number of processes. If it is 1 or unset, or if a
+    launcher has already started this process as a rank, return without effect.
 
     Args:
         command: Name of the command, such as "eval".

@@ -211,7 +211,7 @@ def _make_plan(
     )
     if run.degrees.pipeline <= 2:
         return make_plan()
-    with workers() as pool:  # trace the many stages in parallel
+    with workers() as pool:  # trace the stages in parallel
         return make_plan(map_function=pool.map)
 
 

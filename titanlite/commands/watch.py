@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
 def _follow(folder: Path) -> Iterator[RunStatus]:
     """Yield the status of a run every second, until the run ends.
 
-    The last status is the status after the end.
+    The last status shows how the run ended.
     """
     while True:
         status = read_status(folder)

@@ -95,7 +95,7 @@ class Certificate(FileModel):
 
     @property
     def is_valid(self) -> bool:
-        """Whether the proof as a whole passed, and also each kind of comparison in it."""
+        """Whether the proof as a whole and each kind of comparison in it passed."""
         return self.proven and all(row.passed for row in self.rows)
 
     def covers(self, degrees: Degrees) -> bool:

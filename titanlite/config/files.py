@@ -86,7 +86,7 @@ def find_write_problem(folder: Path) -> str | None:
 
 
 def _find_checkpoint_around(folder: Path) -> Path | None:
-    """Return the checkpoint that `folder` is or is inside of, or None."""
+    """Return the checkpoint that contains `folder` or is `folder` itself, or None."""
     real_path = Path(os.path.realpath(folder))
     for parent in (real_path, *real_path.parents):
         if STEP_FOLDER.fullmatch(parent.name) and os.path.lexists(parent / MANIFEST):

@@ -111,8 +111,8 @@ class Architecture:
         The model is m = dim / mup_base_dim times as wide as the base model, and its heads are
         k = head_dim / mup_base_head_dim times as wide. Without muP, m and k are 1. The factor q is
         1 / sqrt(k) for the query norm or, without one, for the query projection, and 1 for all
-        other parameters. With tied embeddings, the final norm gets the factors of the output
-        matrix, which gets 1. docs/guides/mup.md explains the factors.
+        other parameters. With tied embeddings, the factors of the output matrix apply to the final
+        norm instead. docs/guides/mup.md explains the factors.
 
             Parameter                Initial values    Learning rate
             Matrices of blocks       q / sqrt(m)       q / m

@@ -273,7 +273,7 @@ def _classify(
 
 
 def _get_local_batch_effect(old_values: dict[str, Any]) -> Effect:
-    """Return the effect of another local batch size.
+    """Return the effect of a changed local batch size.
 
     The local batch size determines the global batch size, unless `training.global_batch_size` is
     set.

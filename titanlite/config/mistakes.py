@@ -145,7 +145,7 @@ def build_mistake(root: type[BaseModel], error: ErrorDetails) -> Mistake:
     location = [str(part) for part in error["loc"]]  # such as ["dataset", "sources", "0", "path"]
     if error["type"] == UNKNOWN_NAME:
         unknown = _find_unknown_name(root, location)
-        # It is None if the model has a field of this name, but files must use its alias. Then the
+        # `unknown` is None if the name is a field for which files must use an alias. Then the
         # pydantic message is used, as for any other error.
         if unknown is not None:
             return _describe_unknown(unknown, root, location, error["input"])
@@ -284,7 +284,7 @@ def _describe_unknown(
     """
     key = _get_key(location)
     name = ".".join(location)
-    # Removed name -> (default, message). Files of other programs have no removed names.
+    # Removed name -> (default, message). Only subclasses of `Section` declare removed names.
     removed_names = getattr(unknown.table, "dropped", {})
     if unknown.name in removed_names:
         _default, message = removed_names[unknown.name]
@@ -365,7 +365,7 @@ def explain_error(model: type[BaseModel], failure: ValidationError) -> str:
 
     Args:
         model: Pydantic model of the content.
-        failure: Error that was raised when the content was validated.
+        failure: Error that the validation of the content raised.
     """
     descriptions = []
     for error in failure.errors(include_url=False)[:10]:

@@ -46,7 +46,7 @@ class Registry:
     A pydantic field of type `Annotated[str, REGISTRY]` accepts only names in the registry.
 
     Args:
-        built_in: Built-in entries: the location ("module:name") of each, by its name.
+        built_in: Location ("module:name") of each built-in entry, by its name.
     """
 
     def __init__(self, **built_in: str) -> None:

@@ -1,4 +1,4 @@
-"""Derive all values that the rest of the program needs from a job and a number of ranks.
+"""Combine a job with a number of ranks, and derive all values that other modules need.
 
 A `Run` contains the job, the number of ranks, and derived values such as the model architecture,
 the parallelism degrees, the pipeline stages and the batch sizes.

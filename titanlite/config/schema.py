@@ -302,8 +302,8 @@ class Model(Section):
     """Apply RMSNorm to queries and keys before RoPE. head: to each head, as in Qwen3. projection:
     over all heads together, as in OLMo 2."""
     norm_placement: Literal["before", "after"] | None = None
-    """What a block normalizes. before: the inputs of the attention and the feed-forward network.
-    after: their outputs, before they are added to the residual stream, as in OLMo 2."""
+    """Position of the norms in a block. before: at the inputs of the attention and the feed-forward
+    network. after: at their outputs, before they are added to the residual stream, as in OLMo 2."""
     sliding_window: NonNegativeInt | None = None
     """Number of most recent tokens that each token attends to, including itself, as in the first
     Mistral 7B. 0: attend to all preceding tokens."""
@@ -757,8 +757,9 @@ class ActivationCheckpoint(Section):
     """Activation checkpointing: recompute activations in the backward pass to save memory."""
 
     mode: Literal["none", "selective", "full", "memory_budget"] = "selective"
-    """What to recompute. none: nothing. full: everything except the inputs of blocks. selective:
-    see selective_ac_option. memory_budget: the compiler chooses; needs compile.enable."""
+    """Activations to recompute. none: no activations. full: all except the inputs of blocks.
+    selective: see selective_ac_option. memory_budget: the compiler chooses; needs
+    compile.enable."""
     selective_ac_option: Annotated[str, AfterValidator(_check_ac_option)] = "op"
     """How mode "selective" saves memory. op: keep the results of attention and of every second
     matmul. A number n: recompute every n-th block in full."""
@@ -1130,7 +1131,7 @@ class JobConfig(RootConfig):
         `validate` calls pydantic, which validates only the built-in sections.
         """
         if not isinstance(values, dict | cls):
-            # pydantic reports the wrong type
+            # Let pydantic report the wrong type.
             return cls._validate_with_errors(values, validate, [])
 
         tables = cls.without_dropped_defaults(dict(values))

@@ -378,8 +378,8 @@ class Migration:
     def _get_microbatch_size(self, local_size: int, num_stages: int) -> int:
         """Return the number of sequences per pipeline microbatch in the torchtitan job file.
 
-        Job files of old versions set the number of microbatches instead. Then divide `local_size`
-        by it.
+        If the job file sets the number of microbatches instead, as in old versions, divide
+        `local_size` by this number.
 
         Args:
             local_size: Number of sequences of a data-parallel rank per step.
@@ -445,8 +445,7 @@ class Migration:
 
     def _add_defaults(self) -> None:
         """Set missing keys to their torchtitan defaults, if the titanlite defaults differ."""
-        # titanlite rejects compile.components and float8.recipe_name without the key that enables
-        # them.
+        # titanlite rejects these keys if the job does not also set `enable` in their section.
         if "compile.components" in self._new:
             self._set_default("compile.enable", False, DEFAULT)
         if self._new.get("compile.components") == []:
