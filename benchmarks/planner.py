@@ -321,9 +321,9 @@ columns have these meanings:
 - **error without kept:** the error of the plan without the kept memory.
 
 We ran {run} of the {cases} cases on a CPU. The measured memory includes the kept memory, which is
-still allocated after the model was freed. The plan is off by at most {largest:.2%}, with a median
-error of {median:.2%}. Without the kept memory, the largest error is {largest_without_kept:.2%} and
-the median error is {median_without_kept:.2%}.
+still allocated after the model is freed. The largest error of the plan is {largest:.2%}, and the
+median error is {median:.2%}. Without the kept memory, the largest error is
+{largest_without_kept:.2%}, and the median error is {median_without_kept:.2%}.
 """
 GHOST_INTRO = """
 ## On the ghost GPU
@@ -340,8 +340,8 @@ steps use the memory allocator of torch with expandable segments, as on a real G
 | reserved | memory that the allocator holds after the third step, without CUDA and NCCL memory |
 | error | difference between the plan and the measured value |
 
-We ran {run} of {cases} cases. The plan is off by at most {allocated:.1%} for allocated memory
-and by at most {reserved:.1%} for reserved memory.
+We ran {run} of the {cases} cases. The largest error of the plan is {allocated:.1%} for allocated
+memory and {reserved:.1%} for reserved memory.
 """
 TINY = {**SMALL, "dim": 128, "ffn_dim": 256}
 

@@ -89,7 +89,7 @@ def write_hostile_text() -> None:
 
     (folder / "train.log").write_text("run.log")
     report = json.dumps([False, 0, "Rank 0 is LATE: x\x1b[2J"])
-    write_atomically(folder / "0.hang.json", report.encode())  # the launcher may read it now
+    write_atomically(folder / "0.hang.json", report.encode())  # the launcher may read it anytime
     if is_rank_1 and not Path("again").exists():
         Path("again").touch()
         (folder / "1.json").write_text(

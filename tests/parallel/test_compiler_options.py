@@ -16,7 +16,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return silu(gate) * up
 
 
-# Older versions ignore `emulate_precision_casts` in code for CPUs.
+# Older versions of torch ignore `emulate_precision_casts` on CPUs.
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="needs torch 2.13 on a CPU")
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "is_rounded"), [("rowwise", True), ("tensorwise", False)])

@@ -77,7 +77,7 @@ def make_plan(
         run: The validated job and the number of ranks.
         gpu: GPU of each rank.
         quick: Skip the search for the largest batch, but not the search for changes.
-        remedies: Search for changes even if the run fits, instead of for the largest batch.
+        remedies: If the run fits, search for changes instead of the largest batch.
         show: Function called with the forecast of the run before the search starts.
         map_function: `map`, or the `map` method of a process pool to trace in parallel.
     """
@@ -98,8 +98,8 @@ def make_plan(
 def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) -> int | None:
     """Search for the largest training.local_batch_size that fits into memory.
 
-    The search predicts the largest size that fits from the two largest traced sizes, traces the
-    predicted size, and repeats this until that size is already traced or cannot be traced.
+    The search predicts the largest size that fits from the two largest traced sizes, traces this
+    size, and repeats both until the predicted size is already traced or cannot be traced.
 
     Args:
         run: The run to change.
@@ -124,7 +124,7 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) 
 
 
 def _choose_second_batch_size(run: Run) -> int:
-    """Choose a local batch size to trace that is larger than the local batch size of the run.
+    """Choose the second local batch size to trace, which is larger than in the run.
 
     The loss is computed in chunks of tokens. At the chosen size and above, chunks have their full
     size, so memory is linear in the batch size and can be extrapolated.
@@ -186,7 +186,7 @@ def _extrapolate_batch_size(plans: Mapping[int, Forecast], memory: int) -> int:
 
 
 def find_remedies(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) -> tuple[str, ...]:
-    """Find changes that make a run fit into GPU memory and reduce the memory that it needs.
+    """Find changes that save memory and with which a run fits into GPU memory.
 
     Combinations of changes are traced only if no single change is sufficient.
 
@@ -214,7 +214,7 @@ def find_remedies(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) -> tu
 
 
 def _describe_change(settings: Settings, new_plan: Forecast, plan: Forecast) -> str:
-    """Describe the options of a change, the memory with it, and its effect on speed.
+    """Describe a change by its options, the resulting memory, and the effect on speed.
 
     For example, "--activation_checkpoint.mode full: 61.3 GiB, 20% slower".
     """
@@ -235,7 +235,7 @@ class SearchResult(NamedTuple):
         variants: Changed options and forecast of each traced job that fits into memory, fastest
             first. Jobs that are slower than the run itself are omitted.
         num_traced: Number of jobs selected for tracing.
-        num_candidates: Number of jobs that they were selected from.
+        num_candidates: Number of jobs from which the traced jobs were selected.
     """
 
     variants: list[tuple[Settings, Forecast]]
@@ -274,7 +274,7 @@ def search(
 def _trace_candidates(
     run: Run, candidates: Sequence[Settings], gpu: Gpu, map_function: Apply, text: str
 ) -> list[tuple[Settings, Forecast]]:
-    """Trace a run with each set of changed options and return the sets that fit into memory.
+    """Trace a run with each set of changed options and return the sets with which it fits.
 
     Args:
         run: The run to change.

@@ -1,11 +1,11 @@
 """Imitate the memory and kernels of `torch.compile` in a traced step, without compiling.
 
-Invariant: the torch partitioner chooses the tensors that a graph saves for its backward pass, after
-Inductor decompositions. A value in a graph is stored in memory only in these cases:
+Invariant: The torch partitioner chooses the tensors that a graph saves for its backward pass, after
+operators are decomposed as in Inductor. A value in a graph is stored in memory only in these cases:
 
 - A kernel that the compiler does not generate (matmul, attention, collective) reads or writes it.
 - It is a result of the graph.
-- It is much smaller than its inputs, such as the result of a reduction.
+- It is much smaller than its inputs, like the result of a reduction.
 
 Generated kernels recompute all other values.
 """
@@ -387,7 +387,7 @@ class _Values:
     stored: dict[Node, Any]
 
     def read(self, node: Node) -> Any:
-        """Return the value of a node, and compute it if it is not in memory (such as a view)."""
+        """Return the value of a node. Compute it if it is not in memory, for example a view."""
         if node in self.stored:
             return self.stored[node]
         if node.op == "get_attr":
@@ -531,7 +531,7 @@ def _find_stored_inputs(
 def _set_freed(
     kernels: Iterable[_Kernel], bases: Mapping[Node, Node], returned_bases: set[Node]
 ) -> None:
-    """Set which nodes each kernel frees, because no later kernel uses their memory.
+    """Set the nodes to free after each kernel, because no later kernel uses their memory.
 
     Results of the graph are never freed. The base of a node is the node that allocates its memory:
     the node itself, unless it is a view or a copy into an existing tensor.

@@ -47,7 +47,7 @@ MATMULS = {"mm", "_scaled_mm", "bmm", *MATMULS_WITH_SUMMAND}
 FLEX_OPS = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
 """Operators that replace flex attention in a trace; see `simulate._flex_attention`."""
 FLEX_WINDOW = "scale"
-"""Argument of `FLEX_OPS` that holds the sliding window in a trace, as they take no window."""
+"""Argument of `FLEX_OPS` in which a trace passes the sliding window, which they do not support."""
 VARLEN_OPS = ("torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward")
 """Operators of variable-length attention."""
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
@@ -349,7 +349,7 @@ class Counter(TorchDispatchMode):
         if func is GET_DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a shortcut, because this is more than half of all calls
         if func is GET_SCALAR and isinstance(args[0], FakeTensor) and args[0].constant is None:
-            # Some optimizers read a flag that skips their update. Return 0 to count the update.
+            # Some optimizers read a flag that skips their update. Return 0 to run the update.
             return 0
 
         kwargs = kwargs or {}
@@ -371,10 +371,10 @@ class Counter(TorchDispatchMode):
         return result
 
     def _run_and_count(self, func: Any, args: tuple[Any, ...], kwargs: OperatorArguments) -> Any:
-        """Run one operator on fake tensors, and return its result.
+        """Run one operator and return its result.
 
-        Log the memory that the operator allocates, and its work (FLOPs and bytes). Views, copies of
-        a tensor to itself, and operators that only infer shapes are not logged.
+        Log the memory that the operator allocates and its work (FLOPs and bytes). Do not log views,
+        copies of a tensor to itself, or operators that only infer shapes.
         """
         self._allocate_pending_sum()
         if func is ADDMM_OUT:  # torch 2.12 cannot run it on fake tensors
@@ -384,7 +384,7 @@ class Counter(TorchDispatchMode):
         signature = _signature(func)
         copies_to_itself = func is COPY and args[0] is args[1]
         is_free = signature.is_view_or_annotation or copies_to_itself
-        # To infer shapes, DTensor runs operators on fake tensors that are not part of the step.
+        # DTensor also runs operators to infer shapes. They are not part of the step.
         if is_free or self._is_inferring_shapes:
             return result
 
@@ -396,7 +396,7 @@ class Counter(TorchDispatchMode):
         return result
 
     def _mark_fsdp_tensors(self, op: str, arguments: OperatorArguments) -> None:
-        """Mark the tensors of an FSDP operator `op` as unsharded parameters or gradients."""
+        """If `op` is an FSDP operator, mark its tensors as unsharded parameters or gradients."""
         if op in FSDP_KINDS:
             tensors = _find_tensors(list(arguments.values()))
             self.mark(tensors, FSDP_KINDS[op], overwrite=False)
@@ -431,7 +431,7 @@ class Counter(TorchDispatchMode):
     def _allocate_pending_sum(self) -> None:
         """Log the allocation of the pending sum of two gradients, if there is one.
 
-        Its first gradient is still in use, so the sum needs new memory; see `_count_allocations`.
+        The first gradient is still in use, so the sum needs new memory; see `_count_allocations`.
         """
         if self._pending_sum is not None:
             self._register_storage(self._pending_sum.result)
@@ -631,7 +631,7 @@ def _find_inputs(op: str, arguments: OperatorArguments) -> list[Tensor]:
 def _describe_dtype(inputs: Sequence[Tensor]) -> str:
     """Return the dtype of the first floating-point input, such as "bfloat16".
 
-    If there is none, return the dtype of the first input. Without inputs, return "float32".
+    If no input is floating-point, return the dtype of the first one, or "float32" without inputs.
     """
     floating = [tensor for tensor in inputs if tensor.is_floating_point()]
     candidates = floating or inputs
@@ -762,7 +762,7 @@ def plain_tensors(tensor: Any) -> Iterator[Tensor]:
 
 
 def _find_tensors(value: Any) -> list[Tensor]:
-    """List the tensors in a tensor or in nested lists and tuples.
+    """List the tensors in a value, which can be a tensor or nested lists and tuples.
 
     Any other value contains no tensors.
     """
@@ -774,5 +774,5 @@ def _find_tensors(value: Any) -> list[Tensor]:
 
 
 def bytes_of(value: Any) -> int:
-    """Return the total bytes of all tensors in a tensor or in nested lists and tuples."""
+    """Return the total bytes of a tensor, or of all tensors in nested lists and tuples."""
     return sum(tensor.numel() * tensor.element_size() for tensor in _find_tensors(value))

@@ -42,8 +42,8 @@ CPU_FRAGMENTATION = 0.05
 MATMUL = {"float32": 0.85, "float8": 0.60, "bfloat16": 0.70}
 # Flex attention, which context parallelism uses, is a Triton kernel with the design of
 # FlashAttention 2, which reaches 35% of the peak on Hopper GPUs (https://arxiv.org/abs/2407.08608).
-# Flex attention reaches 90% of its speed in the forward and 85% in the backward pass
-# (https://pytorch.org/blog/flexattention).
+# Flex attention reaches 90% of the speed of FlashAttention 2 in the forward pass and 85% in the
+# backward pass (https://pytorch.org/blog/flexattention).
 FLEX = 0.31
 # The backward pass of attention is less efficient than the forward pass.
 ATTENTION_BACKWARD = 5 / 6
@@ -56,9 +56,9 @@ OVERLAP_PRICE = 0.1
 # nor the gradient of an input of several matmuls, which is summed before it is reduced. So about
 # half is hidden.
 ASYNC_HIDES = 0.5
-# Seconds that a ring takes to pass its first chunk to the next GPU in a node (HOP) or in the next
-# node, from the NCCL tuning model (src/graph/tuning.cc). Starting the collective takes
-# `Gpu.latency_us`.
+# Seconds that a ring takes to pass its first chunk to the next GPU in a node (HOP) or to the next
+# node (NETWORK_HOP), from the NCCL tuning model (src/graph/tuning.cc). Starting the collective
+# takes `Gpu.latency_us`.
 HOP = 3.4e-6
 NETWORK_HOP = 14e-6
 # Seconds that Python, autograd and the dispatcher take to launch a kernel. A GPU waits only if it
@@ -228,7 +228,7 @@ def _add_phase(time: _StepTime, phase: str, work: Iterable[Work], run: Run, gpu:
     compute = 0.0  # seconds of kernels
     launches = 0.0  # seconds in which the CPU launches these kernels
     overlapping = 0.0  # seconds of collectives that can run at the same time as kernels
-    exposed = 0.0  # part of them that kernels wait for: the first all-gather, last reduce-scatter
+    exposed = 0.0  # part of them for which kernels wait: first all-gather, last reduce-scatter
     can_overlap = phase != "optimizer" and not gpu.cpu
     is_async = run.job.parallelism.enable_async_tensor_parallel
     for item in work:
@@ -379,7 +379,7 @@ def _bubble_share(run: Run) -> float:
 
 
 def _add_bubble(times: Mapping[int, _StepTime], share: float) -> None:
-    """Add the pipeline bubble, in which a rank waits for other ranks, to the time of each rank.
+    """Add the pipeline bubble, in which a rank waits for other ranks, to each step time.
 
     Args:
         times: Step time of each traced rank, modified in place.

@@ -238,8 +238,8 @@ def simulate_ranks(world_size: int, rank: int) -> Iterator[None]:
         gc.enable()
         dist.destroy_process_group()
         # The DTensor cache contains meshes with the names of their process groups. Meshes of the
-        # next trace compare equal to them, so DTensor would use the old names and fail to find the
-        # groups.
+        # next trace compare equal to them, so DTensor would look up process groups by names that no
+        # longer exist.
         _clear_sharding_prop_cache()
 
 

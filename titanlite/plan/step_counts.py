@@ -153,7 +153,7 @@ def _run_steps(
     train_step: TrainStep,
     skipped: range,
 ) -> None:
-    """Run two training steps on blank tokens, so that `counter` holds the log of the second one.
+    """Run two training steps on blank microbatches, so that `counter` logs the second one.
 
     Args:
         counter: Counter that is watching.
@@ -197,8 +197,9 @@ def _skippable_microbatches(run: Run) -> range:
     """Return the indices of microbatches that need not run, because they repeat an earlier one.
 
     The first two microbatches (three with a pipeline) and the last one always run, because some
-    memory of a microbatch is freed only while the next one runs. For example, without a pipeline,
-    the microbatches 2 to 6 of 0 to 7 can be skipped. Return an empty range if all must run.
+    memory of a microbatch is freed only while the next one runs. For example, a run with
+    microbatches 0 to 7 and no pipeline can skip microbatches 2 to 6. Return an empty range if all
+    microbatches must run.
     """
     if run.degrees.pipeline == 1:
         return range(2, run.microbatches - 1)
@@ -345,8 +346,8 @@ class StepFollower(Hook):
         is_offloaded = run.job.training.enable_cpu_offload
         self._gradient_kind = OFFLOADED if is_offloaded else "gradients"
         self.state_kind = OFFLOADED if is_offloaded else "optimizer state"
-        # Mark weights before they get FP8 scales. torchao would then read the value of the scale,
-        # which a fake tensor does not have.
+        # Mark weights before they get FP8 scales. Afterwards, torchao would read the value of the
+        # scale, which a fake tensor does not have.
         counter.mark(train_step.model.parameters(), OFFLOADED if is_offloaded else "weights")
         self._mark_state()
         for stage, module in sharded.stages.items():
@@ -577,9 +578,9 @@ class _MicrobatchSkipper:
     ) -> Any:
         """Compute or send a microbatch, unless it is skipped.
 
-        The counter records the memory and work of the method and of all operators until the next
-        action, such as communication. For a skipped microbatch, it logs the latest recording of the
-        method again.
+        The counter records the memory and work of the method and of all operators that run before
+        the next action, such as communication. For a skipped microbatch, it logs the latest
+        recording of the method again.
 
         Args:
             stage: The pipeline stage.

@@ -1,6 +1,6 @@
 """Trace one optimizer step of the trainer on fake tensors, which have shapes but no data.
 
-Invariant: The traced code is the code that trains, from `build_mesh` to the optimizer. Blocks are
+Invariant: A trace runs the same code as training, from `build_mesh` to the optimizer. Blocks are
 alike, so only a few of them run, and the counts are extrapolated to all blocks.
 """
 
@@ -108,7 +108,8 @@ def trace_run(
     if run.job.model.uses_document_bounds:
         importlib.import_module("torch.nn.attention.varlen")  # as `attention_kernels` does
 
-    # Choose the blocks to run: all blocks of a small model on a GPU; see `MAX_REPLAYED_BLOCKS`.
+    # Choose the blocks to run. On a GPU, run all blocks of a small model; see
+    # `MAX_REPLAYED_BLOCKS`.
     is_small = run.degrees.pipeline == 1 and run.arch.n_layers <= MAX_REPLAYED_BLOCKS
     runs_all_blocks = whole or (on_gpu and is_small)
     num_removed = 0 if runs_all_blocks else _count_removable_blocks(run)
@@ -235,8 +236,8 @@ def _may_shard_differently(run: Run, num_blocks: int) -> bool:
 def _underestimate_block_size(run: Run) -> float:
     """Return a low estimate of the number of parameters in a block.
 
-    It is half of the mean over all blocks, because the mean also includes the embedding and the
-    output layer.
+    It is half of the mean number of parameters per block. The mean is too high, because it includes
+    the embedding and the output layer.
     """
     mean_size = num_params(run.arch) // run.arch.n_layers
     return mean_size / 2
@@ -288,7 +289,8 @@ def _count_fake_step(run: Run, has_float8: bool, run_all_microbatches: bool) -> 
         run_all_microbatches: Run all microbatches instead of repeating the counts of one.
     """
     mesh = build_mesh(run.degrees, DEVICE.type)
-    # Some tensors are not fake: meta weights, before they become fake, and constants of AdamW8bit.
+    # Some tensors are not fake: meta weights until `to_empty` replaces them, and constants of
+    # AdamW8bit.
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     sharded = _build_fake_model(run, mesh, has_float8, fake_mode)
     # Leave the fake mode here, because the constructor of AdamW8bit reads its constants.

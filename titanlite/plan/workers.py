@@ -47,7 +47,7 @@ def workers() -> Iterator[Executor]:
 
 
 def _kill_workers() -> None:
-    """Kill all worker processes, so that nothing waits for their traces.
+    """Kill all worker processes, so that the pool does not wait for their traces.
 
     The wait might never end: if a process was killed while it took a task, it still holds the lock
     of the task queue, and the other processes wait for this lock.
@@ -62,7 +62,7 @@ def _set_up_worker(parent: int) -> None:
     Args:
         parent: Process ID of the parent.
     """
-    # Exclude all imported modules from garbage collection, which each trace runs again.
+    # Exclude all imported modules from garbage collection, which runs in each trace.
     gc.freeze()
     os.environ[PARENT] = str(parent)
     serve_parent()
