@@ -196,7 +196,7 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
     fields: dict[str, Any] = {}
     for name in _keys_by_field(family):
         value = getattr(parsed, name)
-        # Where the file has null, for example for no sliding window, `Architecture` has 0.
+        # A null in the file, for example for no sliding window, is a 0 in `Architecture`.
         fields[name] = 0 if value is None else value
     fields["n_kv_heads"] = parsed.n_kv_heads or parsed.n_heads
 
@@ -605,7 +605,7 @@ class _Olmo3(_Olmo2):
         if not isinstance(tables, dict) or tables.keys() != {"full_attention", "sliding_attention"}:
             raise error
 
-        full_attention = tables["full_attention"]  # `_parse_rope_table` validates it after this
+        full_attention = tables["full_attention"]  # validated later by `_parse_rope_table`
         theta = full_attention.get("rope_theta") if isinstance(full_attention, dict) else None
         if tables["sliding_attention"] != {"rope_type": "default", "rope_theta": theta}:
             raise error
@@ -718,7 +718,7 @@ def architecture_from_meta(
     if not params.use_scaled_rope:
         return Architecture(**fields, max_seq_len=8192)  # Llama 3.0
 
-    is_small_llama_3_2 = params.dim in (2048, 3072)  # no other Llama from 3.1 on has these widths
+    is_small_llama_3_2 = params.dim in (2048, 3072)  # no other Llama since 3.1 has these widths
     scaling_factor = 32.0 if is_small_llama_3_2 else 8.0
     return Architecture(**fields, rope_scaling_factor=scaling_factor)
 

@@ -70,8 +70,8 @@ def _yarn_kept_fraction(arch: Architecture, device: torch.device) -> Tensor:
     """Return the fraction of each RoPE frequency that YaRN leaves unscaled, shape (D / 2,).
 
     The remaining fraction is divided by `rope_scaling_factor`. The result falls linearly from 1 to
-    0 between two channel pairs. Between pairs 20 and 46, for example, it is 1 for pairs 0 to 20,
-    0.5 for pair 33, and 0 for pair 46 and above. See https://arxiv.org/abs/2309.00071.
+    0 between two channel pairs. If these are pairs 20 and 46, for example, it is 1 for pairs 0 to
+    20, 0.5 for pair 33, and 0 for pair 46 and above. See https://arxiv.org/abs/2309.00071.
     """
     last_kept, first_divided = _find_yarn_ramp(arch)
     pairs = torch.arange(arch.head_dim // 2, dtype=torch.float32, device=device)
@@ -82,9 +82,9 @@ def _yarn_kept_fraction(arch: Architecture, device: torch.device) -> Tensor:
 def _find_yarn_ramp(arch: Architecture) -> tuple[float, float]:
     """Return the channel pairs between which YaRN passes from unscaled to scaled frequencies.
 
-    The frequencies of these two pairs are fully unscaled and fully scaled, respectively. They
-    complete about `rope_beta_fast` and `rope_beta_slow` turns in the original context. The indices
-    are rounded and clamped as in the YaRN reference code.
+    The first pair is unscaled, and completes about `rope_beta_fast` turns in the original context.
+    The second pair is fully scaled, and completes about `rope_beta_slow` turns. Both indices are
+    rounded and clamped as in the YaRN reference code.
     """
     last_kept = max(math.floor(_find_rope_pair(arch, arch.rope_beta_fast)), 0)
     first_divided = min(math.ceil(_find_rope_pair(arch, arch.rope_beta_slow)), arch.head_dim - 1)
@@ -192,7 +192,7 @@ def soft_cap(logits: Tensor, softcap: float) -> Tensor:
 def truncated_normal_(x: Tensor, std: float, generator: torch.Generator) -> None:
     """Fill `x` in place with normal samples truncated at three standard deviations.
 
-    Use this instead of `nn.init.trunc_normal_`: its values depend on the torch version, and it
+    Do not use `nn.init.trunc_normal_` instead: its values depend on the torch version, and it
     synchronizes with the GPU in recent versions.
 
     Args:

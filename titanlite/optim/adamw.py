@@ -246,7 +246,7 @@ def shard_slices(tensor: DTensor, rank: int | None = None) -> tuple[slice, ...]:
     assert coordinates is not None  # this rank is in the mesh
     slices = [slice(0, size) for size in tensor.shape]
     mesh_dims = list(zip(tensor.placements, mesh.shape, coordinates, strict=True))
-    # Begin with the last mesh dimension, such as tensor parallelism.
+    # Divide along the last mesh dimension first, such as tensor parallelism.
     for placement, num_ranks, coordinate in reversed(mesh_dims):
         if not placement.is_replicate():
             dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
@@ -255,7 +255,7 @@ def shard_slices(tensor: DTensor, rank: int | None = None) -> tuple[slice, ...]:
 
 
 def _divide_slice(whole: slice, num_ranks: int, rank: int) -> slice:
-    """Return the part of a slice that a rank holds if the slice is divided as by torch.chunk.
+    """Divide a slice among ranks in the same way as torch.chunk, and return the part of one rank.
 
     For example, slice(0, 5) is divided among 4 ranks into parts of 2, 2, 1 and 0 elements.
     """

@@ -1,7 +1,7 @@
 """AdamW with 8-bit moments, from torchao (https://arxiv.org/abs/2110.02861).
 
 Invariant: The shape of the whole parameter decides whether its moments have 8 bits. A quantization
-block, whose elements share a scale, never crosses a row. Parameters that are sharded by rows
+block, whose elements share a scale, never spans two rows. Parameters that are sharded by rows
 therefore quantize identically on any number of ranks.
 """
 

@@ -57,7 +57,7 @@ def reduce_step_sums(
     shards = [local_shard(gradient) for gradient in gradients]
     squares = sum_of_squares(shards, compiled)  # (number of gradients,)
 
-    # Three numbers of this rank, which a single all-reduce adds up over all ranks.
+    # Collect three numbers of this rank, so that a single all-reduce adds them up over all ranks.
     sums = torch.zeros(3, dtype=torch.float64, device=squares.device)
     sums[0] = _sum_squares_without_replicas(squares, gradients)
     sums[1] = _copy_loss_to_device(loss, sums)

@@ -8,8 +8,8 @@ Each matrix has an owner, which is one of the ranks that hold a shard of the mat
 the owner gathers the momentum of the whole matrix, orthogonalizes it, and sends each rank its shard
 of the result. Matrices are processed in rounds, so that only a few whole matrices exist at once.
 
-Invariant: A new matrix depends, bit for bit, only on the old matrix, its gradient and its momentum.
-It does not depend on the number of ranks that share the matrix.
+Invariant: The new value of a matrix depends, bit for bit, only on its old value, its gradient and
+its momentum. It does not depend on the number of ranks that share the matrix.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # from the page linked a
 NEWTON_SCHULZ_ITERATIONS = 5
 EPS = 1e-7
 ROUND_NUMEL = 2**24
-"""Number of matrix elements at which an owner starts a new round, so that collectives are large."""
+"""An owner starts a new round when its current round has at least this many elements, so that
+collectives are large."""
 
 
 class Muon(torch.optim.Optimizer):

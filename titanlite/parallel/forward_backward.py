@@ -163,8 +163,8 @@ class ForwardBackward:
         total_loss = torch.zeros((), device=self._device)
         for i, microbatch in enumerate(microbatches):
             # The output matrix is the largest parameter, so it stays unsharded until the last
-            # microbatch. FSDP then frees it after the backward pass, or already after the forward
-            # pass if the loss does not read it in the backward pass.
+            # microbatch. FSDP then frees it after the forward pass, or after the backward pass if
+            # the loss reads it there.
             is_last = i == len(microbatches) - 1
             configure_microbatch(
                 self._model,
@@ -449,7 +449,8 @@ def _build_mask(
 
     Args:
         batch: Whole sequences.
-        context: Mesh of the context parallel ranks. Each rank has only some of the queries.
+        context: Mesh of the context parallel ranks, or None. Each of these ranks has only some of
+            the queries.
         window: Number of tokens that a token attends to, including itself. 0 means all.
         uses_flex: Build a block mask for flex attention instead of a boolean mask.
 
@@ -469,7 +470,7 @@ def _build_mask(
 
 
 def _find_document_ids(batch: Microbatch, window: int) -> Tensor | None:
-    """Return the document of each token, shape (B, T), or None if no token skips an earlier one.
+    """Return the document of each token, shape (B, T), or None if all earlier tokens are visible.
 
     Without document ids, only a window that is shorter than the sequences needs a mask. Each
     sequence is then one document.

@@ -99,7 +99,7 @@ def _sum_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
         if isinstance(module, FSDPModule):
             if mesh.size() > 1:
                 module.set_gradient_divide_factor(1.0)
-            # Otherwise, torch would use PREMUL_SUM for the factor of 1, which gloo does not
+            # Otherwise, for the factor of 1, torch would use PREMUL_SUM, which gloo does not
             # support.
             module.set_force_sum_reduction_for_comms(True)
 

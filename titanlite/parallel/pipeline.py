@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 FORWARD_ACTIONS = ("FORWARD", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD")
-"""Names of the actions that belong to the forward pass of a torch schedule. torch 2.15 has all."""
+"""Names of the forward pass actions in a torch schedule. torch 2.15 has all of them."""
 
 
 def local_stages(run: Run, mesh: Mesh) -> dict[int, range]:

@@ -83,8 +83,7 @@ class Proof(NamedTuple):
         run: The small run that was trained, with its compute dtype.
         checks: All comparisons, in the order of the computation.
         device: Name of the GPU or CPU, such as "NVIDIA H100".
-        optimizer_reference: What the updates were compared with, such as "plain formulas in
-            float64".
+        optimizer_reference: Source of the expected updates, such as "plain formulas in float64".
         commit: Git commit of titanlite, or "" if unknown.
         not_kept: Properties of the original job that the proof does not cover, one sentence each.
     """

@@ -79,7 +79,7 @@ class ReferenceTrainer:
             model: Llama = resolve(arch.model)(arch)
         model.to_empty(device=device)
         model.init_weights(training.seed, device=device)
-        # Convert the weights to both dtypes in order, because training rounds them in this way.
+        # Convert the weights to both dtypes in turn, because training also rounds them twice.
         model.to(getattr(torch, training.init_dtype)).to(getattr(torch, training.dtype))
         self.initial = {name: p.detach().cpu() for name, p in model.named_parameters()}
         self.trainable = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -285,7 +285,8 @@ def lion(run: Run, step: int, weight: Tensor, grad: Tensor, moments: NamedTensor
 
 
 FORMULAS = {"AdamW": adamw, "SGD": sgd, "Lion": lion}
-"""Plain formulas by optimizer. All others are compared with the same optimizer on one rank."""
+"""Plain formulas by optimizer name. Other optimizers are compared with the same optimizer on one
+rank."""
 
 
 def expected_update(

@@ -239,7 +239,7 @@ def shrink_model(original: Run, degrees: Degrees) -> tuple[Model, list[str]]:
 
 
 def _choose_num_blocks(original: Run, pipeline: int) -> int:
-    """Return the number of blocks with which a small model has all kinds of original blocks.
+    """Return the number of blocks that a small model needs to cover all kinds of original blocks.
 
     Args:
         original: The run with the original model.

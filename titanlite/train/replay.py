@@ -192,7 +192,7 @@ def compare_computations(before: JobConfig, now: JobConfig, first: int, last: in
     if _have_same_learning_rates(before, now, first, last):
         ignored_keys = KEYS_WITHOUT_EFFECT | LEARNING_RATE_KEYS
 
-    # `compare_jobs` does not compare keys that only one of the jobs has.
+    # It is enough to exclude keys from one job, because `compare_jobs` compares only shared keys.
     old_values = before.model_dump(mode="json", exclude=ignored_keys)
     new_values = now.model_dump(mode="json")
     return [line for effect, line in compare_jobs(old_values, new_values) if effect != COMPATIBLE]
@@ -267,7 +267,7 @@ class ReplayTrainer(Trainer):
 
 
 def replay(run: Run, step: int) -> list[LoggedStep]:
-    """Recompute the steps of a run from its newest valid checkpoint before `step` up to `step`.
+    """Recompute the steps of a run up to `step`, from the newest valid checkpoint before `step`.
 
     Use this to reproduce a loss spike, for example. All ranks must call it together.
 

@@ -757,7 +757,7 @@ class Trainer:
         errors += [hook.ended(self.steps_done, stopped) for hook in reversed(self.hooks)]
         if self.checkpointer is not None:
             errors.append(self.checkpointer.finish(self.steps_done, stopped))
-        if stopped and not end.has_finished:  # a signal at the last step is no error
+        if stopped and not end.has_finished:  # a signal at the last step is not an error
             errors.append(self._create_stop_error(stopped, end.request.stop))
         return [error for error in errors if error is not None]
 
@@ -765,8 +765,8 @@ class Trainer:
         """Create the error that ends a run after a stop signal.
 
         Args:
-            stopped: Start of the message, such as "Stopped by SIGTERM after step 12". The message
-                also says whether the run was saved.
+            stopped: Start of the message, such as "Stopped by SIGTERM after step 12". The rest
+                states whether the run was saved.
             signal_number: Number of the signal.
 
         Returns:
@@ -826,7 +826,7 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
 
     Args:
         run: Validated job.
-        argv: Command line of the run, which errors show as the command that resumes it.
+        argv: Command line of the run, used in errors to show the command that resumes it.
 
     Raises:
         UserError: If the run ends for a reason that the user can correct. Its `exit_code` is the
