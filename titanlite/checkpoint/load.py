@@ -359,9 +359,9 @@ class Resumer:
 
         tensors = self._select_tensors(parts, reader)
         model = self._live.model
-        unknown_state = (
-            _find_unknown_optimizer_state(model, tensors, reader) if "optimizer" in parts else []
-        )
+        unknown_state: list[str] = []
+        if "optimizer" in parts:
+            unknown_state = _find_unknown_optimizer_state(model, tensors, reader)
         _load_and_check(tensors, model.arch, reader, self._ranks, unknown_state)
         _set_random_state(tensors)
 

@@ -179,7 +179,9 @@ class Saver:
         if was_trained:
             self._ranks.run_on_rank0(lambda: self._saved_folders.archive_output(path))
         else:
-            is_saved = self._ranks.run_on_rank0(lambda: self._saved_folders.is_output_kept(path))
+            is_saved = self._ranks.run_on_rank0(
+                lambda: self._saved_folders.keep_existing_output(path)
+            )
             if is_saved:
                 return path
 

@@ -170,7 +170,7 @@ class SavedFolders:
 
     # Outputs of the last save
 
-    def is_output_kept(self, path: Path) -> bool:
+    def keep_existing_output(self, path: Path) -> bool:
         """Return whether a final output of the run exists. If so, log that it is kept.
 
         Args:
@@ -210,7 +210,7 @@ class SavedFolders:
         try:
             if replace:
                 self.archive_output(out)
-            elif self.is_output_kept(out):
+            elif self.keep_existing_output(out):
                 return True
             self._write_export(step_folder, out)
         except (OSError, UserError) as error:

@@ -118,5 +118,6 @@ def _check_same_tokenizer(paths: Sequence[Path], manifests: Sequence[Manifest]) 
 
 def _get_tokenizer_fingerprint(manifest: Manifest) -> str | None:
     """Return the fingerprint of the tokenizer in the data state of a checkpoint, if it has one."""
-    data_state = manifest["info"]["train_state"].get("data") or {}
-    return data_state.get("tokenizer")
+    from titanlite.checkpoint.find import get_data_state
+
+    return get_data_state(manifest["info"]).get("tokenizer")

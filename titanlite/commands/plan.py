@@ -86,15 +86,15 @@ def main(argv: Sequence[str]) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # Only results go to standard output. Some libraries print when they are imported, which would
     # mix with the JSON object of --json.
-    print_result = partial(print, file=sys.stdout, flush=True)
+    print_text = partial(print, file=sys.stdout, flush=True)
     with contextlib.redirect_stdout(sys.stderr):
         device = _choose_device(options, run.world_size)
         if device.cpu:  # then CPU offload would not save memory
             run = with_keys(run, {"training.enable_cpu_offload": False})
         if options.search or options.write is not None:
-            print_result(_search(options, run, device, tokens))
+            print_text(_search(options, run, device, tokens))
         else:
-            _estimate(options, run, device, tokens, print_result)
+            _estimate(options, run, device, tokens, print_text)
 
 
 def _load_run(options: PlanOptions, words: Sequence[str]) -> Run:
@@ -162,7 +162,7 @@ def _estimate(
     run: Run,
     device: Gpu,
     tokens: int | None,
-    print_result: Callable[[str], None],
+    print_text: Callable[[str], None],
 ) -> None:
     """Print the memory and time of a job, followed by changes that improve the job.
 
@@ -171,21 +171,21 @@ def _estimate(
         run: The run to estimate.
         device: GPU or CPU of each rank.
         tokens: Number of tokens of the whole training run, or None if --tokens is not set.
-        print_result: Function that prints a text to standard output.
+        print_text: Function that prints a text to standard output.
     """
     if options.as_json:
         plan = _make_plan(options, run, device)
-        print_result(_add_training_time(plan, tokens).model_dump_json())
+        print_text(_add_training_time(plan, tokens).model_dump_json())
         return
 
     def print_estimate(forecast: Forecast) -> None:
-        print_result(_format_forecast(run, _add_training_time(forecast, tokens)))
+        print_text(_format_forecast(run, _add_training_time(forecast, tokens)))
 
     # The search for changes takes longer, so the estimate is printed before it starts.
     plan = _make_plan(options, run, device, show=print_estimate)
     advice = _format_advice(run, plan)
     if advice:
-        print_result(advice)
+        print_text(advice)
 
 
 def _make_plan(

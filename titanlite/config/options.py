@@ -26,6 +26,8 @@ from titanlite.config.registry import load_plugins
 from titanlite.config.run import MOST_RANKS
 from titanlite.config.schema import RootConfig, check_path
 
+_MIN_SIMILARITY = 0.75
+"""Minimum `difflib` ratio of a suggested option. With the default, 0.6, `--lr` suggests `--plot`."""
 JOB_KEYS = "Every key of a job is also an option. Run `titanlite train --help` for a list."
 
 # A path. A leading ~ is expanded, and names that no file system accepts are rejected.
@@ -201,7 +203,7 @@ def _check_misspelled(options: type[Options], words: Sequence[str], prog: str) -
         is_job_key = "." in flag
         if is_job_key or not flag.startswith("--"):
             continue
-        similar = difflib.get_close_matches(flag, flags, n=1, cutoff=0.75)
+        similar = difflib.get_close_matches(flag, flags, n=1, cutoff=_MIN_SIMILARITY)
         if similar:
             raise UserError(f"{word}: unknown option of `{prog}`. Did you mean {similar[0]}?")
 

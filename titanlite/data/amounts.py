@@ -92,7 +92,7 @@ def _read_sample(source: Source) -> _Sample:
     texts = _select_texts(islice(source, _SAMPLE_DOCUMENTS))
     if source.num_documents is not None:
         return _Sample(texts, len(texts), source.num_documents)
-    return _Sample(texts, len("".join(texts)), _count_characters(source))
+    return _Sample(texts, sum(len(text) for text in texts), _count_characters(source))
 
 
 def _select_texts(records: Iterable[Record]) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,7 +85,13 @@ class Mixture:
         m = 2 * num_sources - 2
         candidates = self._find_lagging_sources(m)
         multiple = math.lcm(*filter(None, self.weights))  # the weight of a candidate is not 0
-        return min(candidates, key=partial(self._scale_deadline, m, multiple))
+
+        def scaled_deadline(source: int) -> int:
+            # The deadline is (count + 1 - 1/m) * total_weight / weight sequences. Multiplying it by
+            # m * multiple / total_weight makes the deadlines of all candidates integers.
+            return (m * (self.stage_counts[source] + 1) - 1) * (multiple // self.weights[source])
+
+        return min(candidates, key=scaled_deadline)
 
     def _find_lagging_sources(self, m: int) -> list[int]:
         """Return the sources with a lag of at least 1/m. There is always such a source.
@@ -101,14 +106,6 @@ class Mixture:
             if m * (num_sequences * weight - count * total_weight) >= total_weight:
                 sources.append(source)
         return sources
-
-    def _scale_deadline(self, m: int, multiple: int, source: int) -> int:
-        """Return the deadline of a source, times a factor that makes all deadlines integers.
-
-        The deadline is (count + 1 - 1/m) * total_weight / weight sequences. The factor is
-        m * multiple / total_weight, where `multiple` is divisible by all weights except 0.
-        """
-        return (m * (self.stage_counts[source] + 1) - 1) * (multiple // self.weights[source])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of the mixture as JSON values, to save in a checkpoint.

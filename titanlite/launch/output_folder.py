@@ -142,25 +142,21 @@ def _remove_created(run: Run, created_files: Set[Path], new_folders: Sequence[Pa
         created_files: Files that this process has created, in the output folder or elsewhere.
         new_folders: Folders that this process has created, innermost first.
     """
-    contents = set(run.dump_folder.iterdir())
-    empty_folders = {
-        path for path in contents if path == run.checkpoint_folder and _is_empty_folder(path)
-    }
-    files = contents - empty_folders
+    files = set(run.dump_folder.iterdir())
+    folders = list(new_folders)
+    if run.checkpoint_folder in files and _is_empty_folder(run.checkpoint_folder):
+        files.remove(run.checkpoint_folder)
+        folders.insert(0, run.checkpoint_folder)  # before the folder that contains it
     if not files <= created_files:
         return
 
-    _stop_logging()
+    # Stop logging, because the error that ends this process would create train.log again.
+    logging.getLogger(LOGGER_NAME).handlers.clear()
     for file in files:
         file.unlink(missing_ok=True)
     with suppress(OSError):  # another process may have put a file into one of the folders
-        for folder in (*empty_folders, *new_folders):
+        for folder in folders:
             folder.rmdir()
-
-
-def _stop_logging() -> None:
-    """Stop logging. Otherwise, the error that ends this process would create train.log again."""
-    logging.getLogger(LOGGER_NAME).handlers.clear()
 
 
 def _is_empty_folder(path: Path) -> bool:

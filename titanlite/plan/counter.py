@@ -377,7 +377,10 @@ class Counter(TorchDispatchMode):
         copies of a tensor to itself, or operators that only infer shapes.
         """
         self._allocate_pending_sum()
-        if func is ADDMM_OUT:  # torch 2.12 cannot run it on fake tensors
+        # torch 2.12 cannot run this operator on fake tensors.
+        if func is ADDMM_OUT and isinstance(kwargs["out"], FakeTensor):
+            kwargs["out"], FakeTensor
+        ):  # torch 2.12 cannot run it on fake tensors
             result = kwargs["out"]
         else:
             result = func(*args, **kwargs)

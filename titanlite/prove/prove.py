@@ -509,8 +509,8 @@ def compare_sequences(
 def _describe_wrong_part(sequences: NamedTensors, parts: list[NamedTensors], data_rank: int) -> str:
     """Describe which part of the global batch a rank has read by mistake.
 
-    For example, "it read those of data-parallel rank 1 instead of 0". If the rank has not read the
-    part of another rank, return "".
+    For example, "it read the data of data-parallel rank 1 instead of 0". If the rank has not read
+    the part of another rank, return "".
 
     Args:
         sequences: Sequences that the rank has read.
@@ -520,7 +520,7 @@ def _describe_wrong_part(sequences: NamedTensors, parts: list[NamedTensors], dat
     hint = ""
     for other, part in enumerate(parts):
         if other != data_rank and torch.equal(sequences["input_ids"], part["input_ids"]):
-            hint = f"it read those of data-parallel rank {other} instead of {data_rank}"
+            hint = f"it read the data of data-parallel rank {other} instead of {data_rank}"
     return hint
 
 

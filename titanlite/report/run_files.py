@@ -469,7 +469,7 @@ def _describe_end(starts_and_ends: Sequence[JsonObject]) -> StateAndReason:
         # The text is "Finished after step 90", or "Finished after step 90: <reason>" if a hook
         # finished the run early.
         return "finished", reason.partition(": ")[2]
-    if kind in ("stop", "guard"):  # a signal, or a guard (for example, too many skipped steps)
+    if kind in ("stop", "guard"):  # a signal, or the guards against bad steps
         return "stopped", reason
     if kind in USER_ERRORS:
         return _describe_user_error(reason, earlier_kinds)

@@ -810,7 +810,7 @@ def _read_numbers(hook: Hook, step: int) -> Mapping[str, Any]:
     return numbers
 
 
-def _explain_exit_call(error: SystemExit) -> RuntimeError:
+def _create_exit_call_error(error: SystemExit) -> RuntimeError:
     """Create the error that ends a run if a plugin calls `sys.exit` during training."""
     return RuntimeError(
         f"sys.exit({error.code!r}) was called during training. "
@@ -838,7 +838,7 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
             trainer = Trainer(run, device)
             trainer.train()
         except SystemExit as error:  # for example, from a plugin
-            exit_call = _explain_exit_call(error)
+            exit_call = _create_exit_call_error(error)
             exit_call.add_note(resume_hint(run, argv))
             raise exit_call from error
         except Exception as error:
