@@ -379,8 +379,6 @@ class Counter(TorchDispatchMode):
         self._allocate_pending_sum()
         # torch 2.12 cannot run this operator on fake tensors.
         if func is ADDMM_OUT and isinstance(kwargs["out"], FakeTensor):
-            kwargs["out"], FakeTensor
-        ):  # torch 2.12 cannot run it on fake tensors
             result = kwargs["out"]
         else:
             result = func(*args, **kwargs)
