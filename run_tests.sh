@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Check formatting, lint and imports. Then check types and run the tests in three workers, fast tests first.
-# Arguments are passed to pytest: --long adds the long tests, and --ghost runs only the tests on the simulated
-# GPU (docs/internals/ghost.md).
+# Check formatting, lint and imports. Then check types and run the tests in three workers, fast
+# tests first. Arguments are passed to pytest: --long adds the long tests, and --ghost runs only the
+# tests on the simulated GPU (docs/internals/ghost.md).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 scripts/setup.sh '.[dev]'
-if ! .venv/bin/python -c "import material" 2>/dev/null; then # the extra `docs` cannot be installed offline
-    patience=(--retries 1 --timeout 30)
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check "${patience[@]}" mkdocs "mkdocs-material>=9.5" ||
+if ! .venv/bin/python -c "import material" 2>/dev/null; then
+    # Give up soon: without a network, the extra `docs` cannot be installed.
+    pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --retries 1)
+    "${pip[@]}" --timeout 30 mkdocs "mkdocs-material>=9.5" ||
         echo "mkdocs-material cannot be installed: the test that builds the site is skipped" >&2
 fi
 export PATH="$PWD/.venv/bin:$PATH"

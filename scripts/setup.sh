@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Create .venv and install titanlite into it with the package versions of constraints.txt, unless this was
-# already done for this pyproject.toml. The argument is the target of pip install, "." or ".[dev]".
+# Create .venv and install titanlite into it with the package versions of constraints.txt, unless
+# this was already done for this pyproject.toml. The argument is the target of pip install, "." or
+# ".[dev]".
 #
-# Variables: PYTHON (for .venv, default python3), TITANLITE_CONSTRAINTS (another file of package versions,
-# relative to this repository, or empty to let pip choose the versions).
+# Variables: PYTHON (for .venv, default python3), TITANLITE_CONSTRAINTS (another file of package
+# versions, relative to this repository, or empty to let pip choose the versions).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 wanted="$1"
@@ -34,7 +35,8 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
         exit 2
     fi
     echo "Creating .venv with $("$python" --version)" >&2
-    "$python" -m venv --clear .venv || "$python" -m venv --clear --without-pip .venv # Debian's Python lacks ensurepip
+    # The Python of Debian lacks ensurepip.
+    "$python" -m venv --clear .venv || "$python" -m venv --clear --without-pip .venv
     new=yes
 fi
 log=.venv/install.log
@@ -45,7 +47,8 @@ log=.venv/install.log
 show_downloads() {
     local size='[0-9]{3,}[.][0-9]+ MB|[0-9.]+ GB' shown="" line name bytes
     while sleep 1 &>/dev/null && kill -0 $$ 2>/dev/null; do
-        line=$(grep -oE "Downloading [^ ]+[.]whl \(($size)\)" "$log" 2>/dev/null | tail -n 1) || continue
+        line=$(grep -oE "Downloading [^ ]+[.]whl \(($size)\)" "$log" 2>/dev/null | tail -n 1) ||
+            continue
         [[ "$line" != "$shown" ]] && echo "$line"
         shown="$line"
         if [[ -t 2 ]]; then
@@ -59,8 +62,8 @@ show_downloads() {
 
 # pip prints three lines for each of 50 packages, so its output is shown only if it fails.
 install() {
-    local options=(--progress-bar off --disable-pip-version-check ${constraints:+--constraint "$constraints"})
-    options+=("$@" --editable "$wanted")
+    local options=(--progress-bar off --disable-pip-version-check)
+    options+=(${constraints:+--constraint "$constraints"} "$@" --editable "$wanted")
     PYTHONUNBUFFERED=1 .venv/bin/python -m pip install "${options[@]}" >"$log" 2>&1 && return
     if grep -qiE '^ *error' "$log"; then
         sed -n '/^ *[Ee][Rr][Rr][Oo][Rr]/,$p' "$log" >&2
@@ -70,25 +73,42 @@ install() {
     return 1
 }
 
+# Exit with an error if $python lacks a direct dependency of titanlite.
+check_installed_packages() {
+    "$python" - "$wanted" 2> >(tail -n 1 >&2) <<'EOF'
+import sys
+import tomllib
+from importlib.metadata import version
+from pip._vendor.packaging.requirements import Requirement
+
+pyproject = tomllib.load(open("pyproject.toml", "rb"))
+project = pyproject["project"]
+dependencies = project["dependencies"] + pyproject["build-system"]["requires"]
+if "dev" in sys.argv[1]:
+    dependencies += project["optional-dependencies"]["dev"]
+for requirement in map(Requirement, dependencies):
+    installed = version(requirement.name)
+    if installed not in requirement.specifier:
+        sys.exit(f"titanlite needs {requirement}; there is {installed}")
+EOF
+}
+
+# Without a network, let .venv use the packages of $python.
+use_installed_packages() {
+    "$python" -m venv --clear --without-pip .venv
+    local site_packages
+    site_packages=$(echo .venv/lib/python3.*/site-packages)
+    "$python" -c 'import sys; print(*filter(None, sys.path), sep="\n")' >"$site_packages/lent.pth"
+    install --no-index --no-deps --no-build-isolation || { rm -r .venv && exit 1; }
+    echo "Using the packages of $("$python" -c 'import sys; print(sys.prefix)')" >&2
+}
+
 echo "Installing titanlite and its dependencies into .venv (once; PyTorch is large). Log: $log" >&2
 show_downloads >&2 &
 trap 'kill $! 2>/dev/null || true' EXIT
 if ! install; then
-    # Without a network, use the packages of a Python that has all direct dependencies.
-    [[ -n "$new" ]] && "$python" -c '
-import sys, tomllib
-from importlib.metadata import version
-from pip._vendor.packaging.requirements import Requirement
-pyproject = tomllib.load(open("pyproject.toml", "rb"))
-project, build = pyproject["project"], pyproject["build-system"]["requires"]
-extra = project["optional-dependencies"]["dev"] if "dev" in sys.argv[1] else []
-for wanted in map(Requirement, project["dependencies"] + extra + build):
-    if (found := version(wanted.name)) not in wanted.specifier:
-        sys.exit(f"titanlite needs {wanted}; there is {found}")' "$wanted" 2> >(tail -n 1 >&2) || exit 1
-    "$python" -m venv --clear --without-pip .venv
-    "$python" -c 'import sys; print(*filter(None, sys.path), sep="\n")' >"$(echo .venv/lib/python3.*/site-packages)/lent.pth"
-    install --no-index --no-deps --no-build-isolation || { rm -r .venv && exit 1; }
-    echo "Using the packages of $("$python" -c 'import sys; print(sys.prefix)')" >&2
+    [[ -n "$new" ]] && check_installed_packages || exit 1
+    use_installed_packages
 fi
 # The stamp is written last, so that an interrupted installation is repeated.
 echo "$state" >".venv/installed$wanted"
