@@ -250,32 +250,32 @@ CHROMIUM = next(
 USE = """
 const scale = () => charts.map((chart) => [chart.plot.scales.x.min, chart.plot.scales.x.max]);
 const mean = () => {
-  const { data, columns } = columnsOf(chartSpecs()[0]);
+  const { data, columns } = collectColumns(CHARTS[0]);
   const means = data[1 + columns.findIndex((column) => column.part === "mean")];
   return means.findLast((y) => y !== null);
 };
 const seen = {
   scales: scale(),
   canvases: document.querySelectorAll("canvas").length,
-  charts: D.charts.length,
+  charts: CHARTS.length,
 };
 setZoom([100, 200]);
 (async () => {
   const settled = () => new Promise((done) => setTimeout(done, 100)); // uPlot draws a little later
   await settled();
   seen.zoomed = scale();
-  byId("whole").click();
+  findElement("whole").click();
   await settled();
   seen.whole = scale()[0];
   const rough = mean();
-  byId("smoothing").value = 0.9;
-  byId("smoothing").oninput({ target: byId("smoothing") });
+  findElement("smoothing").value = 0.9;
+  findElement("smoothing").oninput({ target: findElement("smoothing") });
   seen.smoother = mean() > rough; // the mean of a falling curve lies above its end
-  byId("axis").value = "tokens";
-  byId("axis").onchange();
+  findElement("axis").value = "tokens";
+  findElement("axis").onchange();
   await settled();
   seen.tokens = scale()[0];
-  for (const id of ["log", "cut", "events"]) byId(id).click();
+  for (const id of ["log", "cut", "events"]) findElement(id).click();
   seen.resources = performance.getEntriesByType("resource").length;
   document.body.dataset.seen = encodeURIComponent(JSON.stringify(seen));
 })();

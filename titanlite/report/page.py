@@ -1,7 +1,7 @@
 """Make the HTML page for `titanlite report`: one file with scripts, styles and data of all runs.
 
 Invariant: The page loads nothing over the network and runs only the embedded script, whose hash is
-in the Content-Security-Policy. Data from the runs is embedded as JSON without "<", and page.js
+in the Content-Security-Policy. Data from the runs is embedded as JSON without "<", and the script
 inserts it as text.
 """
 
@@ -55,6 +55,8 @@ MAX_PROBLEMS = 100
 
 NOT_DRAWN = {"step", "time", "tokens", "elapsed"}
 """Fields of metrics.jsonl that are axes instead of curves."""
+SCRIPTS = ("uPlot.iife.min.js", "data.js", "charts.js", "tables.js", "page.js")
+"""Files of the script of the page, in the order in which they need each other."""
 
 
 def make_page(folders: Sequence[Path]) -> str:
@@ -66,7 +68,7 @@ def make_page(folders: Sequence[Path]) -> str:
     Raises:
         UserError: If a folder is not the output folder of a run.
     """
-    script = _read_static("uPlot.iife.min.js") + _read_static("page.js")
+    script = "".join(map(_read_static, SCRIPTS))
     data = json.dumps(page_data(folders), separators=(",", ":"), allow_nan=False)
     contents = {
         # The Content-Security-Policy of the page allows only this hash, so no other script runs.
@@ -183,7 +185,7 @@ def _make_safe(value: Any, max_length: int) -> Any:
 
 
 def _read_run(folder: Path, num_runs: int) -> JsonObject:
-    """Read the status, metrics, events, samples and config of a run for page.js.
+    """Read the status, metrics, events, samples and config of a run for the script of the page.
 
     Args:
         folder: Output folder of the run.
