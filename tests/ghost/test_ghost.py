@@ -34,6 +34,7 @@ VARLEN = f"{DOCUMENTS} --dataset.packing best_fit --model.attention_backend varl
 # With this minimum, each block and the output are separate FSDP groups.
 LARGE = "--parallelism.fsdp_min_num_params 60000"
 SAVERS = f"{LARGE} --parallelism.memory_savers all"
+LONG = f"{LARGE} --training.local_batch_size 640 --activation_checkpoint.mode full"
 # Gradients of each of the 4 microbatches are reduced.
 EACH = "--training.global_batch_size 16 --parallelism.fsdp_reduce microbatch"
 
@@ -88,7 +89,8 @@ JOBS = {
         ),
         "fsdp, never": "--parallelism.fsdp_reshard_after_forward never",
         "large": LARGE,
-        "large, long": f"{LARGE} --training.local_batch_size 640 --activation_checkpoint.mode full",
+        "large, long": LONG,
+        "large, long, compiled": f"{LONG} {COMPILED}",
         "all, each": f"{SAVERS} {EACH}",
         "all, bf16": f"{SAVERS} --training.dtype bfloat16 --optimizer.stochastic_rounding",
         "large muon, all components compiled": f"{LARGE} --optimizer.name Muon {EVERY}",

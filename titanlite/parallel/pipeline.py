@@ -118,7 +118,8 @@ def forward_only(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> It
     """Remove the backward passes from a pipeline schedule in a `with` block, for validation.
 
     Use this together with the `eval` method of the schedule. Up to torch 2.15, `eval` alone fails
-    if consecutive stages are on the same rank, as in ZBVZeroBubble.
+    if consecutive stages are on the same rank, as in ZBVZeroBubble. With other schedules, it still
+    reduces the gradients of FSDP, and thereby changes the settings of `configure_microbatch`.
     """
     any_schedule: Any = schedule
     # Actions of each rank in order. Only schedules with several stages per rank have the attribute.
