@@ -332,7 +332,8 @@ GHOST_INTRO = """
 
 The table compares two memory sizes: the prediction of `titanlite plan`, and the memory of training
 steps that run on the [ghost GPU](../docs/internals/ghost.md), which simulates an H100. The training
-steps use the memory allocator of torch with expandable segments, as on a real GPU.
+steps use the memory allocator of torch with expandable segments, as on a real GPU. The columns
+have these meanings:
 
 | column | meaning |
 | --- | --- |
