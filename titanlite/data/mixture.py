@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset
 
 
@@ -32,7 +31,6 @@ class Mixture:
     """
 
     def __init__(self, dataset: Dataset, global_batch_size: int) -> None:
-        self._weights_by_step = stage_weights(dataset)
         self._dataset = dataset
         self._global_batch_size = global_batch_size  # default, which a stage can override
         num_sources = max(1, len(dataset.sources))
@@ -49,7 +47,7 @@ class Mixture:
             has read from this source before. For example, [(0, 70), (1, 30), (0, 71)].
         """
         # Restart the counts of the stage when the weights change.
-        weights = _find_stage_value(self._weights_by_step, self.step)
+        weights = find_weights(self._dataset, self.step)
         if weights != self.weights:
             self.weights = weights
             self.stage_counts = [0] * len(self.counts)
@@ -135,49 +133,20 @@ def source_shares(dataset: Dataset, step: int) -> np.ndarray:
     """Return the share of each source in the batch at index `step`, counted from 0.
 
     For example, the weights 3 and 1 give [0.75, 0.25].
-
-    Raises:
-        UserError: If a stage in [[dataset.stages]] has the wrong number of weights, or only zeros.
     """
-    weights = _find_stage_value(stage_weights(dataset), step)
+    weights = find_weights(dataset, step)
     # Integers that exceed 64 bits, from weights with many digits, give an array of objects.
     return np.divide(weights, sum(weights)).astype(float)
 
 
-def stage_weights(dataset: Dataset) -> list[tuple[int, list[int]]]:
-    """Return the weights of the sources for each stage of a dataset.
+def find_weights(dataset: Dataset, step: int) -> list[int]:
+    """Return the weights of the sources at index `step`, as integers in the same proportion.
 
-    The first stage begins at step 0 with the weights of the sources. Each table in
-    [[dataset.stages]] that sets weights begins a new stage.
-
-    Returns:
-        One pair per stage, in ascending order of steps: the first step, and the weights as integers
-        in the same proportion. For example, [(0, [3, 1]), (1000, [1, 1])].
-
-    Raises:
-        UserError: If a stage has the wrong number of weights or only zeros.
+    These are the weights in [[dataset.sources]], until a stage in [[dataset.stages]] sets others.
     """
     # Without [[dataset.sources]], [dataset] itself describes the only source.
     initial = [source.weight for source in dataset.sources] or [1.0]
-    stages: list[tuple[int, Sequence[float]]] = [(0, initial)]
-    for stage in sorted(dataset.stages, key=lambda stage: stage.start_step):
-        if stage.weights is not None:
-            stages.append((stage.start_step, stage.weights))
-    for start_step, weights in stages:
-        if len(weights) != len(initial) or not any(weights):
-            raise UserError(
-                f"dataset.stages: start_step = {start_step} has weights = {list(weights)}; "
-                f"expected {len(initial)} weights (one per source), at least one above 0."
-            )
-    return [(start_step, _to_integers(weights)) for start_step, weights in stages]
-
-
-def _find_stage_value(stages: list[tuple[int, Any]], step: int) -> Any:
-    """Return the value that applies at `step`, from (first step, value) pairs in ascending order.
-
-    For example, with [(0, "a"), (100, "b")], the value at step 99 is "a".
-    """
-    return next(value for start_step, value in reversed(stages) if start_step <= step)
+    return _to_integers(dataset.get_stage_value("weights", step, initial))
 
 
 def _to_integers(weights: Sequence[float]) -> list[int]:
