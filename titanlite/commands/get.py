@@ -99,7 +99,6 @@ def _list_presets(kind: str) -> str:
         kind: "tokenizer" or "data".
     """
     rows = []
-    for name, preset in load_presets().items():
-        if name.startswith(kind):
-            rows.append((f"titanlite get {name}", preset["size"], preset["license"]))
+    for name, preset in load_presets()[kind].items():
+        rows.append((f"titanlite get {kind} {name}", preset["size"], preset["license"]))
     return format_table(("command", "size", "license"), rows)

@@ -6,7 +6,6 @@ This module does not import torch, so `titanlite check` starts quickly.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -277,18 +276,14 @@ def _explain_small_vocabulary(run: Run, tokenizer: Tokenizer) -> list[str]:
         f"{run.job.tokenizer.path} has {tokenizer.vocab_size:,} tokens, but the model has "
         f"{num_embeddings:,}",
         "(model.vocab_size), so most of its embeddings are never trained. To get a tokenizer:",
-        f"    titanlite get {_propose_tokenizer(num_embeddings)}",
+        f"    titanlite get tokenizer {_propose_tokenizer(num_embeddings)}",
     ]
 
 
 def _propose_tokenizer(num_embeddings: int) -> str:
-    """Return `titanlite get` arguments for a tokenizer with at most `num_embeddings` ids.
-
-    For example, return "tokenizer gpt2".
-    """
-    proposal = "tokenizer gpt2"
-    for name, preset in load_presets().items():  # tokenizers with more ids come later
-        num_ids = preset.get("vocab_size", math.inf)  # datasets have no vocab_size
-        if num_ids <= num_embeddings:
+    """Return the name of a known tokenizer with at most `num_embeddings` ids, such as "gpt2"."""
+    proposal = "gpt2"
+    for name, preset in load_presets()["tokenizer"].items():  # those with more ids come later
+        if preset["vocab_size"] <= num_embeddings:
             proposal = name
     return proposal

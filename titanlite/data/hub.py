@@ -25,7 +25,7 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import tomli
-from pydantic import BaseModel, Field, NonNegativeInt, RootModel, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, RootModel, ValidationError
 
 from titanlite.config.errors import UserError, one_line
 from titanlite.config.files import make_folder
@@ -61,18 +61,13 @@ _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+(?<!\.json)(?<!\.model)")
 
 
 @cache
-def load_presets() -> dict[str, dict[str, Any]]:
+def load_presets() -> dict[str, dict[str, dict[str, Any]]]:
     """Load the table of well-known tokenizers and datasets from hub.toml.
 
     Returns:
-        The entries, keyed by kind and name, such as "tokenizer gpt2" or "data c4".
+        For each kind ("tokenizer" and "data"), the entries keyed by name, such as "gpt2".
     """
-    tables = tomli.loads(Path(__file__).with_name("hub.toml").read_text(encoding="utf-8"))
-    presets = {}
-    for kind, entries in tables.items():
-        for name, entry in entries.items():
-            presets[f"{kind} {name}"] = entry
-    return presets
+    return tomli.loads(Path(__file__).with_name("hub.toml").read_text(encoding="utf-8"))
 
 
 def propose_download(kind: str, path: str, vocab_size: int = 0) -> str:
@@ -89,21 +84,21 @@ def propose_download(kind: str, path: str, vocab_size: int = 0) -> str:
         that downloads a part follows: ", and --include 'sample/10BT/000*' 2 GB of it". Empty if no
         command is known.
     """
-    arguments = _choose_get_arguments(kind, path, vocab_size)
-    if not arguments:
+    name = _choose_download(kind, path, vocab_size)
+    if not name:
         return ""
 
-    proposal = f"; `titanlite get {arguments}` downloads it"
-    preset = load_presets().get(arguments, {})
+    proposal = f"; `titanlite get {kind} {name}` downloads it"
+    preset = load_presets()[kind].get(name, {})
     if "part_option" in preset:
         proposal += f", and {preset['part_option']} {preset['part_size']} of it"
     return proposal
 
 
-def _choose_get_arguments(kind: str, path: str, vocab_size: int) -> str:
-    """Return the arguments of the `titanlite get` command that downloads a missing file.
+def _choose_download(kind: str, path: str, vocab_size: int) -> str:
+    """Return the name with which `titanlite get` downloads a missing file.
 
-    For example, the path "data/c4/*.jsonl" gives "data c4". Return "" if no command is known.
+    For example, the path "data/c4/*.jsonl" gives "c4". Return "" if no name is known.
 
     Args:
         kind: "tokenizer" or "data".
@@ -112,22 +107,21 @@ def _choose_get_arguments(kind: str, path: str, vocab_size: int) -> str:
             tokenizer of this size.
     """
     # A folder with a known name.
-    presets = load_presets()  # keyed by arguments, such as "tokenizer gpt2"
+    presets = load_presets()[kind]
     for folder in Path(path).parts:
-        arguments = f"{kind} {folder}"
-        if arguments in presets:
-            return arguments
+        if folder in presets:
+            return folder
     if kind != "tokenizer":
         return ""
 
     # The OWNER/NAME of a repository.
     if _REPOSITORY.fullmatch(path):
-        return f"tokenizer {path}"
+        return path
 
     # A known tokenizer of the right size.
-    for arguments, preset in presets.items():
-        if preset.get("vocab_size") == vocab_size:
-            return arguments
+    for name, preset in presets.items():
+        if preset["vocab_size"] == vocab_size:
+            return name
     return ""
 
 
@@ -138,11 +132,22 @@ class LfsPointer(BaseModel, strict=True, frozen=True):
     """SHA-256 of the content."""
 
 
+def _check_path(path: str) -> str:
+    """Check that a path in a repository cannot lead out of the output folder, and return it.
+
+    Raises:
+        ValueError: If the path is absolute, or contains ".." or an empty name.
+    """
+    if {"", ".", ".."} & {*path.split("/")} or "\0" in path:
+        raise ValueError("must be a path within a folder")
+    return path
+
+
 class TreeEntry(BaseModel, strict=True, frozen=True):
     """A file or folder of a repository, as the API of the Hugging Face Hub lists it."""
 
     type: str
-    path: str
+    path: Annotated[str, AfterValidator(_check_path)]
     size: NonNegativeInt = 0
     """Size of the file in bytes."""
     oid: str = ""
@@ -173,6 +178,10 @@ class TreeEntry(BaseModel, strict=True, frozen=True):
         with path.open("rb") as file:
             hashlib.file_digest(file, lambda: digest)
         return digest.hexdigest() == self.checksum
+
+
+class _FileList(RootModel[list[TreeEntry]]):
+    """One page of a list of files from the Hub API."""
 
 
 class HubFiles:
@@ -342,10 +351,11 @@ class HubFiles:
         response = http_backoff("GET", f"{url}?{query}", headers=build_hf_headers())
         hf_raise_for_status(response)
         try:
-            entries = _parse_page(response.content)
-        except ValueError as error:
+            entries = _FileList.model_validate_json(response.content).root
+        except ValidationError as failure:
+            cause = shorten(explain_error(_FileList, failure))
             raise UserError(
-                f"{url}: the list of files is malformed: {error}. {self._remedy}"
+                f"{url}: the list of files is malformed: {cause}. {self._remedy}"
             ) from None
 
         # Use only the query of the next link, so that it cannot lead to another host.
@@ -465,24 +475,6 @@ def _list_folder(folder: Path) -> dict[str, TreeEntry]:
     return entries
 
 
-def _parse_page(content: bytes) -> list[TreeEntry]:
-    """Parse one page of a list of files from the Hub API.
-
-    Raises:
-        ValueError: If the page is malformed, or contains a path outside of the repository.
-    """
-    model = RootModel[list[TreeEntry]]
-    try:
-        entries = model.model_validate_json(content).root
-    except ValidationError as failure:
-        raise ValueError(shorten(explain_error(model, failure))) from None
-
-    for entry in entries:
-        if {"", ".", ".."} & {*entry.path.split("/")} or "\0" in entry.path:
-            raise ValueError(f"{shorten(repr(entry.path))} is not a path within a folder")
-    return entries
-
-
 def _find_preset(kind: str, name: str) -> Mapping[str, Any]:
     """Return the entry of hub.toml called `name`, or {"repo": "OWNER/NAME"} for other repositories.
 
@@ -493,9 +485,9 @@ def _find_preset(kind: str, name: str) -> Mapping[str, Any]:
     Raises:
         UserError: If `name` has none of these forms. The message proposes a similar name.
     """
-    preset = load_presets().get(f"{kind} {name}")
-    if preset is not None:
-        return preset
+    presets = load_presets().get(kind, {})  # there are none for models
+    if name in presets:
+        return presets[name]
 
     # Reduce a URL such as https://huggingface.co/datasets/OWNER/NAME/tree/main to OWNER/NAME.
     path = re.sub("^https?://[^/]+/(datasets/)?", "", name)
@@ -515,9 +507,10 @@ def _propose_name(kind: str, name: str) -> str:
     Propose the most similar name in hub.toml. If no name is similar, list all names of this `kind`,
     such as "data".
     """
-    key_of_name = {key.split()[1]: key for key in load_presets()}  # "c4" -> "data c4"
-    similar = difflib.get_close_matches(name.lower(), key_of_name, n=1)
+    kind_of_name: dict[str, str] = {}
+    for known_kind, presets in load_presets().items():
+        kind_of_name |= dict.fromkeys(presets, known_kind)
+    similar = difflib.get_close_matches(name.lower(), kind_of_name, n=1)
     if similar:
-        return f"did you mean `titanlite get {key_of_name[similar[0]]}`?"
-    known = ", ".join(key.split()[1] for key in load_presets() if key.startswith(kind))
-    return f"known names are {known}."
+        return f"did you mean `titanlite get {kind_of_name[similar[0]]} {similar[0]}`?"
+    return f"known names are {', '.join(load_presets().get(kind, ()))}."
