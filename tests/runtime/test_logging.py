@@ -93,7 +93,10 @@ def test_messages_cannot_control_the_terminal_or_forge_lines(tmp_path, capsys):
     assert event == {"event": "save", "step": 5, "took": 0.5}
 
 
-@pytest.mark.parametrize("full", [LOG_FILE, EVENTS_FILE, "the folder is gone", "standard output"])
+@pytest.mark.parametrize(
+    "full",
+    [LOG_FILE, EVENTS_FILE, "the folder is gone", "standard output", "closed standard output"],
+)
 def test_failed_writes_are_reported_once_and_counted_and_do_not_stop_the_run(
     tmp_path, capsys, monkeypatch, full: str
 ):
@@ -102,18 +105,21 @@ def test_failed_writes_are_reported_once_and_counted_and_do_not_stop_the_run(
     if full in (LOG_FILE, EVENTS_FILE):
         (folder / full).symlink_to("/dev/full")
     logger = setup_logging(0, folder / LOG_FILE)
-    if full == "standard output":
+    is_stdout = full.endswith("standard output")
+    if is_stdout:
         monkeypatch.setattr(sys, "stdout", Path("/dev/full").open("w"))  # noqa: SIM115
+        if full.startswith("closed"):
+            sys.stdout.close()
     elif full == "the folder is gone":
         folder.rename(tmp_path / "moved")
     for step in range(3):
         logger.info(Event(f"saved step {step}", "save", step))
 
     out, err = capsys.readouterr()
-    text = (folder / LOG_FILE).read_text() if full == "standard output" else out
+    text = (folder / LOG_FILE).read_text() if is_stdout else out
     # Without the folder, neither of the two files can be written.
     num_warnings = 2 if full == "the folder is gone" else 1
     assert err == ""
     assert text.count("The run continues, but cannot write to") == num_warnings
     assert all(f"saved step {step}\n" in text for step in range(3))
-    assert failed_writes() >= (1 if full == "standard output" else 3)
+    assert failed_writes() >= (1 if is_stdout else 3)

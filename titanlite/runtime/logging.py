@@ -327,12 +327,12 @@ class LogHandler(logging.Handler):
             self._write(line, terminal)
         except (OSError, ValueError) as error:  # ValueError: the stream is closed
             self.failed_writes += 1
+            if self.file is None and not terminal.closed:  # do not try again
+                drop_output(terminal)
             if self.failed_writes == 1:
                 target = self.file or "the terminal"
                 text = f"The run continues, but cannot write to {target}: {error}"
                 logging.getLogger(record.name).warning(text)
-            if self.file is None:  # standard output fails, so do not try again
-                drop_output(terminal)
 
     def _write(self, line: str, terminal: IO[str]) -> None:
         """Append a line to the file, or print it on `terminal` if this handler has no file."""
