@@ -202,9 +202,7 @@ def _set_threads(num_workers: int, num_threads: int) -> None:
         num_threads: Number of threads per process. 0 divides the CPU cores of this node evenly
             among the processes.
     """
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-    share = max(1, cores // num_workers)
+    from titanlite.observe.gpus import count_cores
+
+    share = max(1, count_cores() // num_workers)
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads or share))

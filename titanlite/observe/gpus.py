@@ -241,6 +241,13 @@ def _query_nvidia_smi() -> LocalGpu | None:
     return LocalGpu(name, int(mebibytes) * MIB or None)
 
 
+def count_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # on Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def physical_memory() -> int:
     """Return the physical CPU memory of this node, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -8,7 +8,6 @@ hardware, a short run is more accurate.
 from __future__ import annotations
 
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -21,7 +20,7 @@ from titanlite.config.errors import format_count
 from titanlite.config.run import Run
 from titanlite.observe.flops import flops_per_token
 from titanlite.observe.forecast import Forecast
-from titanlite.observe.gpus import GIB, MIB, Gpu, physical_memory
+from titanlite.observe.gpus import GIB, MIB, Gpu, count_cores, physical_memory
 from titanlite.plan.counter import FLEX_OPS, VARLEN_OPS, Group, Work
 from titanlite.plan.trace import RankTrace
 
@@ -121,7 +120,7 @@ def measure_cpu() -> Gpu:
 
     The result has the fields of a GPU, so that runs on CPUs can be planned like runs on GPUs.
     """
-    num_cores = _count_cores()
+    num_cores = count_cores()
     data = torch.ones(32 << 20)  # exceeds the caches
     copied_gigabytes = 2 * data.nbytes / 1e9  # each byte is read and written
     bandwidth = copied_gigabytes / _measure_seconds(data.clone, num_cores)
@@ -142,13 +141,6 @@ def measure_cpu() -> Gpu:
         latency_us=CPU_COLLECTIVE_LATENCY_US,
         gpus_per_node=num_cores,
     )
-
-
-def _count_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # on Linux
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _measure_seconds(function: Callable[[], Tensor], num_threads: int) -> float:
