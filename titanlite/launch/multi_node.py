@@ -88,7 +88,7 @@ def run_agent(
 
     is_local = _is_local(_resolve_store(store))
     is_host = is_local if node_rank is None else node_rank == 0
-    config = _configure_agent(nodes, store, node_rank, is_local, restarts)
+    config = _configure_agent(nodes, store, node_rank, is_host, restarts)
 
     with tempfile.TemporaryDirectory(
         prefix="titanlite-launch-", ignore_cleanup_errors=True
@@ -128,7 +128,7 @@ def _configure_agent(
     nodes: tuple[int, int],
     store: Address,
     node_rank: int | None,
-    is_local: bool,
+    is_host: bool,
     restarts: int,
 ) -> LaunchConfig:
     """Configure the torch agent to start one process on this node, and to host or join the store.
@@ -140,7 +140,7 @@ def _configure_agent(
         nodes: Minimum and maximum number of nodes.
         store: Address and port of the store.
         node_rank: Number of this node, or None if the user has not set it.
-        is_local: Whether the address of the store belongs to this node.
+        is_host: Whether this node hosts the store.
         restarts: Maximum number of restarts after crashes.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -152,12 +152,10 @@ def _configure_agent(
 
     address, port = store
     rendezvous: dict[str, Any] = {"join_timeout": CONNECT_SECONDS, "read_timeout": CONNECT_SECONDS}
-    if node_rank is not None:
-        rendezvous["is_host"] = node_rank == 0
-    elif is_local:
+    if node_rank is None and is_host:
         address = "127.0.0.1"  # torch then hosts the store, or joins one on this node
     else:
-        rendezvous["is_host"] = False
+        rendezvous["is_host"] = is_host
 
     min_nodes, max_nodes = nodes
     return LaunchConfig(

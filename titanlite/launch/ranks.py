@@ -350,23 +350,20 @@ class Ranks:
             cause: How the rank that triggered the shutdown ended.
             killed: Ranks that the launcher killed.
         """
-        is_unsaved_stop = self._is_unsaved_stop(cause, killed)
+        is_known = _is_known(cause)
+        was_stopped = cause.rank in killed or cause.code in UNSAVED_STOPS
+        is_unsaved_stop = self._stop_signal != 0 and was_stopped and not is_known
         exit_code = 128 + self._stop_signal if is_unsaved_stop else _exit_code(cause.code)
 
-        text = cause.message or self.resume_hint()  # a message also explains how to resume
-        if not _is_known(cause):
-            failure = self._describe_failure(cause, killed, is_unsaved_stop)
-            text = f"{failure}\n{text}"
+        lines = []
+        if not is_known:  # a known reason is in the message
+            lines.append(self._describe_failure(cause, killed, is_unsaved_stop))
+        lines.append(cause.message or self.resume_hint())  # a message also explains how to resume
+        text = "\n".join(lines).rstrip("\n")
 
         kind = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
-        self._print_end(cause, text.rstrip("\n"), kind)
+        self._print_end(cause, text, kind)
         return exit_code
-
-    def _is_unsaved_stop(self, cause: RankEnd, killed: Sequence[int]) -> bool:
-        """Return whether a signal stopped the run before it was saved."""
-        if self._stop_signal == 0 or _is_known(cause):
-            return False
-        return cause.rank in killed or cause.code in UNSAVED_STOPS
 
     def _print_end(self, cause: RankEnd, text: str, kind: str) -> None:
         """Print why the run ended, and log it unless rank 0 has already logged it.
