@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,15 +93,10 @@ class Loader:
         # Batches that were read ahead, and the error that occurred when the next one was read.
         self._prefetched: deque[list[PackedSequence]] = deque()
         self._read_error: Exception | None = None
-        # Counts of this rank since the process started.
-        self._num_valid_tokens = 0
-        self._num_tokens = 0
-        self._num_skipped = 0
-        self._unreported_skips: list[str] = []
+        # Progress that the next _synchronize() sends to the other ranks.
+        self._report = _RankReport()
         # Sources for which the warning about repetition was logged.
         self._repeated_sources: set[int] = set()
-        # Positions of (source, stream) that the other ranks receive in the next _synchronize().
-        self._new_positions: dict[tuple[int, int], StreamPosition] = {}
 
     @classmethod
     def from_job(cls, job: JobConfig) -> Loader:
@@ -167,13 +163,14 @@ class Loader:
         # Advance the data position, which `state_dict` returns. The readers do not change it: they
         # may read ahead, with separate copies of the mixture.
         self._data.mixture.next_batch()
+        report = self._report
         for sequence in sequences:
-            self._new_positions[sequence.source, sequence.stream] = sequence.next_position
-            self._unreported_skips += sequence.skipped
-            self._num_skipped += len(sequence.skipped)
+            report.new_positions[sequence.source, sequence.stream] = sequence.next_position
+            report.skip_reasons += sequence.skipped
+            report.num_skipped += len(sequence.skipped)
 
-        self._num_valid_tokens += batch.num_valid_tokens
-        self._num_tokens += len(sequences) * self._data.seq_len
+        report.num_valid_tokens += batch.num_valid_tokens
+        report.num_tokens += len(sequences) * self._data.seq_len
         return batch
 
     def _make_batch(self, sequences: list[PackedSequence]) -> RankBatch:
@@ -270,7 +267,7 @@ class Loader:
         """
         restore_position(state, self._data, self._job.dataset.on_change)
         self.close()  # discard what was read ahead from the old position
-        self._new_positions = {}
+        self._report.new_positions = {}
 
     def describe(self) -> str:
         """Return one line for the log with the name and size of each source."""
@@ -319,26 +316,19 @@ class Loader:
         Returns:
             The report of each data-parallel rank.
         """
-        report = _RankReport(
-            self._num_valid_tokens,
-            self._num_tokens,
-            self._num_skipped,
-            skip_reasons=self._unreported_skips[:MAX_REPORTED],
-            new_positions=self._new_positions,
-        )
-        reports = self._gather(report)
-        self._new_positions = {}
-        del self._unreported_skips[:MAX_REPORTED]  # keep the others for the next call
+        skip_reasons = self._report.skip_reasons
+        report = replace(self._report, skip_reasons=skip_reasons[:MAX_REPORTED])
+        reports = [report]
+        if self._data_group is not None:
+            reports = gathered(report, self._data_group)
+        self._report.new_positions = {}
+        del skip_reasons[:MAX_REPORTED]  # keep the others for the next call
 
         for rank_report in reports:
             self._merge_positions(rank_report.new_positions)
             if self._data_rank == 0:
                 log_skipped_records(rank_report.skip_reasons)
         return reports
-
-    def _gather(self, value: _RankReport) -> list[_RankReport]:
-        """Return the `value` of each rank of the data-parallel group, in the order of the ranks."""
-        return [value] if self._data_group is None else gathered(value, self._data_group)
 
     def _merge_positions(self, new_positions: dict[tuple[int, int], StreamPosition]) -> None:
         """Advance streams to their positions in `new_positions`, but never move a stream back.
@@ -350,20 +340,21 @@ class Loader:
             positions[stream] = max(position, positions[stream])
 
 
-class _RankReport(NamedTuple):
+@dataclass
+class _RankReport:
     """Progress of a data-parallel rank, sent to the other ranks.
 
     Attributes:
         num_valid_tokens: Number of valid labels since the process started.
         num_tokens: Number of labels since the process started, valid or not.
         num_skipped: Number of skipped records since the process started.
-        skip_reasons: Reasons for skipped records that have not been logged yet, up to
-            `MAX_REPORTED`.
+        skip_reasons: Reasons for skipped records that have not been logged yet. At most
+            `MAX_REPORTED` are sent at once.
         new_positions: Position in each (source, stream) that was read since the last report.
     """
 
-    num_valid_tokens: int
-    num_tokens: int
-    num_skipped: int
-    skip_reasons: list[str]
-    new_positions: dict[tuple[int, int], StreamPosition]
+    num_valid_tokens: int = 0
+    num_tokens: int = 0
+    num_skipped: int = 0
+    skip_reasons: list[str] = field(default_factory=list)
+    new_positions: dict[tuple[int, int], StreamPosition] = field(default_factory=dict)
