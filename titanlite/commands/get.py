@@ -14,7 +14,7 @@ from titanlite.commands.data import format_job_lines
 from titanlite.config.errors import printable
 from titanlite.config.mistakes import format_value
 from titanlite.config.options import OptionPath, Options, parse_options
-from titanlite.data.hub import SUFFIXES, HubFiles, load_presets
+from titanlite.data.hub import SOURCE_OF_SUFFIX, HubFiles, load_presets
 from titanlite.data.tokenizer import load_tokenizer
 
 
@@ -76,7 +76,7 @@ def _format_job_lines(kind: str, files: HubFiles, out: Path) -> str:
     if kind == "tokenizer":
         path = out / next(iter(files.sizes))
         return format_job_lines(path, load_tokenizer(path).vocab_size)
-    source = SUFFIXES["data"][files.suffix]
+    source = SOURCE_OF_SUFFIX[files.suffix]
     pattern = format_value(f"{out}/**/*{files.suffix}")
     return f'[dataset]\nsource = "{source}"\npath = {pattern}'
 

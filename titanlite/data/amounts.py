@@ -56,14 +56,14 @@ def measure_source(source: Source, tokenizer: Tokenizer) -> SourceSize:
     sample = _read_sample(source)
     texts = sample.texts
     _warn_of_lost_characters(source, tokenizer, texts)
-    text_tokens = sum(len(tokenizer.encode_array(text)) for text in texts)
     num_bytes = sum(len(text.encode()) for text in texts)
-    bytes_per_token = num_bytes / max(1, text_tokens)
-    sample_tokens = text_tokens + 2 * len(texts)  # with BOS and EOS
-    num_tokens = None
-    if sample.source_size > 0:
-        num_tokens = sample_tokens * sample.source_size // max(1, sample.size)
-    return SourceSize(source.describe(), num_tokens, bytes_per_token)
+    num_tokens = sum(len(tokenizer.encode_array(text)) for text in texts)
+    bytes_per_token = num_bytes / max(1, num_tokens)
+
+    # Extrapolate from the sample, in which each document also has BOS and EOS.
+    num_tokens += 2 * len(texts)
+    estimate = num_tokens * sample.source_size // max(1, sample.size)
+    return SourceSize(source.describe(), estimate or None, bytes_per_token)
 
 
 class _Sample(NamedTuple):

@@ -60,9 +60,9 @@ def make_microbatch(sequences: list[PackedSequence], job: JobConfig) -> Microbat
     labels = np.where(is_ignored, IGNORE_INDEX, ids)
     arrays["labels"] = labels[:, 1:]
 
-    tensors: dict[str, Tensor] = {}
-    for name, array in arrays.items():
-        tensors[name] = torch.from_numpy(np.ascontiguousarray(array))
+    tensors = {
+        name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()
+    }
     return Microbatch(**tensors)
 
 
@@ -163,14 +163,11 @@ def padded_microbatch(
     inputs = np.zeros(shape, dtype=np.int64)
     labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
     for i, window in enumerate(windows):
-        # Each token predicts the next one.
-        window_inputs = window.tokens[:-1]
-        window_labels = window.tokens[1:]
-        size = len(window_inputs)
-        inputs[i, :size] = window_inputs
-        # Only the last `num_scored` labels are scored.
+        # Each token predicts the next one. Only the last `num_scored` tokens are labels.
+        size = len(window.tokens) - 1
         first_scored = size - window.num_scored
-        labels[i, first_scored:size] = window_labels[first_scored:]
+        inputs[i, :size] = window.tokens[:-1]
+        labels[i, first_scored:size] = window.tokens[first_scored + 1 :]
 
     return Microbatch(
         input_ids=torch.from_numpy(inputs).to(device),

@@ -110,12 +110,8 @@ class DocumentTokenizer:
 
         tokens = np.concatenate(parts)
         _, is_ignored = remove_marks(tokens)
-        bos = self._bos
-        eos = self._eos
-        if len(tokens) > 0 and is_ignored[0]:
-            bos = mark_ignored(bos)
-        if len(tokens) > 0 and is_ignored[-1]:
-            eos = mark_ignored(eos)
+        bos = mark_ignored(self._bos) if is_ignored[:1].any() else self._bos
+        eos = mark_ignored(self._eos) if is_ignored[-1:].any() else self._eos
         return np.concatenate([bos, tokens, eos])
 
     def _is_selected(self, record: str | Prepared) -> bool:
@@ -206,13 +202,10 @@ def _check_first_records(source: Source, document_tokenizer: DocumentTokenizer) 
         BadRecord: If none of them can be read. An option such as text_column is then probably
             wrong, so the message does not propose skipping bad records.
     """
-    bad_records = []
-    for record in islice(source, _SAMPLE_DOCUMENTS):
-        if not isinstance(record, BadRecord):
-            return
-        bad_records.append(record)
-    if bad_records:
-        raise document_tokenizer.explain_bad_record(bad_records[0], proposes_skip=False)
+    records = islice(source, _SAMPLE_DOCUMENTS)
+    first = next(records, None)
+    if isinstance(first, BadRecord) and all(isinstance(record, BadRecord) for record in records):
+        raise document_tokenizer.explain_bad_record(first, proposes_skip=False)
 
 
 def _check_random_records(source: RandomAccess, document_tokenizer: DocumentTokenizer) -> None:

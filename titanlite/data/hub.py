@@ -33,21 +33,21 @@ from titanlite.config.mistakes import explain_error, shorten
 from titanlite.data.tokenizer import CONFIG
 from titanlite.runtime.logging import note
 
-SUFFIXES = {
-    "tokenizer": {"tokenizer.json": "", "tokenizer.model": ""},
-    "model": {".safetensors": ""},
-    "data": {
-        ".parquet": "parquet",
-        ".jsonl": "jsonl",
-        ".gz": "jsonl",
-        ".zst": "jsonl",
-        ".txt": "text",
-    },
+SOURCE_OF_SUFFIX = {
+    ".parquet": "parquet",
+    ".jsonl": "jsonl",
+    ".gz": "jsonl",
+    ".zst": "jsonl",
+    ".txt": "text",
 }
-"""File suffixes that titanlite can read, for each kind of download, in order of preference.
+"""The dataset.source that reads files with a suffix, in order of preference."""
 
-For "data", the values are the dataset.source that reads files with this suffix."""
-
+# File suffixes that titanlite can read, for each kind of download, in order of preference.
+_SUFFIXES = {
+    "tokenizer": ("tokenizer.json", "tokenizer.model"),
+    "model": (".safetensors",),
+    "data": tuple(SOURCE_OF_SUFFIX),
+}
 _MODEL_FILES = (  # in download order: a folder that contains config.json is complete
     "model.safetensors.index.json",
     "tokenizer.json",
@@ -437,10 +437,10 @@ class HubFiles:
 def _choose_suffix(kind: str, names: Sequence[str]) -> str:
     """Return the preferred suffix of the files `names`, such as ".parquet" before ".jsonl".
 
-    `SUFFIXES[kind]` lists the suffixes in order of preference. Return "" if no file has any of
+    `_SUFFIXES[kind]` lists the suffixes in order of preference. Return "" if no file has any of
     them.
     """
-    for suffix in SUFFIXES[kind]:
+    for suffix in _SUFFIXES[kind]:
         if any(name.endswith(suffix) for name in names):
             return suffix
     return ""
@@ -448,7 +448,7 @@ def _choose_suffix(kind: str, names: Sequence[str]) -> str:
 
 def _explain_no_match(kind: str, pattern: str, names: Iterable[str]) -> str:
     """Return the end of an error message for a repository whose files `names` do not match."""
-    suffixes = ", ".join(SUFFIXES[kind])
+    suffixes = ", ".join(_SUFFIXES[kind])
     existing = shorten(", ".join(names)) or "no files"
     problem = f"has no file that matches {pattern} and ends with {suffixes}. It has {existing}."
     if kind == "data":

@@ -195,10 +195,11 @@ def _read_shards(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> li
     expected = dict(header)
     if tokenizer.is_known_as(manifest.get("tokenizer", "")):
         expected["tokenizer"] = manifest["tokenizer"]  # it may be from an older version
-    different_fields = []
-    for key, value in expected.items():
-        if manifest.get(key) != value:
-            different_fields.append(f"another {key.replace('_', ' ')}")
+    different_fields = [
+        f"another {key.replace('_', ' ')}"
+        for key, value in expected.items()
+        if manifest.get(key) != value
+    ]
     if different_fields:
         raise UserError(
             f"{path.parent} contains shards made with {', '.join(different_fields)}. "

@@ -27,7 +27,7 @@ from titanlite.config.errors import UserError, one_line
 from titanlite.config.mistakes import format_value
 from titanlite.config.registry import SOURCES
 from titanlite.config.schema import DataSource, JobConfig, TextSource
-from titanlite.data.hub import propose_download
+from titanlite.data.hub import SOURCE_OF_SUFFIX, propose_download
 from titanlite.data.sources.base import (
     DocumentIndex,
     File,
@@ -50,13 +50,6 @@ from titanlite.data.sources.records import (
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _TABLES = (".csv", ".tsv")
-_SOURCE_OF_SUFFIX = {
-    ".jsonl": "jsonl",
-    ".json": "jsonl",
-    ".gz": "jsonl",
-    ".zst": "jsonl",
-    ".parquet": "parquet",
-}
 # The file in a folder written by `titanlite prepare`, or by save_to_disk of `datasets`.
 _FILE_IN_FOLDER = {"shards": "manifest.json", "arrow": "dataset_*.json"}
 BUILTIN_SOURCES = frozenset(SOURCES)  # sources that do not come from a plugin
@@ -73,6 +66,12 @@ _SAMPLE_DOCUMENTS = 64
 _SAMPLE_FILES = 16  # number of files that are inspected for markup
 _HEAD_BYTES = 4096
 _BATCH_ROWS = 256
+_MARKUP_WARNINGS = {
+    "JSON": 'contains JSON records, and source "text" trains on their braces and keys. '
+    'Set source = "jsonl".',
+    "HTML": 'contains HTML, and source "text" trains on its tags. Extract the text first.',
+    "table": 'is a table, and source "text" trains on its separators and all columns.',
+}
 _STDLIB = Path(sysconfig.get_paths()["stdlib"])
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -459,8 +458,9 @@ def describe_file(file: Path, column: str) -> DataSource:
         file: Local file that contains the documents.
         column: Name of the field or column that contains the text.
     """
-    source = _SOURCE_OF_SUFFIX.get(file.suffix.lower(), "text")
-    return DataSource.model_validate({"source": source, "path": str(file), "text_column": column})
+    suffix = file.suffix.lower()
+    source = "jsonl" if suffix == ".json" else SOURCE_OF_SUFFIX.get(suffix, "text")
+    return DataSource(source=source, path=str(file), text_column=column)
 
 
 def find_files(spec: TextSource) -> list[Path]:
@@ -509,7 +509,7 @@ def _choose_pattern(path: str, source: str) -> str:
 def _find_matching_files(pattern: str) -> list[Any]:
     """Return the local or remote files that match a pattern, sorted by path."""
     if storage.as_url(pattern):
-        return list(storage.glob_files(pattern))
+        return storage.glob_files(pattern)
     if os.path.isfile(pattern):  # The name of an existing file can contain glob characters.
         return [Path(pattern)]
     return [
@@ -596,27 +596,12 @@ def find_markup(files: Sequence[Path]) -> str:
     # Find the most common markup, which can be "" for plain text.
     counts = Counter(_detect_markup(file) for file in local_files)
     markup, count = counts.most_common(1)[0]
-    is_majority = count > len(local_files) / 2
-    return _explain_markup(markup, local_files) if is_majority else ""
-
-
-def _explain_markup(markup: str, files: list[Path]) -> str:
-    """Return a warning that a run would train on the markup in text files.
-
-    Args:
-        markup: "JSON", "HTML" or "table". If it is "", the files are plain text, so return "".
-        files: The text files. The warning for a table contains a command that converts one of them.
-    """
-    if markup == "JSON":
-        problem = 'contains JSON records, and source "text" trains on their braces and keys.'
-        return f'{problem} Set source = "jsonl".'
-    if markup == "HTML":
-        return 'contains HTML, and source "text" trains on its tags. Extract the text first.'
+    if not markup or count <= len(local_files) / 2:
+        return ""
     if markup == "table":
-        table = next(file for file in files if file.suffix.lower() in _TABLES)
-        problem = 'is a table, and source "text" trains on its separators and all columns.'
-        return f"{problem} {_propose_parquet(table)}."
-    return ""
+        table = next(file for file in local_files if file.suffix.lower() in _TABLES)
+        return f"{_MARKUP_WARNINGS[markup]} {_propose_parquet(table)}."
+    return _MARKUP_WARNINGS[markup]
 
 
 def _detect_markup(file: Path) -> str:
