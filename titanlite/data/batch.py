@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from titanlite.config.run import Run, sequence_divisor
 from titanlite.config.schema import JobConfig
@@ -111,11 +110,12 @@ def copy_to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
     if device.type != "cuda":
         return microbatch
 
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in vars(microbatch).items():
-        if tensor is not None:
-            # From pinned memory, the copy overlaps with the step in progress.
-            tensors[name] = tensor.pin_memory().to(device, non_blocking=True)
+    # From pinned memory, the copies overlap with the step in progress.
+    tensors = {
+        name: tensor.pin_memory().to(device, non_blocking=True)
+        for name, tensor in vars(microbatch).items()
+        if tensor is not None
+    }
     return Microbatch(**tensors)
 
 

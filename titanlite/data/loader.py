@@ -318,9 +318,7 @@ class Loader:
         """
         skip_reasons = self._report.skip_reasons
         report = replace(self._report, skip_reasons=skip_reasons[:MAX_REPORTED])
-        reports = [report]
-        if self._data_group is not None:
-            reports = gathered(report, self._data_group)
+        reports = self._gather(report)
         self._report.new_positions = {}
         del skip_reasons[:MAX_REPORTED]  # keep the others for the next call
 
@@ -329,6 +327,10 @@ class Loader:
             if self._data_rank == 0:
                 log_skipped_records(rank_report.skip_reasons)
         return reports
+
+    def _gather(self, value: _RankReport) -> list[_RankReport]:
+        """Return the `value` of each rank of the data-parallel group, in the order of the ranks."""
+        return [value] if self._data_group is None else gathered(value, self._data_group)
 
     def _merge_positions(self, new_positions: dict[tuple[int, int], StreamPosition]) -> None:
         """Advance streams to their positions in `new_positions`, but never move a stream back.

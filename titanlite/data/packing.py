@@ -205,44 +205,41 @@ def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) 
     """
     num_sequences = start.num_sequences
     num_done = start.offset  # sequences of the first window that were read before
-    for window in _read_windows(read_documents, start.document, BEST_FIT_WINDOW * length):
-        sequences = _pack_window(window, length)
+    window_start = start.document
+    for documents in _read_windows(read_documents, window_start, BEST_FIT_WINDOW * length):
+        sequences = _pack_window(documents, window_start, length)
+        window_end = documents[-1].next_position
         for i in range(num_done, len(sequences)):
             num_sequences += 1
             if i + 1 < len(sequences):
-                next_start = StreamPosition(num_sequences, window.start, offset=i + 1)
+                next_start = StreamPosition(num_sequences, window_start, offset=i + 1)
             else:
-                next_start = StreamPosition(num_sequences, window.end)
+                next_start = StreamPosition(num_sequences, window_end)
             yield sequences[i], next_start
+        window_start = window_end
         num_done = 0
 
 
-class _Window(NamedTuple):
-    """Consecutive documents of a stream that are packed together.
-
-    Attributes:
-        start: Position in the stream of the first document.
-        end: Position in the stream after the last document.
-    """
-
-    documents: list[Document]
-    start: DocumentPosition
-    end: DocumentPosition
-
-
-def _pack_window(window: _Window, length: int) -> list[list[Segment]]:
+def _pack_window(
+    documents: list[Document], start: DocumentPosition, length: int
+) -> list[list[Segment]]:
     """Pack the documents of a window into sequences of at most `length` tokens, and shuffle them.
 
     Without shuffling, the fullest sequences would come first, and the number of tokens per batch
     would vary.
+
+    Args:
+        documents: Consecutive documents of a stream.
+        start: Position in the stream at which the window begins.
+        length: Maximum number of tokens per sequence.
     """
     segments: list[Segment] = []
-    for document in window.documents:
+    for document in documents:
         segments += _cut(document, length)
     sequences = _place_segments(segments, length)
 
-    num_tokens = sum(len(document.tokens) for document in window.documents)
-    shuffle_key = _make_shuffle_key(window.start, num_tokens)
+    num_tokens = sum(len(document.tokens) for document in documents)
+    shuffle_key = _make_shuffle_key(start, num_tokens)
     num_sequences = len(sequences)
     order = permuted(np.arange(num_sequences), num_sequences, shuffle_key)
     return [sequences[i] for i in order]
@@ -259,10 +256,10 @@ def _make_shuffle_key(window_start: DocumentPosition, num_tokens: int) -> str:
 
 def _read_windows(
     read_documents: ReadDocuments, start: DocumentPosition, num_tokens: int
-) -> Iterator[_Window]:
+) -> Iterator[list[Document]]:
     """Divide a stream, from position `start` on, into windows of at least `num_tokens` tokens.
 
-    If the source ends, the last window can be smaller.
+    A window consists of consecutive documents. If the source ends, the last window can be smaller.
     """
     documents: list[Document] = []
     num_read = 0
@@ -270,12 +267,11 @@ def _read_windows(
         documents.append(document)
         num_read += len(document.tokens)
         if num_read >= num_tokens:
-            yield _Window(documents, start, document.next_position)
-            start = document.next_position
+            yield documents
             documents = []
             num_read = 0
     if documents:
-        yield _Window(documents, start, documents[-1].next_position)
+        yield documents
 
 
 def _cut(document: Document, length: int) -> list[Segment]:

@@ -66,10 +66,11 @@ def compare_position(saved: dict[str, Any], data: PackedDataset) -> DataChanges:
         )
 
     current = save_position(data)
-    incompatible = []
-    for key, name in _ORDER_SETTINGS.items():
-        if saved[key] != current[key]:
-            incompatible.append(f"{name} was {saved[key]} and is now {current[key]}")
+    incompatible = [
+        f"{name} was {saved[key]} and is now {current[key]}"
+        for key, name in _ORDER_SETTINGS.items()
+        if saved[key] != current[key]
+    ]
 
     num_before = len(saved["sources"])
     num_now = len(current["sources"])

@@ -317,9 +317,9 @@ class HuggingFaceTokenizer(Tokenizer):
             for token, rank in content["model"]["vocab"].items():
                 token_bytes = bytes(byte_of_symbol[symbol] for symbol in token)
                 ranks[token_bytes] = rank
-            return _hash_bpe(pattern, ranks, special, self.bos_id, self.eos_id)
         except (KeyError, TypeError, IndexError):  # a converted file has all of these parts
             return None
+        return _hash_bpe(pattern, ranks, special, self.bos_id, self.eos_id)
 
     @contextmanager
     def _convert_errors(self, action: str, remedy: str = "") -> Iterator[None]:

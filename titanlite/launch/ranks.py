@@ -220,7 +220,7 @@ class Ranks:
         failed: list[RankEnd] = []
         killed: list[int] = []
         deadline = math.inf
-        previous_poll = time.time()
+        previous_poll = time.time()  # Unix time, as in the error reports of the ranks
         while running:
             time.sleep(POLL_SECONDS)
             must_kill = self._pass_on_signals()
