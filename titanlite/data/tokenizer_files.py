@@ -26,7 +26,7 @@ from titanlite.data import tokenizer as formats
 from titanlite.data.documents import source_specs
 from titanlite.data.mixture import find_weights
 from titanlite.data.shuffle import permuted
-from titanlite.data.sources.base import RandomAccess, Source
+from titanlite.data.sources.base import RandomAccess, Source, TokenSource
 from titanlite.data.sources.files import open_source
 from titanlite.data.sources.records import BadRecord, Prepared
 from titanlite.data.tokenizer import (
@@ -137,15 +137,16 @@ def _read_texts(source: Source, max_bytes: int, skip_bad: bool) -> Iterator[str]
         UserError: If the source contains tokens instead of text.
         BadRecord: If a record cannot be read and `skip_bad` is False.
     """
+    if isinstance(source, TokenSource):
+        raise UserError(
+            f"{source.name} contains tokens instead of text. Choose the text that was prepared."
+        )
     num_bytes = 0
     records = _read_shuffled(source) if isinstance(source, RandomAccess) else iter(source)
     for record in records:
         if num_bytes >= max_bytes:
             return
-        if isinstance(record, Prepared):
-            raise UserError(
-                f"{source.name} contains tokens instead of text. Choose the text that was prepared."
-            )
+        assert not isinstance(record, Prepared)
         if isinstance(record, BadRecord):
             if not skip_bad:
                 raise record

@@ -234,11 +234,7 @@ def _read_batches(progress_fd: int) -> Iterator[list[PackedSequence] | Exception
     """
     try:
         # The trainer sends the dataset and the worker's shard to standard input.
-        try:
-            data, shard = pickle.load(sys.stdin.buffer)
-        except (EOFError, pickle.UnpicklingError):
-            return  # the trainer was killed while it sent them
-
+        data, shard = pickle.load(sys.stdin.buffer)
         reader = SequenceReader(data, shard, _map_progress(progress_fd))
         while True:
             yield reader.next_batch()
