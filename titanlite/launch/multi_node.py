@@ -189,13 +189,12 @@ def _start_threads(folder: Path, store: Address, is_host: bool) -> None:
     signals = {*stop_signals(), signal.SIGUSR2}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 
-    threads = [
-        threading.Thread(target=_pass_on_signals, args=(signals, folder), daemon=True),
-        threading.Thread(target=_log_missing_nodes, args=(folder, store, is_host), daemon=True),
-        threading.Thread(target=_leave_after_crash, args=(folder,), daemon=True),
-    ]
-    for thread in threads:
-        thread.start()
+    for function, arguments in (
+        (_pass_on_signals, (signals, folder)),
+        (_log_missing_nodes, (folder, store, is_host)),
+        (_leave_after_crash, (folder,)),
+    ):
+        threading.Thread(target=function, args=arguments, daemon=True).start()
 
 
 def run_node_process(folder: Path, ranks: Ranks) -> int:

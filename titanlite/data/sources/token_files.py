@@ -154,9 +154,7 @@ class TokenFiles(TokenSource):
         self._token_files = [_open_token_file(file, spec.token_dtype) for file in self.files]
         self.files += [tokens.index for tokens in self._token_files if tokens.index is not None]
         self.num_tokens = sum(tokens.num_tokens for tokens in self._token_files)
-        # An upper bound, until `check` has found the documents.
-        self.num_documents = self.num_tokens
-        self.num_units = self.num_tokens
+        self.num_units = self.num_tokens  # an upper bound, until `check` has found the documents
 
     def check(self, tokenizer: Tokenizer, holdout: float) -> None:
         """Find the documents, compute the fingerprint, and check a sample with the tokenizer.
@@ -172,20 +170,12 @@ class TokenFiles(TokenSource):
         self._vocab_size = tokenizer.vocab_size
         self._tokenizer_path = tokenizer.path
         self._has_holdout = holdout > 0
-        self._find_documents(tokenizer)
-        self.fingerprint = self._compute_fingerprint()
-        self._check_sample(tokenizer)
-
-    def _find_documents(self, tokenizer: Tokenizer) -> None:
-        """Find the end of each document, and count the documents.
-
-        Raises:
-            UserError: If a file without an index contains no EOS.
-        """
         self._ends = [tokens.find_ends(tokenizer) for tokens in self._token_files]
         self._index = DocumentIndex(self._token_files, self._ends)
         self.num_documents = self._index.num_documents
         self.num_units = self.num_documents
+        self.fingerprint = self._compute_fingerprint()
+        self._check_sample(tokenizer)
 
     def _compute_fingerprint(self) -> str:
         """Hash the positions at which documents end, and the beginning and end of each file."""
