@@ -232,11 +232,12 @@ class ShardLoadPlanner(DefaultLoadPlanner):
         """Create a plan for reading all checkpoint parts that overlap this rank's tensors."""
         plan = super().create_local_plan()
         assert self.metadata is not None
-        items: list[ReadItem] = []
         # The DCP plan is correct for ordinary tensors, but not for all sharded ones.
-        for item in plan.items:
-            if not isinstance(self.state_dict[item.dest_index.fqn], DTensor):
-                items.append(item)
+        items = [
+            item
+            for item in plan.items
+            if not isinstance(self.state_dict[item.dest_index.fqn], DTensor)
+        ]
         for name, tensor in self.state_dict.items():
             if isinstance(tensor, DTensor):
                 saved = self.metadata.state_dict_metadata[name]
@@ -383,7 +384,9 @@ def _parse_tensor(name: str, record: _Record) -> TensorStorageMetadata:
     """
     fields = record.state
     size = _to_size(fields["size"])
-    dtype = _parse_dtype(fields["properties"])
+    # DCP pickles the properties as a tuple that starts with the dtype. Unpickling replaced the
+    # dtype with a class of the same name, such as "float32".
+    dtype = _DTYPES[fields["properties"].state[0].__name__]
     chunks = [
         ChunkStorageMetadata(_to_size(chunk.state["offsets"]), _to_size(chunk.state["sizes"]))
         for chunk in fields["chunks"]
@@ -392,18 +395,6 @@ def _parse_tensor(name: str, record: _Record) -> TensorStorageMetadata:
     if num_elements != math.prod(size):
         raise CheckpointError(f"the chunks of {name} do not add up to its size")
     return TensorStorageMetadata(TensorProperties(dtype), size, chunks)
-
-
-def _parse_dtype(properties: _Record) -> torch.dtype:
-    """Return the dtype from the unpickled properties of a tensor.
-
-    Args:
-        properties: Placeholder for a TensorProperties. DCP pickles it as a tuple whose first item
-            is the dtype. Unpickling replaced the dtype with a class of the same name, such as
-            "float32".
-    """
-    dtype_class = properties.state[0]
-    return _DTYPES[dtype_class.__name__]
 
 
 def _to_size(record: _Record) -> torch.Size:

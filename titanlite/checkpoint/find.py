@@ -356,12 +356,8 @@ def _read_saved_job(step_folder: Path, sections: dict[str, Any]) -> JobConfig:
 
     # Ignore options and option values that titanlite has removed since the save. They do not
     # change the model.
-    unreadable_keys = []
-    for mistake in mistakes:
-        is_removed_option = mistake.kind == REMOVED_NAME
-        is_removed_choice = mistake.kind == "literal_error"
-        if not is_removed_option and not is_removed_choice:
-            unreadable_keys.append(mistake.name)
+    removed = (REMOVED_NAME, "literal_error")
+    unreadable_keys = [mistake.name for mistake in mistakes if mistake.kind not in removed]
     if unreadable_keys:
         keys = "; ".join(unreadable_keys)
         raise CheckpointError(f"{step_folder}: this version cannot read keys of its job: {keys}")
@@ -388,17 +384,21 @@ def _read_job_of_old_import(step_folder: Path) -> JobConfig:
 def read_compute_dtype(run: Run) -> ComputeDtype | None:
     """Return the compute dtype of the newest checkpoint of a run, which a resumed run keeps.
 
+    If there is no local checkpoint, look for one at the URL `checkpoint.mirror`.
+
     Returns:
         "float32" or "bfloat16". None if there is no readable checkpoint, or if the run does not
         use checkpoints.
     """
     if not run.job.checkpoint.enable:
         return None
+    mirror = run.job.checkpoint.mirror
     try:
-        manifest = _read_newest_manifest_of(run)
-    except UserError:  # loading the checkpoint later raises the error
-        return None
-    if not manifest:
+        if mirror is not None and not is_saved(run):
+            manifest = _read_newest_manifest_at(mirror)
+        else:
+            manifest = load_newest_of(list_checkpoints(run.checkpoint_folder), read_manifest)
+    except UserError:  # if there is a checkpoint, loading it later raises the error
         return None
 
     # The saved job has not been validated.
@@ -454,29 +454,23 @@ def _read_manifest_to_resume(run: Run) -> Manifest:
     load_step = run.job.checkpoint.load_step
     checkpoints = list_checkpoints(run.checkpoint_folder)
     selected = [path for path in checkpoints if get_step(path) == load_step]
-    if not selected or has_resumed_from(checkpoints, load_step):
-        return load_newest_of(checkpoints, read_manifest)
-    return load_newest_of(selected, read_manifest)
-
-
-def _read_newest_manifest_of(run: Run) -> Manifest:
-    """Return the manifest of the newest checkpoint of a run, or {} if it has no checkpoint.
-
-    If there is no local checkpoint, look for one at the URL `checkpoint.mirror`.
-    """
-    if is_saved(run):
-        return read_newest_manifest(run.checkpoint_folder)
-    mirror = run.job.checkpoint.mirror
-    return {} if mirror is None else _read_newest_manifest_at(mirror)
+    if selected and not has_resumed_from(checkpoints, load_step):
+        checkpoints = selected
+    return load_newest_of(checkpoints, read_manifest)
 
 
 def _read_newest_manifest_at(url: str) -> Manifest:
-    """Return the manifest of the newest checkpoint at a URL, or {} if there is no checkpoint."""
+    """Return the manifest of the newest checkpoint at a URL.
+
+    Raises:
+        CheckpointError: If there is no checkpoint at the URL, or its manifest is damaged.
+        UserError: If the storage cannot be accessed.
+    """
     with storage.storage_errors(url):
         files, root = storage.open_storage(url)
         names = storage.find_checkpoints(storage.list_files(files, root))
         if not names:
-            return {}
+            raise CheckpointError(f"{url} contains no checkpoint.")
         path = f"{root}/{names[-1]}/{MANIFEST}"
         return parse_manifest(files.cat_file(path), path)
 
@@ -516,20 +510,12 @@ def has_resumed_from(checkpoints: Sequence[Path], load_step: int) -> bool:
         load_step: Value of `checkpoint.load_step`.
     """
     later_checkpoints = [path for path in checkpoints if get_step(path) > load_step]
-    manifest = _read_newest_valid_manifest(later_checkpoints)
-    if manifest is None:
-        return False
-    # If it differs, the later checkpoint was saved before the user set this `load_step`.
-    saved_load_step = get_saved_section(manifest["info"], "checkpoint").get("load_step")
-    return saved_load_step == load_step
-
-
-def _read_newest_valid_manifest(checkpoints: Sequence[Path]) -> Manifest | None:
-    """Return the newest valid manifest of checkpoints sorted by step, or None if none is valid."""
-    for path in reversed(checkpoints):
+    for path in reversed(later_checkpoints):
         with suppress(Damage):
-            return read_manifest(path)
-    return None
+            saved_options = get_saved_section(read_manifest(path)["info"], "checkpoint")
+            # If it differs, the later checkpoint was saved before the user set this `load_step`.
+            return saved_options.get("load_step") == load_step
+    return False
 
 
 def is_saved(run: Run) -> bool:

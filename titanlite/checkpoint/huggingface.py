@@ -307,32 +307,17 @@ def hf_weights(folder: Path) -> Weights:
     config = read_json_object(find_file_inside(folder, "config.json"), _MAX_JSON_BYTES)
     arch = formats.architecture_from_hf(config)
 
-    tensors = _open_safetensors(folder)
-    parameters = dict(tensors)
-    if arch.tied_embeddings:
-        parameters.pop(HF_OUTPUT, None)  # not a parameter, but some models store a copy
+    parameters = _open_safetensors(folder)
+    # With tied embeddings, the output matrix is not a parameter, but some models store a copy.
+    stored_copy = parameters.pop(HF_OUTPUT, None) if arch.tied_embeddings else None
     to_hf_name = partial(hf_name, arch)
     dtypes = check_tensors(folder, arch, parameters, "config.json", to_hf_name)
-    if arch.tied_embeddings:
-        _check_tied_output(folder, tensors)
-    return Weights(arch, dtypes, lambda name: parameters[to_hf_name(name)])
-
-
-def _check_tied_output(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Check that the output weights of a model with tied embeddings equal the embedding, if stored.
-
-    Args:
-        folder: Folder of the model, for the error message.
-        tensors: All tensors in the folder, by name.
-
-    Raises:
-        UserError: If the output weights differ from the embedding.
-    """
-    if HF_OUTPUT in tensors and not _are_equal(tensors[HF_OUTPUT], tensors[HF_EMBEDDING]):
+    if stored_copy is not None and not _are_equal(stored_copy, parameters[HF_EMBEDDING]):
         raise UserError(
             f"{folder}: config.json ties the embeddings, but {HF_OUTPUT} differs from "
             f"{HF_EMBEDDING}. Set tie_word_embeddings to false, or remove {HF_OUTPUT}."
         )
+    return Weights(arch, dtypes, lambda name: parameters[to_hf_name(name)])
 
 
 def _open_safetensors(folder: Path) -> dict[str, Tensor]:

@@ -44,7 +44,6 @@ from titanlite.config.job_diff import (
     AFFECTS_TRAINING,
     INCOMPATIBLE,
     DataChanges,
-    Effect,
     compare_jobs,
     report_changes,
 )
@@ -52,6 +51,7 @@ from titanlite.config.storage import get_local_copy
 from titanlite.model.formats import compare_shapes, parameter_shapes
 from titanlite.model.llama import Llama
 from titanlite.optim.build import set_learning_rate, set_mode
+from titanlite.optim.clip import local_shard
 from titanlite.runtime.rank_group import RankGroup
 
 if TYPE_CHECKING:
@@ -256,7 +256,12 @@ class Resumer:
         if job is None or info["job"] is None:
             return
 
-        changes = self._compare_with_saved_job(job, info)
+        # Compare the resulting architectures instead of the section [model], because different keys
+        # can describe the same model.
+        arch = self._live.model.arch
+        saved_job = info["job"] | {"model": _complete_architecture(info["architecture"], arch)}
+        current_job = job | {"model": asdict(arch)}
+        changes = compare_jobs(saved_job, current_job, self._find_data_changes(info))
 
         # The tokenizer file may have changed even if its path is the same.
         data_state = get_data_state(info)
@@ -269,23 +274,6 @@ class Resumer:
             changes.append((AFFECTS_TRAINING, _DECAY_CHANGE))
 
         report_changes(path, changes, self._log)
-
-    def _compare_with_saved_job(
-        self, job: dict[str, Any], info: dict[str, Any]
-    ) -> list[tuple[Effect, str]]:
-        """Return the effect and description of each difference between a job and a saved job.
-
-        Before the comparison, the section [model] of both jobs is replaced with the resulting
-        architecture, because different keys can describe the same model.
-
-        Args:
-            job: Job of this run, as a JSON value.
-            info: Entry "info" of the manifest, which contains the saved job.
-        """
-        arch = self._live.model.arch
-        saved_job = info["job"] | {"model": _complete_architecture(info["architecture"], arch)}
-        current_job = job | {"model": asdict(arch)}
-        return compare_jobs(saved_job, current_job, self._find_data_changes(info))
 
     def _rename(self, path: Path, description: str, suffix: str) -> None:
         """Rename a checkpoint so that it is never loaded again, and log the reason.
@@ -352,17 +340,15 @@ class Resumer:
             self._resize_hook_tensors(reader, info["train_state"])
         # After a rollback, state that is not loaded must not keep its values from later steps.
         self._reset_hook_tensors()
-        if "optimizer" in parts:
-            self._create_optimizer_state()
+        unknown_state: list[str] = []
+        if self._live.optimizer is not None and "optimizer" in parts:
+            _create_optimizer_state(self._live.optimizer)
+            unknown_state = _find_unknown_optimizer_state(self._live, reader)
         else:
             _reset_optimizer(self._live)
 
         tensors = self._select_tensors(parts, reader)
-        model = self._live.model
-        unknown_state: list[str] = []
-        if "optimizer" in parts:
-            unknown_state = _find_unknown_optimizer_state(model, tensors, reader)
-        _load_and_check(tensors, model.arch, reader, self._ranks, unknown_state)
+        _load_and_check(tensors, self._live.model.arch, reader, self._ranks, unknown_state)
         _set_random_state(tensors)
 
     def _select_tensors(self, parts: set[str], reader: SafeReader) -> dict[str, Tensor]:
@@ -423,26 +409,13 @@ class Resumer:
         Tensors that had no value or a different shape at that time are filled with NaN, or with 0
         if they contain integers.
         """
-        for name, tensor in self._live.tensors(optimizer=False).items():
-            if not name.startswith("hooks."):
-                continue
-            shard = to_local(tensor)
+        for name, tensor in self._live.hook_tensors().items():
+            shard = local_shard(tensor.detach())
             initial = self._initial_hook_tensors.get(name)
             if initial is not None and initial.shape == shard.shape:
                 shard.copy_(initial)
             else:
-                _fill_with_nan(tensor)
-
-    def _create_optimizer_state(self) -> None:
-        """Create the optimizer state, such as the moments, so that it can be loaded.
-
-        A new torch optimizer has no state before its first step.
-        """
-        optimizer = self._live.optimizer
-        if optimizer is not None:
-            set_mode(optimizer, "train")  # because creating the state takes a step
-            _take_empty_step(optimizer)
-            set_mode(optimizer, "eval")
+                _fill_with_nan(shard)
 
     def _log_parts_to_reset(self, path: Path, parts_to_reset: set[str]) -> None:
         """Log which parts of the state are reset because of `checkpoint.exclude_from_loading`.
@@ -489,7 +462,7 @@ class Resumer:
             info: Entry "info" of the manifest.
         """
         reset_before = get_saved_section(info, "checkpoint").get("exclude_from_loading", ())
-        return {part for part in self._config.exclude_from_loading if part not in reset_before}
+        return set[str](self._config.exclude_from_loading).difference(reset_before)
 
 
 def check_on_all_ranks(path: Path, ranks: RankGroup) -> Manifest:
@@ -664,24 +637,21 @@ def _compare_with_saved_shapes(
     return compare_shapes(expected, saved)
 
 
-def _find_unknown_optimizer_state(
-    model: Llama, tensors: dict[str, Tensor], reader: SafeReader
-) -> list[str]:
+def _find_unknown_optimizer_state(live: LiveState, reader: SafeReader) -> list[str]:
     """Return the names of saved optimizer tensors that the optimizer on this rank does not have.
 
     Omit the state of frozen weights and of weights on other pipeline ranks, because this rank need
     not load it.
 
     Args:
-        model: This rank's part of the model.
-        tensors: This rank's tensors to load, by name in the checkpoint.
+        live: The model and optimizer of this rank. The state of the optimizer must exist.
         reader: Reader of the checkpoint.
     """
-    trained_weights = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    parameters = live.model.named_parameters()
+    trained_weights = [name for name, weight in parameters if weight.requires_grad]
     prefixes = tuple(f"optimizer.{name}." for name in trained_weights)
-    return sorted(
-        name for name in reader.index.keys() - tensors.keys() if name.startswith(prefixes)
-    )
+    unknown_names = reader.index.keys() - live.tensors(hooks=False).keys()
+    return sorted(name for name in unknown_names if name.startswith(prefixes))
 
 
 def _check_finite(path: object, tensors: dict[str, Tensor]) -> None:
@@ -740,10 +710,8 @@ def _copy_hook_tensors(live: LiveState) -> dict[str, Tensor]:
     Omit tensors that contain only NaN, because they have no value yet.
     """
     copies = {}
-    for name, tensor in live.tensors(optimizer=False).items():
-        if not name.startswith("hooks."):
-            continue
-        shard = to_local(tensor)
+    for name, tensor in live.hook_tensors().items():
+        shard = local_shard(tensor.detach())
         if not shard.isnan().all():
             copies[name] = shard.clone()
     return copies
@@ -762,6 +730,16 @@ def _fill_live_state_with_nan(live: LiveState) -> None:
 def _fill_with_nan(tensor: Tensor) -> None:
     """Fill a tensor with NaN, or with 0 if it contains integers."""
     tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
+
+
+def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the optimizer state, such as the moments, so that it can be loaded.
+
+    A new torch optimizer has no state before its first step.
+    """
+    set_mode(optimizer, "train")  # because creating the state takes a step
+    _take_empty_step(optimizer)
+    set_mode(optimizer, "eval")
 
 
 def _take_empty_step(optimizer: torch.optim.Optimizer) -> None:

@@ -143,21 +143,17 @@ class HashingFile(io.BufferedWriter):
 class _CheckpointFile(io.FileIO):
     """A file that raises CheckpointError instead of OSError when it cannot be read."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        super().__init__(descriptor)
-        self._path = path
-
     def readinto(self, buffer: Any, /) -> int | None:
         try:
             return super().readinto(buffer)
         except OSError as error:
-            raise _unreadable(self._path, error) from None
+            raise _unreadable(self.name, error) from None
 
     def readall(self) -> bytes:
         try:
             return super().readall()
         except OSError as error:
-            raise _unreadable(self._path, error) from None
+            raise _unreadable(self.name, error) from None
 
 
 @contextmanager
@@ -172,18 +168,21 @@ def open_file(path: Path) -> Iterator[io.BufferedReader[Any]]:
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise Damage(f"{path.name}: not a regular file")
-        # O_NONBLOCK keeps `open` from blocking if a pipe replaces the file after the check.
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(path, flags)
+        raw_file = _CheckpointFile(path, opener=_open_regular)
     except FileNotFoundError:
         raise Damage(f"{path.name}: missing") from None
     except OSError as error:
         raise _unreadable(path, error) from None
-    with io.BufferedReader(_CheckpointFile(path, descriptor)) as file:
+    with io.BufferedReader(raw_file) as file:
         yield file
 
 
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
+def _open_regular(path: str, flags: int) -> int:
+    """Open a regular file. If a link or a pipe has replaced it, neither follow it nor block."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _unreadable(path: object, error: OSError) -> CheckpointError:
     """Create the error for a failed read, for example if the storage is offline."""
     return CheckpointError(
         f"cannot read {path}: {type(error).__name__}: {error.strerror}. Its content may be intact. "
@@ -523,9 +522,7 @@ def select_outdated(steps: list[int], config: schema.Checkpoint) -> list[int]:
     """
     older_steps = steps[: -config.keep_latest_k] if config.keep_latest_k else []
     interval = config.keep_every_n_steps
-    if not interval:
-        return older_steps
-    return [step for step in older_steps if step % interval != 0]
+    return [step for step in older_steps if not interval or step % interval != 0]
 
 
 def check_checkpoint(
@@ -746,21 +743,13 @@ class CheckpointContext:
         self.folder.mkdir(parents=True, exist_ok=True)
         # If the run restarts, it recognizes leftover temporary files by this part of the token.
         path_hash = xxhash.xxh3_64_hexdigest(os.fsencode(self.folder.resolve()))
-        self._remove_leftovers(path_hash)
-
-        token = f"{path_hash}-{secrets.token_hex(4)}"
-        probe = self.folder / f"{TMP_PREFIX}{token}"
-        probe.touch(exist_ok=False)
-        return token
-
-    def _remove_leftovers(self, path_hash: str) -> None:
-        """Remove the temporary files of interrupted saves and complete interrupted removals.
-
-        Args:
-            path_hash: Part of the names of the temporary files.
-        """
         # Final weights and exports in the output folder also start with temporary names.
         output_folder = self.folder.parent
         for folder in (self.folder, output_folder / "final", output_folder):
             remove_unfinished(folder, path_hash, self.log)
         finish_removals(self.folder, self.log)
+
+        token = f"{path_hash}-{secrets.token_hex(4)}"
+        probe = self.folder / f"{TMP_PREFIX}{token}"
+        probe.touch(exist_ok=False)
+        return token

@@ -89,14 +89,13 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         # The copies to pinned memory, which are made while the next step runs.
         self._copies: Future[Tensors] | None = None
-        self._stager: DefaultStager | None = None
+        self._is_async = self._config.async_mode != "disabled"
         self._is_pinned = self._config.async_mode == "async_with_pinned_mem"
         if self._is_pinned and not torch.cuda.is_available():
             raise UserError(
                 'checkpoint.async_mode = "async_with_pinned_mem" needs a GPU. Use "async" on a CPU.'
             )
-        if self._config.async_mode != "disabled":
-            self._stager = self._new_stager()
+        self._stager = self._new_stager()
         library_versions()  # fill its cache now, because it opens files
 
     def _new_stager(self) -> DefaultStager:
@@ -176,19 +175,14 @@ class Saver:
         folder = self._folder.parent / "final"
         path = folder / step_folder_name(step)
         was_trained = step != self.loaded_step
-        if was_trained:
-            self._ranks.run_on_rank0(lambda: self._saved_folders.archive_output(path))
-        else:
-            is_saved = self._ranks.run_on_rank0(
-                lambda: self._saved_folders.keep_existing_output(path)
-            )
-            if is_saved:
-                return path
-
-        tensors = self._live.tensors(optimizer=False)
-        weights = {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
-        writer = self._create_writer(folder, step, train_state, weights_only=True)
-        self._start_save(writer, weights)
+        should_save = self._ranks.run_on_rank0(
+            lambda: self._saved_folders.prepare_output(path, replace=was_trained)
+        )
+        if should_save:
+            tensors = self._live.tensors(optimizer=False)
+            weights = {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
+            writer = self._create_writer(folder, step, train_state, weights_only=True)
+            self._start_save(writer, weights)
         return path
 
     def _create_writer(
@@ -220,31 +214,18 @@ class Saver:
         If checkpoint.async_mode is "disabled" or the background save cannot start, write the
         checkpoint before returning.
         """
-        if self._stager is None:  # checkpoint.async_mode is "disabled"
-            self._pending = writer.step, self._write_in_foreground(writer, tensors)
-            self.wait_until_saved()
-            return
-
-        result = self._write_in_background(writer, tensors, self._stager)
+        result = self._write_in_background(writer, tensors) if self._is_async else None
         if result is None:
-            # Other ranks may write in the background. They call the same collectives.
-            result = self._write_in_foreground(writer, tensors)
+            # Training waits, so the tensors cannot change and need no copies. Other ranks may write
+            # in the background. They call the same collectives.
+            result = Future[bool]()
+            result.set_result(self._write_and_publish(writer, lambda: tensors))
         self._pending = writer.step, result
-
-    def _write_in_foreground(self, writer: CheckpointWriter, tensors: Tensors) -> Future[bool]:
-        """Write a checkpoint while training waits.
-
-        The tensors cannot change during the save, so they are not copied.
-
-        Returns:
-            A completed future with a boolean: whether the checkpoint is complete.
-        """
-        result = Future[bool]()
-        result.set_result(self._write_and_publish(writer, lambda: tensors))
-        return result
+        if not self._is_async:
+            self.wait_until_saved()
 
     def _write_in_background(
-        self, writer: CheckpointWriter, tensors: Tensors, stager: DefaultStager
+        self, writer: CheckpointWriter, tensors: Tensors
     ) -> Future[bool] | None:
         """Copy the tensors and let the background thread write them.
 
@@ -253,7 +234,7 @@ class Saver:
             be copied or the thread cannot start, for example because memory is low. This is logged.
         """
         try:
-            wait_for_copies = self._copy(tensors, stager)
+            wait_for_copies = self._copy(tensors)
             waited = time.perf_counter() - writer.started
             return self._thread.submit(self._write_and_publish, writer, wait_for_copies, waited)
         except Exception as error:
@@ -265,7 +246,7 @@ class Saver:
             self._log(Event(text, "foreground", writer.step))
             return None
 
-    def _copy(self, tensors: Tensors, stager: DefaultStager) -> Callable[[], Tensors]:
+    def _copy(self, tensors: Tensors) -> Callable[[], Tensors]:
         """Copy tensors to CPU memory, so that training can change the originals during the save.
 
         Returns:
@@ -275,9 +256,9 @@ class Saver:
         if self._is_pinned:
             torch.cuda.current_stream().synchronize()  # the stager copies on another stream
         if torch.__version__ < "2.13":  # earlier stagers support only one call of stage()
-            stager.close()
-            stager = self._stager = self._new_stager()
-        copies = stager.stage(tensors)
+            self._stager.close()
+            self._stager = self._new_stager()
+        copies = self._stager.stage(tensors)
         if not isinstance(copies, Future):
             return lambda: copies
         self._copies = copies
@@ -333,18 +314,17 @@ class Saver:
         Raises:
             CheckpointError: On all ranks, if copying failed on any rank.
         """
-        tensors: Tensors = {}
-        problem = None
-        try:
-            tensors = get_tensors()
-        except BaseException as error:
-            # Convert even an interrupt to a CheckpointError on all ranks, because the other ranks
-            # wait for this one.
-            problem = f"copying the tensors failed: {describe_error(error)}"
-        for rank_problem in self._ranks.gather(problem):
-            if rank_problem:
-                raise CheckpointError(rank_problem)
-        return tensors
+
+        def get_tensors_of_rank() -> Tensors:
+            try:
+                return get_tensors()
+            except BaseException as error:
+                # Convert even an interrupt to an error that `run_together` raises on all ranks,
+                # because the other ranks wait for this one.
+                problem = f"copying the tensors failed: {describe_error(error)}"
+                raise CheckpointError(problem) from None
+
+        return self._ranks.run_together(get_tensors_of_rank)
 
     def _log_success(self, writer: CheckpointWriter, waited: float | None) -> None:
         """Log that a save succeeded and how long it took.
@@ -452,5 +432,4 @@ class Saver:
         """Wait for the save in progress and stop the background thread."""
         self.wait_until_saved()
         self._thread.shutdown()
-        if self._stager is not None:
-            self._stager.close()
+        self._stager.close()

@@ -170,37 +170,31 @@ class SavedFolders:
 
     # Outputs of the last save
 
-    def keep_existing_output(self, path: Path) -> bool:
-        """Return whether a final output of the run exists. If so, log that it is kept.
+    def prepare_output(self, path: Path, replace: bool) -> bool:
+        """Archive or keep an existing final output, and return whether to write a new one.
+
+        A folder that another program wrote is not archived. Writing the new output then fails.
 
         Args:
             path: A step folder in `final`, or the folder `final_hf`.
+            replace: Archive an existing output. If False, keep it.
         """
-        is_kept = path.exists()
-        if is_kept:
+        if not replace and path.exists():
             self._log(f"Keeping {path}, which exists already")
-        return is_kept
+            return False
 
-    def archive_output(self, path: Path) -> None:
-        """Rename an existing final output of the run to make room for a new one.
-
-        A folder that another program wrote is not renamed. Writing the new output then fails.
-
-        Args:
-            path: A step folder in `final`, or the folder `final_hf`.
-        """
         is_export = (path / EXPORT_MARKER).is_file()
         if is_export or is_from_titanlite(path):
             renamed = set_aside(path, "archived")
             self._log(f"Renamed {path} of an earlier start to {renamed.name}")
+        return True
 
     def export(self, step_folder: Path, replace: bool) -> bool:
         """Export a checkpoint in Hugging Face format to the folder `final_hf` of the run.
 
         Args:
             step_folder: The checkpoint.
-            replace: Archive an existing export and write a new one. If False, keep the existing
-                export.
+            replace: Archive an existing export. If False, keep it.
 
         Returns:
             Whether the run now has an export. A failure to write it is logged.
@@ -208,11 +202,8 @@ class SavedFolders:
         checkpoint_folder = step_folder.parent
         out = checkpoint_folder.with_name("final_hf")
         try:
-            if replace:
-                self.archive_output(out)
-            elif self.keep_existing_output(out):
-                return True
-            self._write_export(step_folder, out)
+            if self.prepare_output(out, replace):
+                self._write_export(step_folder, out)
         except (OSError, UserError) as error:
             self._log(f"Writing {out} FAILED ({error})")
             return False

@@ -49,6 +49,7 @@ class SkippedStep(NamedTuple):
     """
 
     step: int
+    rank: int
     data_rank: int
     loss: float
     """This rank's part of the loss."""
@@ -169,8 +170,9 @@ class NonFiniteGuard(Hook):
             names = [name for name, weight in parameters if weight.requires_grad]
             if len(names) == len(finite_flags):
                 parameter = names[finite_flags.index(False)]
-        data_rank = self._trainer.mesh.data_rank
-        return SkippedStep(step, data_rank, result.loss.item(), parameter)
+        trainer = self._trainer
+        loss = result.loss.item()
+        return SkippedStep(step, trainer.rank, trainer.mesh.data_rank, loss, parameter)
 
     def _describe(self, reports: Sequence[SkippedStep]) -> str:
         """Return the log line for a skipped step, with the cause and the first affected rank.
@@ -194,34 +196,29 @@ class NonFiniteGuard(Hook):
             reports: The loss and the first non-finite gradient of each rank, in rank order.
         """
         causes = []
-        bad_losses = [rank for rank, report in enumerate(reports) if not math.isfinite(report.loss)]
+        bad_losses = [report for report in reports if not math.isfinite(report.loss)]
         if bad_losses:
-            ranks = self._describe_ranks(bad_losses, reports)
-            loss = reports[bad_losses[0]].loss
-            causes.append(f"the loss on {ranks} is {loss}")
+            ranks = self._describe_ranks(bad_losses)
+            causes.append(f"the loss on {ranks} is {bad_losses[0].loss}")
 
-        bad_gradients = [
-            rank for rank, report in enumerate(reports) if report.parameter is not None
-        ]
+        bad_gradients = [report for report in reports if report.parameter is not None]
         if bad_gradients:
-            ranks = self._describe_ranks(bad_gradients, reports)
-            parameter = reports[bad_gradients[0]].parameter
-            causes.append(f"the gradient of {parameter} on {ranks} is not finite")
+            ranks = self._describe_ranks(bad_gradients)
+            causes.append(f"the gradient of {bad_gradients[0].parameter} on {ranks} is not finite")
         return causes
 
-    def _describe_ranks(self, ranks: list[int], reports: Sequence[SkippedStep]) -> str:
+    def _describe_ranks(self, affected: Sequence[SkippedStep]) -> str:
         """Describe the first affected rank in detail and count the others.
 
         For example: "rank 3 (node-0, sequences 3, 11) and 2 more ranks".
 
         Args:
-            ranks: Affected ranks in ascending order.
-            reports: The loss and the first non-finite gradient of each rank, in rank order.
+            affected: The reports of the affected ranks, in rank order.
         """
-        first_rank = ranks[0]
-        host = self._trainer.hosts[first_rank]
-        text = f"rank {first_rank} ({host}, sequences {self._list_sequences(reports[first_rank])})"
-        num_others = len(ranks) - 1
+        first = affected[0]
+        host = self._trainer.hosts[first.rank]
+        text = f"rank {first.rank} ({host}, sequences {self._list_sequences(first)})"
+        num_others = len(affected) - 1
         if num_others > 0:
             text += f" and {format_count(num_others, 'more rank')}"
         return text
@@ -330,17 +327,10 @@ class SpikeGuard(Hook):
             self._history = self._history.new_full(sizes["history"], torch.nan)
 
     def started(self, step: int) -> None:
-        """Convert a loaded history to the length in this job (guards.spike_history)."""
-        self._convert_history(step)
-
-    def _convert_history(self, step: int) -> None:
         """Convert a loaded history to the length in this job (guards.spike_history).
 
         The history contains losses and gradient norms. If it is too long, drop its oldest values.
         If it is too short, repeat it, which hardly changes its median and deviation.
-
-        Args:
-            step: Step after which the history was saved.
         """
         saved = self._history
         saved_size = saved.shape[1]
@@ -454,8 +444,8 @@ class SpikeGuard(Hook):
             if self._should_skip:
                 comparison = tensor  # `before_update` already compared the values on the GPU
             else:
-                loss, grad_norm, skip = tensor
-                values = torch.stack([loss, grad_norm])
+                values = tensor[:2]
+                skip = tensor[2]
                 comparison = self._compare(values, skip)
                 self._add_to_history(step, values, skip)
             self._report_spike(step, comparison)
@@ -502,7 +492,7 @@ class SpikeGuard(Hook):
 
         # The rollback also loads the history of losses and gradient norms. Its length in the
         # checkpoint may differ if guards.spike_history has changed since the save.
-        self._convert_history(restored_step)
+        self.started(restored_step)
         self._num_roll_backs += 1
         text = (
             f"Step {step}: rolled back to the weights of step {restored_step} "
@@ -583,20 +573,14 @@ class ReplicaGuard(Hook):
                 self._replicated[Shard(name, _shard_coordinates(parameter))] = parameter
 
     def check(self, step: int, request: Request) -> None:
-        """Compare the replicated weights every `guards.compare_every` steps."""
-        if step % self._interval == 0:
-            self.compare(step)
-
-    def compare(self, step: int) -> None:
-        """Compare the checksums of all replicated weights between the ranks.
-
-        All ranks must call this together.
+        """Compare the replicated weights every `guards.compare_every` steps.
 
         Raises:
             GuardError: If replicas differ. The message lists the ranks that differ from the
                 majority and their nodes.
         """
-        if not self._replicated:  # no rank has replicated weights in this case, so all ranks return
+        # If this rank has no replicated weights, no rank has any, so all ranks return.
+        if step % self._interval != 0 or not self._replicated:
             return
 
         checksums_by_rank = gathered(self._compute_checksums(), self._trainer.mesh.world_group)

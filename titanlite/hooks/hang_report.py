@@ -125,15 +125,15 @@ class HangReport(Hook):
               the main thread is executing.
         """
         last, pending = last_collectives()
-        if pending:
-            activity = f"waits in {pending[-1]}"
+        if pending is not None:
+            activity = f"waits in {pending}"
         else:  # the other ranks wait for this one
             activity = f"is LATE: its last collective was {last}"
         text = (
             f"Rank {self._rank} ({self._host}), step {self._step + 1}, {activity}, "
             f"at {self._describe_code()}"
         )
-        return bool(pending), self._rank, text
+        return pending is not None, self._rank, text
 
     def _describe_code(self) -> str:
         """Describe the current titanlite code line of the main thread and the innermost code line.
@@ -153,24 +153,24 @@ def _describe_frame(frame: traceback.FrameSummary) -> str:
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 
-def last_collectives() -> tuple[str, list[str]]:
+def last_collectives() -> tuple[str, str | None]:
     """Return the newest collectives of this rank from the torch flight recorder.
 
     Returns:
         - The last collective that this rank started, for example "gloo:all_reduce number 12", or
           "none".
-        - All collectives that this rank still waits in, in the order in which they started.
+        - The last collective that this rank still waits in, or None.
     """
-    if not dist.is_initialized():
-        return "none", []
-
     last = "none"
-    pending: list[str] = []
+    pending = None
+    if not dist.is_initialized():
+        return last, pending
+
     for entry in _read_flight_recorder():
         last = f"{entry['profiling_name']} number {entry['collective_seq_id']}"
         is_completed = entry["retired"]
         if not is_completed:
-            pending.append(last)
+            pending = last
     return last, pending
 
 

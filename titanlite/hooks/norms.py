@@ -7,6 +7,7 @@ layouts. The hook never changes the training state and causes no host sync betwe
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -194,15 +195,6 @@ def _group_by_name(names: Sequence[str]) -> dict[str, list[int]]:
     """
     groups: dict[str, list[int]] = {}
     for index, name in enumerate(names):
-        groups.setdefault(_group_of(name), []).append(index)
+        group = re.sub(r"^layers\.\d+\.", "", name).removesuffix(".weight")
+        groups.setdefault(group, []).append(index)
     return groups
-
-
-def _group_of(name: str) -> str:
-    """Return the group name of a parameter.
-
-    For example, "layers.3.attention.wq.weight" is in the group "attention.wq".
-    """
-    if name.startswith("layers."):
-        _, _, name = name.split(".", 2)
-    return name.removesuffix(".weight")
