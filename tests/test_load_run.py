@@ -177,10 +177,10 @@ def test_a_job_in_a_checkpoint_may_contain_dropped_but_no_unknown_options(tmp_pa
 
     assert read_newest_job(manifest.parent) == JobConfig()
 
-    job["model"]["from_the_future"] = 5
+    job["model"] |= {"from_the_future": 5, "norm_placement": "both"}
     manifest.write_bytes(encode_manifest(body))
 
-    with pytest.raises(CheckpointError, match="from_the_future"):
+    with pytest.raises(CheckpointError, match=r"model\.norm_placement; .*model\.from_the_future"):
         read_newest_job(manifest.parent)
 
 

@@ -222,17 +222,10 @@ def verify(folder: Path) -> dict[str, Any]:
         return report
 
     renamed = list_set_aside(local_folder, *local_folder.glob("*"))
-    report["unfinished"] = _list_unfinished_beside([*step_folders, *renamed])
     report["set_aside"] = [path.name for path in renamed]
+    for parent in sorted({path.parent for path in [*step_folders, *renamed]}):
+        report["unfinished"] += [path.name for path in list_unfinished(parent)]
     return report
-
-
-def _list_unfinished_beside(checkpoints: Sequence[Path]) -> list[str]:
-    """Return the names of interrupted saves and removals in the parent folders of checkpoints."""
-    names: list[str] = []
-    for folder in sorted({path.parent for path in checkpoints}):
-        names += [path.name for path in list_unfinished(folder)]
-    return names
 
 
 def _verify_step_folders(paths: Sequence[Path], folder: Path) -> list[dict[str, Any]]:
@@ -355,9 +348,13 @@ def _read_saved_job(step_folder: Path, sections: dict[str, Any]) -> JobConfig:
     require_plugins(job.job.plugins, step_folder)
 
     # Ignore options and option values that titanlite has removed since the save. They do not
-    # change the model.
-    removed = (REMOVED_NAME, "literal_error")
-    unreadable_keys = [mistake.name for mistake in mistakes if mistake.kind not in removed]
+    # change the model. No value of [model] has been removed, so an unknown one there is from a
+    # newer version and describes another model.
+    unreadable_keys = []
+    for mistake in mistakes:
+        is_removed_value = mistake.kind == "literal_error" and not mistake.name.startswith("model.")
+        if mistake.kind != REMOVED_NAME and not is_removed_value:
+            unreadable_keys.append(mistake.name)
     if unreadable_keys:
         keys = "; ".join(unreadable_keys)
         raise CheckpointError(f"{step_folder}: this version cannot read keys of its job: {keys}")
