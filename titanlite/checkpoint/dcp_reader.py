@@ -105,21 +105,16 @@ class SafeReader(FileSystemReader):
         for part in plan.items:
             parts_by_chunk[part.storage_index].append(part)
 
-        for file_name, chunks in self._group_by_file(parts_by_chunk).items():
+        chunks_by_file: dict[str, list[MetadataIndex]] = defaultdict(list)
+        # Sort by offset, so that each file is read sequentially.
+        for chunk in sorted(parts_by_chunk, key=lambda chunk: self.storage_data[chunk].offset):
+            chunks_by_file[self.storage_data[chunk].relative_path].append(chunk)
+
+        for file_name, chunks in chunks_by_file.items():
             with open_file(self._folder / file_name) as file:
                 for chunk in chunks:
                     _load_chunk(file, self.storage_data[chunk], parts_by_chunk[chunk], planner)
         return completed_future(None)
-
-    def _group_by_file(self, chunks: Iterable[MetadataIndex]) -> dict[str, list[MetadataIndex]]:
-        """Group chunks (saved tensors or shards) by file name, sorted by offset within each file.
-
-        This order makes the reads sequential.
-        """
-        chunks_by_file = defaultdict(list)
-        for chunk in sorted(chunks, key=lambda chunk: self.storage_data[chunk].offset):
-            chunks_by_file[self.storage_data[chunk].relative_path].append(chunk)
-        return chunks_by_file
 
 
 def _load_chunk(

@@ -370,7 +370,7 @@ class Resumer:
         return tensors
 
     def _find_parts_to_load(self, reader: SafeReader, info: dict[str, Any]) -> set[str]:
-        """Return the parts of a checkpoint, besides the weights, that this run can load.
+        """Return the parts of a checkpoint, besides the weights, that this run could load.
 
         Args:
             reader: Reader of the checkpoint.
@@ -381,8 +381,7 @@ class Resumer:
             states of the random number generators).
         """
         parts = {"hooks"}
-        is_optimizer_saved = any(name.startswith("optimizer.") for name in reader.index)
-        if is_optimizer_saved and self._live.optimizer is not None:
+        if any(name.startswith("optimizer.") for name in reader.index):
             parts.add("optimizer")
         # Each rank saves its random state, so only the same number of ranks can restore them.
         if info["layout"]["world_size"] == self._ranks.size:
@@ -630,10 +629,11 @@ def _compare_with_saved_shapes(
     # `tensors` contains some of these weights again. `tensor.shape` ignores sharding.
     expected = weights | {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
-    saved = {}
-    for name, description in reader.index.items():
-        if name in expected or name.startswith("model."):
-            saved[name] = tuple(description.size)
+    saved = {
+        name: tuple(description.size)
+        for name, description in reader.index.items()
+        if name in expected or name.startswith("model.")
+    }
     return compare_shapes(expected, saved)
 
 
@@ -660,10 +660,11 @@ def _check_finite(path: object, tensors: dict[str, Tensor]) -> None:
     Raises:
         CheckpointError: If weights contain NaN or infinity. The message lists them.
     """
-    invalid_names = []
-    for name, tensor in tensors.items():
-        if name.startswith(WEIGHTS) and not is_finite(to_local(tensor)):
-            invalid_names.append(name)
+    invalid_names = [
+        name
+        for name, tensor in tensors.items()
+        if name.startswith(WEIGHTS) and not is_finite(to_local(tensor))
+    ]
     if invalid_names:
         names = join_lines(sorted(invalid_names))
         raise CheckpointError(f"{path} contains weights that are NaN or infinite:\n  {names}")

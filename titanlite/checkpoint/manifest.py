@@ -391,21 +391,12 @@ def parse_manifest(content: bytes, path: object) -> Manifest:
         if Path(name).name != name or name == "..":
             raise Damage(f"{MANIFEST}: files outside of the folder")
 
-    _rename_old_hooks(body["info"]["train_state"].get("hooks", {}))
-    return body
-
-
-def _rename_old_hooks(hook_states: dict[str, Any]) -> None:
-    """Replace hook names from earlier titanlite versions with the current names, in place.
-
-    For example, "Ema" becomes "ema".
-
-    Args:
-        hook_states: State of each hook in a manifest, by hook name.
-    """
+    # Replace hook names from earlier titanlite versions. For example, "Ema" becomes "ema".
+    hook_states = body["info"]["train_state"].get("hooks", {})
     for old_name, new_name in OLD_HOOK_NAMES.items():
         if old_name in hook_states:
             hook_states[new_name] = hook_states.pop(old_name)
+    return body
 
 
 def _decode_manifest(content: bytes) -> Manifest | None:
@@ -426,11 +417,9 @@ def _decode_manifest(content: bytes) -> Manifest | None:
 
 def _has_required_keys(body: Manifest) -> bool:
     """Return whether a manifest has all keys that other functions read from it."""
-    for entry in body["files"].values():
-        if not entry.keys() >= {"size", "xxh3_128"}:
-            return False
+    has_entries = all(entry.keys() >= {"size", "xxh3_128"} for entry in body["files"].values())
     has_info = body["info"].keys() >= {"job", "architecture", "train_state"}
-    return has_info and body.keys() >= {"format", "step"}
+    return has_entries and has_info and body.keys() >= {"format", "step"}
 
 
 def get_run_id(manifest: Manifest) -> str | None:

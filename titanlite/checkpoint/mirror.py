@@ -143,21 +143,14 @@ class Mirror:
         """
 
         def begin_on_rank0() -> None:
-            self._archive_checkpoints_after(step)
+            run_id = self._find_run_id()
+            self._refresh()
+            for mirrored_step, name in self._names_by_step().items():
+                if mirrored_step > step and belongs_to_run(self._manifests[name], run_id):
+                    self._set_aside(name, "archived")
             self.notify()  # starts copying
 
         self._run_on_rank0(begin_on_rank0)
-
-    def _archive_checkpoints_after(self, step: int) -> None:
-        """Archive the checkpoints of this run after `step` on the mirror.
-
-        Rename their manifests, so that readers ignore these checkpoints.
-        """
-        run_id = self._find_run_id()
-        self._refresh()
-        for mirrored_step, name in self._names_by_step().items():
-            if mirrored_step > step and belongs_to_run(self._manifests[name], run_id):
-                self._set_aside(name, "archived")
 
     def notify(self) -> None:
         """Start copying all checkpoints that are not yet on the mirror, in the background.
@@ -585,13 +578,12 @@ class Mirror:
             folder: Path of the copy in the storage.
             entries: Manifest entry of each file, by name.
         """
+
+        def copy(file: str) -> None:
+            self._copy_file(path / file, f"{folder}/{file}", entries[file])
+
         with ThreadPoolExecutor(PARALLEL) as pool:
-            copies = [
-                pool.submit(self._copy_file, path / file, f"{folder}/{file}", entry)
-                for file, entry in entries.items()
-            ]
-        for copy in copies:
-            copy.result()  # raises the error of a copy that failed
+            list(pool.map(copy, entries))  # raises the error of a copy that failed
 
     def _may_write(self, name: str, files: Iterable[str], run_id: str | None) -> bool:
         """Return whether copying a checkpoint to the mirror overwrites only files from this run.
@@ -606,8 +598,9 @@ class Mirror:
         if overwrites_nothing:
             return True
 
-        # A run writes the manifest before all other files and may later rename it, for example to
-        # "manifest.json.damaged". The files are from this run if any of these manifests has its ID.
+        # A run uploads the manifest before all other files, as "manifest.json.incomplete", and may
+        # later rename it, for example to "manifest.json.damaged". The files are from this run if a
+        # manifest with any of these names has its ID.
         manifests = [path for path in self._files if path.startswith(f"{name}/{MANIFEST}")]
         return any(
             _is_manifest_of(run_id, self._storage.cat_file(f"{self._root}/{path}"))

@@ -235,8 +235,10 @@ class Saver:
         """
         try:
             wait_for_copies = self._copy(tensors)
-            waited = time.perf_counter() - writer.started
-            return self._thread.submit(self._write_and_publish, writer, wait_for_copies, waited)
+            seconds_blocked = time.perf_counter() - writer.started
+            return self._thread.submit(
+                self._write_and_publish, writer, wait_for_copies, seconds_blocked
+            )
         except Exception as error:
             # `submit` queues the save before it starts the thread. If starting the thread failed,
             # a later `submit` would run this save as well, so discard the queue.
@@ -268,7 +270,7 @@ class Saver:
         self,
         writer: CheckpointWriter,
         get_tensors: Callable[[], Tensors],
-        waited: float | None = None,
+        seconds_blocked: float | None = None,
     ) -> bool:
         """Write and publish a checkpoint, log the result, and remove outdated checkpoints.
 
@@ -277,8 +279,8 @@ class Saver:
         Args:
             writer: Writer of the checkpoint.
             get_tensors: Waits for the copies of the tensors and returns them by name.
-            waited: Seconds from the creation of the writer until training could continue. None if
-                training waits for the whole save.
+            seconds_blocked: Seconds from the creation of the writer until training could continue.
+                None if training waits for the whole save.
 
         Returns:
             Whether the checkpoint is complete. False if any rank failed.
@@ -297,9 +299,8 @@ class Saver:
                 shutil.rmtree(writer.tmp_folder, ignore_errors=True)
             return False
 
-        self._log_success(writer, waited)
+        self._log_success(writer, seconds_blocked)
         if self._ranks.rank == 0:
-            self._saved_folders.own_checkpoints.add(writer.target)
             self._saved_folders.remove_outdated()
             if self._mirror is not None:
                 self._mirror.notify()
@@ -326,17 +327,18 @@ class Saver:
 
         return self._ranks.run_together(get_tensors_of_rank)
 
-    def _log_success(self, writer: CheckpointWriter, waited: float | None) -> None:
+    def _log_success(self, writer: CheckpointWriter, seconds_blocked: float | None) -> None:
         """Log that a save succeeded and how long it took.
 
         Args:
             writer: Writer of the checkpoint.
-            waited: Seconds until training could continue. None if it waited for the whole save.
+            seconds_blocked: Seconds until training could continue. None if it waited for the whole
+                save.
         """
         seconds = time.perf_counter() - writer.started
         text = f"Saved step {writer.step} to {writer.target} in {seconds:.1f} s"
-        if waited is not None:
-            text += f", of which training waited {waited:.2f} s"
+        if seconds_blocked is not None:
+            text += f", of which training waited {seconds_blocked:.2f} s"
         self._log(Event(text, "save", writer.step))
 
     def _is_saving(self) -> bool:
@@ -355,11 +357,8 @@ class Saver:
         if self._is_saving():
             self._log(f"Waiting for the save of step {step}, which is still in progress")
         self._pending = None
-        self._record_result(step, result.result())
 
-    def _record_result(self, step: int, is_complete_here: bool) -> None:
-        """Record whether a save succeeded on all ranks and call `on_saved` if it did."""
-        results_of_ranks = self._ranks.gather(is_complete_here)
+        results_of_ranks = self._ranks.gather(result.result())
         if all(results_of_ranks):
             self._saved_step = step
             self._failed_step = None

@@ -50,8 +50,6 @@ class SavedFolders:
     Attributes:
         run_id: ID of the run. Set it before the first removal, because checkpoints of other runs
             are never removed.
-        own_checkpoints: Checkpoints that are known to belong to this run. The `Saver` adds new
-            ones.
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class SavedFolders:
         self._log = context.log
         self._write_tokenizer = write_tokenizer
         self._mirror = mirror
-        self.own_checkpoints = set[Path]()
+        self._own_checkpoints = set[Path]()  # those known to belong to this run
 
     def remove_outdated(self) -> None:
         """Remove the checkpoints of this run that no option keeps.
@@ -135,20 +133,17 @@ class SavedFolders:
             in_use.add(self._mirror.sending)
 
         steps = select_outdated([get_step(path) for path in checkpoints], self._config)
-        outdated = [path for path in checkpoints if get_step(path) in steps]
-        return [path for path in outdated if path.resolve() not in in_use]
+        return [
+            path for path in checkpoints if get_step(path) in steps and path.resolve() not in in_use
+        ]
 
     def _belongs_to_this_run(self, path: Path) -> bool:
         """Return whether this run saved a checkpoint. For imported weights, return False."""
-        if path in self.own_checkpoints:
-            return True
-        try:
-            is_own = belongs_to_run(read_manifest(path), self.run_id)
-        except Damage:
-            return False
-        if is_own:
-            self.own_checkpoints.add(path)
-        return is_own
+        if path not in self._own_checkpoints:  # otherwise, do not read its manifest again
+            with suppress(Damage):
+                if belongs_to_run(read_manifest(path), self.run_id):
+                    self._own_checkpoints.add(path)
+        return path in self._own_checkpoints
 
     def _find_best(self) -> tuple[float, Path | None]:
         """Find the checkpoint with the lowest validation loss.

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from titanlite.checkpoint.live_state import LiveState
@@ -26,7 +25,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.tokenizer_files import write_tokenizer
 from titanlite.hooks.hook import Hook
 from titanlite.hooks.hook_state import hook_tensors, prepare_hooks
-from titanlite.observe.flops import num_params
+from titanlite.observe.flops import DTYPE_BYTES, num_params
 from titanlite.optim.build import has_modes
 from titanlite.optim.clip import StepSums
 from titanlite.runtime.rank_group import RankGroup
@@ -331,7 +330,7 @@ class BestCheckpoint(Hook):
 
 def _estimate_bytes(run: Run) -> int:
     """Estimate the size in bytes of a checkpoint with weights, two Adam moments and EMA weights."""
-    weight = getattr(torch, run.job.training.dtype).itemsize
-    moment = getattr(torch, run.state_dtype).itemsize
+    weight = DTYPE_BYTES[run.job.training.dtype]
+    moment = DTYPE_BYTES[run.state_dtype]
     average = 4 if run.job.ema.decay else 0
     return num_params(run.arch) * (weight + 2 * moment + average)

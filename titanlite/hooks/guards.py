@@ -71,15 +71,15 @@ class NonFiniteGuard(Hook):
         """Read the limit on consecutive skipped steps (guards.max_skipped) and reset counters."""
         self._trainer = trainer
         self._max_skipped = trainer.job.guards.max_skipped
-        self._unread: list[tuple[int, StepResult]] = []
-        self._unreported: list[str] = []
+        self._unread_results: list[tuple[int, StepResult]] = []
+        self._unlogged: list[str] = []
         self._num_skipped = 0
         self._num_consecutive = 0
         self._max_consecutive = 0
 
     def after_step(self, step: int, result: StepResult) -> None:
         """Store the result of the step on the GPU, to read it at the next logged step or save."""
-        self._unread.append((step, result))
+        self._unread_results.append((step, result))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
         """Return the metric `skipped_steps`, the number of steps skipped since step 1."""
@@ -125,8 +125,8 @@ class NonFiniteGuard(Hook):
 
         All ranks must call this together, because they exchange the causes of skipped steps.
         """
-        results = self._unread
-        self._unread = []
+        results = self._unread_results
+        self._unread_results = []
         if not results:
             return
 
@@ -141,8 +141,9 @@ class NonFiniteGuard(Hook):
         # rank, so gather the reports of all ranks.
         if skipped_steps:
             reports_by_rank = gathered(skipped_steps, self._trainer.mesh.world_group)
+            # Regroup the reports by step.
             for reports_of_step in zip(*reports_by_rank, strict=True):
-                self._unreported.append(self._describe(reports_of_step))
+                self._unlogged.append(self._describe(reports_of_step))
 
     def _count(self, is_skipped: bool) -> None:
         """Update the total number of skipped steps, the current streak and the longest streak.
@@ -243,8 +244,8 @@ class NonFiniteGuard(Hook):
             GuardError: If more than guards.max_skipped consecutive steps were skipped. The message
                 describes at most the last 10 (`MAX_REPORTED_STEPS`) unreported skipped steps.
         """
-        lines = self._unreported
-        self._unreported = []
+        lines = self._unlogged
+        self._unlogged = []
         if self._max_consecutive > self._max_skipped:
             raise GuardError(self._explain_many_skips(lines[-MAX_REPORTED_STEPS:]))
         for line in lines:  # each contains the number of the skipped step
@@ -438,9 +439,13 @@ class SpikeGuard(Hook):
 
         This waits for the GPU, so call it only at logged steps, saves and validations.
         """
-        recent_steps = _copy_to_cpu(self._unread)
+        if not self._unread:
+            return
+
+        steps, tensors = zip(*self._unread, strict=True)
         self._unread = []
-        for step, tensor in recent_steps:
+        copies = torch.stack(tensors).cpu()  # a single host sync
+        for step, tensor in zip(steps, copies, strict=True):
             if self._should_skip:
                 comparison = tensor  # `before_update` already compared the values on the GPU
             else:
@@ -483,7 +488,14 @@ class SpikeGuard(Hook):
             GuardError: If the run has already rolled back guards.max_roll_backs times.
         """
         self._needs_roll_back = False
-        self._check_roll_backs_left(step)
+        max_roll_backs = self._config.max_roll_backs
+        if self._num_roll_backs >= max_roll_backs:
+            raise GuardError(
+                f"Step {step}: a spike after {max_roll_backs} rollbacks (guards.max_roll_backs). "
+                "The step was not saved. "
+                "Before you restart, lower optimizer.lr or training.max_norm."
+            )
+
         checkpointer = self._trainer.checkpointer
         restored_step = None if checkpointer is None else checkpointer.roll_back(step)
         if restored_step is None:
@@ -496,37 +508,10 @@ class SpikeGuard(Hook):
         self._num_roll_backs += 1
         text = (
             f"Step {step}: rolled back to the weights of step {restored_step} "
-            f"({self._num_roll_backs} of {self._config.max_roll_backs} rollbacks). "
+            f"({self._num_roll_backs} of {max_roll_backs} rollbacks). "
             "Training continues with the next data; the steps in between count as done."
         )
         self._trainer.log(Event(text, "roll back", step))
-
-    def _check_roll_backs_left(self, step: int) -> None:
-        """Check that the run may roll back once more.
-
-        Raises:
-            GuardError: If the run has already rolled back guards.max_roll_backs times.
-        """
-        max_roll_backs = self._config.max_roll_backs
-        if self._num_roll_backs >= max_roll_backs:
-            raise GuardError(
-                f"Step {step}: a spike after {max_roll_backs} rollbacks (guards.max_roll_backs). "
-                "The step was not saved. "
-                "Before you restart, lower optimizer.lr or training.max_norm."
-            )
-
-
-def _copy_to_cpu(entries: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
-    """Copy the tensors of several steps to the CPU with a single host sync.
-
-    Args:
-        entries: Step number and tensor of each step. All tensors must have the same shape.
-    """
-    if not entries:
-        return []
-    steps, tensors = zip(*entries, strict=True)
-    copies = torch.stack(tensors).cpu()
-    return list(zip(steps, copies, strict=True))
 
 
 def _row_medians(values: Tensor) -> Tensor:

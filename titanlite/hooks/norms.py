@@ -153,9 +153,8 @@ class Norms(Hook):
             parameter: Parameter that the shard belongs to.
             shard: This rank's shard of the gradient, update or weight.
         """
-        if shard.numel():
-            square = sum_of_squares([shard.detach()])[0]
-            self._squares[row, self._index_of[parameter]] = square / count_replicas(parameter)
+        square = sum_of_squares([shard.detach()])[0]
+        self._squares[row, self._index_of[parameter]] = square / count_replicas(parameter)
 
     def _group_norms(self, squares: list[float]) -> dict[str, float]:
         """Return the norm of each group of parameters, by group name.

@@ -32,7 +32,7 @@ from titanlite.config.run import Run
 from titanlite.hooks.hook import Hook
 from titanlite.observe.logged_step import LoggedStep
 from titanlite.observe.metrics_loggers import MetricsLogger, RunStart, open_metrics_loggers
-from titanlite.observe.outputs import OutputFolder
+from titanlite.observe.outputs import OutputFolder, read_environment
 from titanlite.runtime.folder_lock import LOCK_TIMEOUT, lock_folder
 from titanlite.runtime.logging import LOG_FILE, LOGGER_NAME, Event, failed_writes, setup_logging
 from titanlite.runtime.rank_group import RankGroup
@@ -116,7 +116,7 @@ class Records:
             return
 
         # `prepare` replaces the file with the environment of the previous start.
-        previous_environment = self._outputs.environment()
+        previous_environment = read_environment(run.dump_folder)
         environment = describe_environment(trainer)
         resumed_step = step if trainer.resumed else None
         try:

@@ -134,11 +134,10 @@ class Samples(Hook):
         windows = [Window(np.append(ids, 0), num_scored=1) for ids in sequences]
         batch_size = self._run.job.training.local_batch_size
         length = padded_length(self._run, max(len(ids) for ids in sequences))
-        microbatches = []
-        for start in range(0, len(windows), batch_size):
-            chunk = windows[start : start + batch_size]
-            microbatches.append(padded_microbatch(chunk, batch_size, length, self._device))
-        return microbatches
+        return [
+            padded_microbatch(windows[i : i + batch_size], batch_size, length, self._device)
+            for i in range(0, len(windows), batch_size)
+        ]
 
 
 def process_logits(
@@ -157,6 +156,8 @@ def process_logits(
         process: Called with the index of a microbatch and, for n of its tokens, the indices of
             their sequences in the microbatch (n,), the labels (n,) and the logits (n, V) in fp32.
     """
+    # FSDP gathers the output matrix only while the model computes a loss, so compute the logits in
+    # a loss function. The model calls it for each microbatch, in order.
     indices = itertools.count()
 
     def logits_loss(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
@@ -168,8 +169,6 @@ def process_logits(
                 process(index, sequences, chunk_labels, logits)
         return torch.zeros_like(scale)
 
-    # FSDP gathers the output matrix only while the model computes a loss, so compute the logits in
-    # a loss function. The model calls it for each microbatch, in order.
     trainer.forward_backward.evaluate(microbatches, loss_fn=logits_loss)
 
 

@@ -139,7 +139,8 @@ class Meter:
         now = time.perf_counter()
         num_steps = step - self._window_step
         seconds = now - self._window_start
-        tps_per_device = num_tokens / seconds / self._run.world_size
+        tps = num_tokens / seconds
+        tps_per_device = tps / self._run.world_size
         flops = tps_per_device * self._flops_per_token
         self.tokens += int(num_tokens)
 
@@ -159,7 +160,7 @@ class Meter:
             clip_fraction=num_clipped / num_steps,
             lr=lr,
             tokens=self.tokens,
-            tps=num_tokens / seconds,
+            tps=tps,
             tps_per_device=tps_per_device,
             tflops=flops / 1e12,
             mfu=None if self._peak_flops is None else flops / self._peak_flops,

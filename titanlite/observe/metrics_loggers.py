@@ -179,9 +179,10 @@ class TensorBoard(MetricsLogger):
 
     def sampled(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Write the samples as text."""
-        texts = {}
-        for i, sample in enumerate(samples):
-            texts[f"samples/{i}"] = f"{sample['prompt']}{sample['completion']}"
+        texts = {
+            f"samples/{i}": f"{sample['prompt']}{sample['completion']}"
+            for i, sample in enumerate(samples)
+        }
         self._add_texts(texts, step)
 
     def close(self) -> None:

@@ -50,16 +50,15 @@ def find_overwrite_problem(folder: Path) -> str | None:
         An error message that names the file and how to fix this, or None if there is no problem.
     """
     names = ("config.toml", ENVIRONMENT_FILE, *LOGS, *JSON_FILES)
-    for name in names:
-        path = folder / name
+    paths = [folder / name for name in names]
+    for path in paths:
         if path.is_symlink():
             return f"{path} is a symbolic link, through which a run would write. Remove it"
         if path.exists() and not path.is_file():
             return f"{path} is not a regular file, so a run cannot write to it. Move it"
 
     # `_is_written_by_run` also reads other files of `names`, so all must be known to be regular.
-    for name in names:
-        path = folder / name
+    for path in paths:
         if path.exists() and not _is_written_by_run(path):
             return f"{path} was not written by a run, and this run would change it. Move it"
     return None
@@ -135,10 +134,6 @@ class OutputFolder:
             name: (folder / name).stat().st_size for name in LOGS if (folder / name).exists()
         }
 
-    def environment(self) -> dict[str, Any]:
-        """Return the environment.json of the previous start, or {} without a previous start."""
-        return read_environment(self._folder)
-
     def prepare(
         self, job: JobConfig, environment: Mapping[str, Any], resumed_step: int | None
     ) -> str:
@@ -162,7 +157,7 @@ class OutputFolder:
             OSError: If the folder cannot be written to.
         """
         folder = self._folder
-        previous = self.environment()
+        previous = read_environment(folder)
         # Version 0.1 did not write an ID.
         is_same_run = previous.get("run", environment["run"]) == environment["run"]
         last_step = resumed_step if is_same_run else None
