@@ -25,7 +25,7 @@ from titanlite.checkpoint.find import (
     load_newest_of,
 )
 from titanlite.checkpoint.huggingface import load_hf_weights
-from titanlite.checkpoint.live_state import WEIGHTS, LiveState, is_finite, model_tensors, to_local
+from titanlite.checkpoint.live_state import WEIGHTS, LiveState, is_finite, model_tensors
 from titanlite.checkpoint.manifest import (
     CheckpointContext,
     Manifest,
@@ -663,7 +663,7 @@ def _check_finite(path: object, tensors: dict[str, Tensor]) -> None:
     invalid_names = [
         name
         for name, tensor in tensors.items()
-        if name.startswith(WEIGHTS) and not is_finite(to_local(tensor))
+        if name.startswith(WEIGHTS) and not is_finite(local_shard(tensor))
     ]
     if invalid_names:
         names = join_lines(sorted(invalid_names))

@@ -468,26 +468,23 @@ class Mirror:
             self._send(path)
 
     def _send(self, path: Path) -> None:
-        """Copy a local checkpoint to the mirror. Log and count a failure once per checkpoint."""
+        """Copy a local checkpoint to the mirror. Log and count a failure once per checkpoint.
+
+        If an access to the storage fails, wait and try again, unless the run ends during the wait.
+        """
+        error = self._try_to_send(path)
+        for pause in _RETRY_PAUSES:
+            is_storage_failure = isinstance(error, CheckpointError)
+            if not is_storage_failure or self._is_ending.wait(pause):
+                break
+            error = self._try_to_send(path)
+
         name = self._get_name(path)
-        error = self._send_with_retries(path)
         if error is not None and name not in self._failed:
             text = f"Copying {name} to the mirror FAILED ({error})"
             self._log(Event(text, "failed mirror", get_step(path)))
             self._failed.add(name)
             self.num_failed += 1
-
-    def _send_with_retries(self, path: Path) -> UserError | None:
-        """Copy a checkpoint to the mirror and return the error if the last attempt fails.
-
-        If an access to the storage fails, wait and try again, unless the run ends during the wait.
-        """
-        for pause in _RETRY_PAUSES:
-            error = self._try_to_send(path)
-            is_storage_failure = isinstance(error, CheckpointError)
-            if not is_storage_failure or self._is_ending.wait(pause):
-                return error
-        return self._try_to_send(path)
 
     def _try_to_send(self, path: Path) -> UserError | None:
         """Copy a checkpoint to the mirror and return the error if this fails.

@@ -189,10 +189,10 @@ def _split_logits(
     """
     if trainer.mesh.tensor is not None:
         hidden = cast(DTensor, hidden).redistribute(placements=[Replicate()]).to_local()
-    # The sequence index of each token and its position in this sequence.
-    all_sequences, all_positions = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
-    chunks = zip(all_sequences.split(LOGITS_CHUNK), all_positions.split(LOGITS_CHUNK), strict=True)
-    for sequences, positions in chunks:
+    # Each row is the sequence index of a token and its position in this sequence.
+    indices = (labels != IGNORE_INDEX).nonzero()
+    for chunk in indices.split(LOGITS_CHUNK):
+        sequences, positions = chunk.unbind(dim=1)
         logits = _whole_logits(hidden[sequences, positions], weight)
         logits = soft_cap(logits, trainer.run.arch.logit_softcap)
         yield sequences, labels[sequences, positions], logits
