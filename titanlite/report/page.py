@@ -247,7 +247,6 @@ def make_columns(entries: Iterable[JsonObject]) -> Columns:
     Numbers in nested objects have the key "OBJECT/KEY", such as "grad_norms/attention.wq".
     """
     columns: dict[str, array[float]] = {"step": array("d")}
-    num_rows = 0
     last_step = -1.0
     for entry in entries:
         step = get_number(entry, "step")
@@ -255,20 +254,13 @@ def make_columns(entries: Iterable[JsonObject]) -> Columns:
             continue
         last_step = step
 
-        for name, number in _flatten_numbers(entry).items():
-            column = columns.setdefault(name, array("d"))
-            _pad(column, num_rows)  # for earlier lines without this key
-            column.append(number)
-        num_rows += 1
-
-    for column in columns.values():
-        _pad(column, num_rows)
+        numbers = _flatten_numbers(entry)
+        for name in numbers:
+            if name not in columns:  # earlier lines lack this key
+                columns[name] = array("d", [math.nan] * len(columns["step"]))
+        for name, column in columns.items():
+            column.append(numbers.get(name, math.nan))
     return {name: np.array(column) for name, column in columns.items()}
-
-
-def _pad(column: array[float], length: int) -> None:
-    """Append NaN to a column until it has `length` values."""
-    column.extend([math.nan] * (length - len(column)))
 
 
 def _flatten_numbers(entry: JsonObject) -> dict[str, float]:

@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tomli
 
-from titanlite.config.errors import UserError, one_line
+from titanlite.config.errors import UserError, format_count, one_line
 from titanlite.config.files import check_regular, read_file
 from titanlite.config.load import MAX_JOB_FILE_BYTES
 from titanlite.observe.logged_step import rename_old_fields
@@ -90,15 +90,15 @@ class RunStatus:
     """
 
     title: str
-    total_steps: int | None = None
-    state: State = "running"
-    exit_reason: str = ""
-    step: int = 0
-    numbers: dict[str, float] = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)
-    events: list[tuple[float, str]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    last_update: float | None = None
+    total_steps: int | None
+    state: State
+    exit_reason: str
+    step: int
+    numbers: dict[str, float]
+    losses: list[float]
+    events: list[tuple[float, str]]
+    problems: list[str]
+    last_update: float | None
 
     def to_lines(self) -> list[str]:
         """Format the status as lines of text, without control characters."""
@@ -197,8 +197,7 @@ def read_json_lines(
     except (OSError, UserError) as error:
         problems.append(str(error))
     if num_damaged:
-        lines = "line" if num_damaged == 1 else "lines"
-        problems.append(f"{path.name}: {num_damaged} damaged {lines} skipped")
+        problems.append(f"{path.name}: {format_count(num_damaged, 'damaged line')} skipped")
 
 
 def _read_finished_lines(path: Path, tail: int | None) -> Iterator[bytes]:
