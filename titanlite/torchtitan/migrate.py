@@ -16,10 +16,10 @@ from typing import Any, get_args
 import tomlkit
 
 from titanlite.config.errors import UserError
-from titanlite.config.flavors import FLAVORS, Architecture
+from titanlite.config.flavors import FLAVORS
 from titanlite.config.mistakes import ConfigError, describe_unknown_name, format_value
 from titanlite.config.other_formats import parse_json, parse_toml
-from titanlite.config.schema import SECTIONS, JobConfig, list_keys
+from titanlite.config.schema import JobConfig, list_keys
 from titanlite.torchtitan import resolved, tables
 from titanlite.torchtitan.tables import TORCHTITAN_FLAVORS, Version
 
@@ -202,7 +202,9 @@ class Migration:
                 f"model.flavor = {format_value(flavor)}: must be one of {', '.join(known)}. For "
                 "another size, set one of them, and change the sizes in the new file."
             )
-        return tables.convert_flavor(self.model, flavor)
+        # For example, "8B_flex" of llama3 becomes "8b", and "0.6B" of qwen3 becomes "qwen3-0.6b".
+        size = flavor.partition("_")[0].lower()
+        return size if self.model == "llama3" else f"{self.model}-{size}"
 
     def _convert_model(self) -> None:
         """Set the model flavor, and the keys whose values differ from the torchtitan flavor."""
@@ -210,7 +212,12 @@ class Migration:
         new_flavor = self._convert_flavor(flavor)
         self._set_default("model.flavor", new_flavor, DEFAULT)
 
-        self._keep_sizes(flavor, FLAVORS[new_flavor])
+        # Keep the torchtitan sizes, except those that depend on other keys.
+        old_sizes = self._get_torchtitan_sizes(flavor)
+        for key, our_size in asdict(FLAVORS[new_flavor]).items():
+            depends_on_other_keys = key in ("vocab_size", "max_seq_len", "head_dim")
+            if not depends_on_other_keys and old_sizes[key] != our_size:
+                self._set_default(f"model.{key}", old_sizes[key], f"torchtitan's {flavor}")
 
         # torchtitan sets the context length of the model to the sequence length.
         seq_len = self._get_integer("training.seq_len", 2048)
@@ -218,14 +225,6 @@ class Migration:
             self._set_default("model.max_seq_len", seq_len, "training.seq_len")
         if self.model == "llama3" and flavor in tables.FLAVORS_WITH_DOCUMENT_MASK:
             self._set_default("dataset.document_mask", True, f"torchtitan's {flavor}")
-
-    def _keep_sizes(self, flavor: str, our_sizes: Architecture) -> None:
-        """Set each hyperparameter of a torchtitan flavor that differs from the titanlite flavor."""
-        old_sizes = self._get_torchtitan_sizes(flavor)
-        for key, our_size in asdict(our_sizes).items():
-            depends_on_other_keys = key in ("vocab_size", "max_seq_len", "head_dim")
-            if not depends_on_other_keys and old_sizes[key] != our_size:
-                self._set_default(f"model.{key}", old_sizes[key], f"torchtitan's {flavor}")
 
     def _get_torchtitan_sizes(self, flavor: str) -> dict[str, Any]:
         """Return the hyperparameters of a torchtitan flavor by name, such as "n_layers".
@@ -265,6 +264,9 @@ class Migration:
     def _convert_source(self, section: str, old_section: str, default: str) -> None:
         """Convert the torchtitan dataset to a data section of the new job file.
 
+        A dataset with a path is read from this path. Without a path, torchtitan reads C4 from the
+        Hub, or the small dataset c4_test from its repository.
+
         Args:
             section: Section of the new job file, "dataset" or "validation".
             old_section: Section of the torchtitan job file that names the dataset.
@@ -280,8 +282,9 @@ class Migration:
         if path_key in self._old:
             self._carry_over(f"{section}.source", "huggingface", name_key)
             self._carry_over(f"{section}.path", self._old[path_key], path_key)
-            if is_c4:
-                self._stream_english(section)
+            if is_c4:  # torchtitan streams only the English part of C4, from any path
+                self._set_default(f"{section}.config", "en")
+                self._set_default(f"{section}.streaming", True)
         elif is_c4:
             self._carry_over(f"{section}.source", "c4", name_key)
         elif name == "c4_test":
@@ -294,15 +297,6 @@ class Migration:
 
         if name == "c4_validation":
             self._set_default(f"{section}.split", "validation")
-
-    def _stream_english(self, section: str) -> None:
-        """Stream only the English part of C4, as torchtitan does for any dataset path.
-
-        Args:
-            section: Section of the new job file, "dataset" or "validation".
-        """
-        self._set_default(f"{section}.config", "en")
-        self._set_default(f"{section}.streaming", True)
 
     def _replace_c4_test(self, section: str, name_key: str) -> None:
         """Replace the torchtitan dataset c4_test, a small part of C4, with python_stdlib.
@@ -330,7 +324,8 @@ class Migration:
 
         In the torchtitan job file, `training.local_batch_size` is the number of sequences that a
         rank trains on per step. In the new job file, it is the number of sequences per microbatch,
-        and `training.global_batch_size` determines the number of microbatches.
+        and `training.global_batch_size` determines the number of microbatches. If the global batch
+        size is unknown, report how to compute it.
         """
         num_stages = self._get_integer("parallelism.pipeline_parallel_degree", 1)
         if num_stages == 1:
@@ -341,39 +336,21 @@ class Migration:
         microbatch_size = self._get_microbatch_size(local_size, num_stages)
         self._set(local_key, microbatch_size, "the size of a microbatch")
 
-        has_global_size = self._get_integer("training.global_batch_size", -1) != -1
-        if not has_global_size:
-            self._add_global_batch_size(local_size, microbatch_size)
-
-    def _add_global_batch_size(self, local_size: int, microbatch_size: int) -> None:
-        """Set `training.global_batch_size` of a job with pipeline parallelism.
-
-        If the number of data-parallel ranks is unknown, report how to compute the value.
-
-        Args:
-            local_size: Number of sequences of a data-parallel rank per step.
-            microbatch_size: Number of sequences per microbatch.
-        """
-        local_key = "training.local_batch_size"
+        # By default, the global batch has one local batch for each data-parallel rank.
         global_key = "training.global_batch_size"
-        num_ranks = self._find_num_data_parallel_ranks()
-        if num_ranks is not None:
-            self._set(global_key, local_size * num_ranks, reason=local_key)
+        if self._get_integer(global_key, -1) != -1:
             return
-
+        num_shards = self._get_integer("parallelism.data_parallel_shard_degree", -1)
+        if num_shards > 0:  # otherwise, it depends on the world size
+            num_replicas = self._get_integer("parallelism.data_parallel_replicate_degree", 1)
+            self._set(global_key, local_size * num_shards * num_replicas, reason=local_key)
+            return
         self._report_lost(
             local_key,
             f"Each data-parallel rank trains on {local_size} sequences per step, in "
             f"microbatches of {microbatch_size}. Set {global_key} to {local_size} times the "
             "number of data-parallel ranks.",
         )
-
-    def _find_num_data_parallel_ranks(self) -> int | None:
-        """Return the number of data-parallel ranks, or None if it depends on the world size."""
-        num_shards = self._get_integer("parallelism.data_parallel_shard_degree", -1)
-        if num_shards <= 0:
-            return None
-        return num_shards * self._get_integer("parallelism.data_parallel_replicate_degree", 1)
 
     def _get_microbatch_size(self, local_size: int, num_stages: int) -> int:
         """Return the number of sequences per pipeline microbatch in the torchtitan job file.
@@ -503,16 +480,16 @@ class Migration:
         Raises:
             UserError: If a value is invalid. The message names the key in the torchtitan job file.
         """
-        job: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+        job: dict[str, dict[str, Any]] = {}
         for key in list_keys():
             if key in self._new:
                 section, _, name = key.partition(".")
-                job[section][name] = self._new[key]
+                job.setdefault(section, {})[name] = self._new[key]
         try:
             JobConfig.model_validate(job)
         except ConfigError as error:
             raise ConfigError(error.mistakes, "added", self._origin) from None
-        return tomlkit.dumps({section: values for section, values in job.items() if values})
+        return tomlkit.dumps(job)
 
 
 # Parsing and checking of the torchtitan job file.

@@ -88,17 +88,6 @@ TORCHTITAN_FLAVORS: dict[str, dict[str, Architecture]] = {
 """Architectures by model.name and model.flavor. RoPE scaling of llama3 depends on the version."""
 
 
-def convert_flavor(model: str, flavor: str) -> str:
-    """Return the titanlite name of a torchtitan flavor, for example "qwen3-0.6b" for "0.6B".
-
-    Args:
-        model: Option model.name of the torchtitan job, "llama3" or "qwen3".
-        flavor: Option model.flavor of the torchtitan job, for example "0.6B".
-    """
-    size = flavor.partition("_")[0].lower()
-    return size if model == "llama3" else f"{model}-{size}"
-
-
 def detect_version(keys: Collection[str]) -> Version:
     """Detect from the keys of a job file which torchtitan version it was written for.
 
