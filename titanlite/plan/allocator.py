@@ -13,20 +13,21 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import defaultdict
+from collections.abc import Hashable
 
 MIB = 2**20
 MAX_SMALL_BLOCK = MIB  # larger blocks are allocated in the segment for large blocks
 SMALL_PAGE = 2 * MIB
 LARGE_PAGE = 20 * MIB
 ROUNDING = 512  # block sizes are multiples of this
-NEVER_FREED = -1  # owner of blocks that `CachingAllocator.free` never frees
+NEVER_FREED = "never freed"  # owner of blocks that `CachingAllocator.free` never frees
 CUBLAS_WORKSPACES = 33 * MIB  # on an H100, allocated by the first matmul and never freed
 
 
 class CachingAllocator:
     """Simulates the CUDA caching allocator of one GPU to predict how much memory it reserves.
 
-    Each block belongs to an owner, such as a storage, which the caller identifies by a number.
+    Each block belongs to an owner, such as a storage.
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,7 @@ class CachingAllocator:
         # (stream, whether the blocks are small) -> segment
         self._segments: dict[tuple[int, bool], ReservedSegment] = {}
         # Owner -> (segment, address, size in bytes) of its blocks
-        self._blocks = defaultdict[int, list[tuple[ReservedSegment, int, int]]](list)
+        self._blocks = defaultdict[Hashable, list[tuple[ReservedSegment, int, int]]](list)
         self._has_workspaces = False
 
     @property
@@ -42,15 +43,15 @@ class CachingAllocator:
         """Number of reserved bytes, which never decreases."""
         return sum(segment.size for segment in self._segments.values())
 
-    def holds(self, owner: int) -> bool:
+    def holds(self, owner: Hashable) -> bool:
         """Return whether `owner` has a block."""
         return bool(self._blocks[owner])
 
-    def allocate(self, owner: int, size: int, stream: int) -> None:
+    def allocate(self, owner: Hashable, size: int, stream: int) -> None:
         """Allocate a block of simulated GPU memory.
 
         Args:
-            owner: Number of the storage that uses the block. It may have several blocks.
+            owner: Storage that uses the block. It may have several blocks.
             size: Number of bytes.
             stream: Index of the CUDA stream. Streams never share memory.
         """
@@ -60,7 +61,7 @@ class CachingAllocator:
         segment = self._segments.setdefault((stream, is_small), ReservedSegment(page))
         self._blocks[owner].append((segment, segment.allocate(size), size))
 
-    def free(self, owner: int) -> None:
+    def free(self, owner: Hashable) -> None:
         """Free the oldest block of `owner`."""
         segment, address, size = self._blocks[owner].pop(0)
         segment.free(address, size)
@@ -136,17 +137,12 @@ class ReservedSegment:
             Address of the free block at the end.
         """
         end = self.size
-        ends_with_free_block = end in self._start_of
-        if ends_with_free_block:
-            address = self._start_of[end]
-            free = self._remove(address)
-        else:
-            address = end
-            free = 0
-        num_pages = math.ceil((size - free) / self._page)
+        address = self._start_of.get(end, end)
+        num_free = end - address
+        num_pages = math.ceil((size - num_free) / self._page)
         num_bytes = num_pages * self._page
         self.size += num_bytes
-        self._insert(address, free + num_bytes)
+        self.free(end, num_bytes)  # also merges the pages with a free block before them
         return address
 
     def _insert(self, address: int, size: int) -> None:

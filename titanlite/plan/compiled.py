@@ -46,7 +46,6 @@ from titanlite.plan.counter import (
     MATMULS,
     bytes_of,
     count_generated_kernel,
-    pause_counters,
     plain_tensors,
 )
 from titanlite.plan.override import override
@@ -54,7 +53,6 @@ from titanlite.plan.simulate import FLEX_REPLACEMENT
 
 Function = Callable[..., Any]
 
-FLEX_ATTENTION = FLEX_REPLACEMENT.default
 REDUCTION_RATIO = 8  # a value this many times smaller than its inputs counts as a reduction
 
 
@@ -224,9 +222,7 @@ def _trace_graph(function: Function, tensors: Sequence[Tensor]) -> Function:
         override(partitioners, functionalize_rng_ops=keep_graphs),
         # Activation checkpointing drops tensors that a block saves. Keep the tensors of this call.
         torch.autograd.graph.saved_tensors_hooks(keep_tensor, keep_tensor),
-        # These two contexts pause the counters of operators and of generated kernels.
-        _disable_current_modes(),
-        pause_counters(),
+        _disable_current_modes(),  # such as the counter
         # `_disable_current_modes` also disables the mode of fake tensors, so enter it again.
         fake_tensor.fake_mode,
     ):
@@ -274,7 +270,7 @@ def _save_flex_attention(graph: Graph) -> None:
     """
     for node in graph.nodes:
         must_recompute = node.meta.get("recompute") == CheckpointPolicy.MUST_RECOMPUTE
-        if node.target is FLEX_ATTENTION and not must_recompute:
+        if node.target is FLEX_REPLACEMENT and not must_recompute:
             # The node returns a tuple, and each of its users only takes one tensor from it. The
             # partitioner saves tensors but not tuples, so the users need the mark as well.
             for saved in (node, *node.users):
@@ -316,7 +312,7 @@ def _make_policy_context(context_fn: Callable[[], tuple[Any, Any]]) -> Any:
 
 def _recompute_all(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     """Mark the result of an operator to be recomputed, even if the operator is flex attention."""
-    if op is FLEX_ATTENTION:
+    if op is FLEX_REPLACEMENT:
         return CheckpointPolicy.MUST_RECOMPUTE  # otherwise, `_partition` would save it
     return CheckpointPolicy.PREFER_RECOMPUTE  # the compiler may save it if that is cheaper
 
@@ -330,7 +326,8 @@ class _Kernel:
         input_bases: Nodes that allocate the memory that the kernel reads. Views allocate none.
         is_generated: Whether the compiler generates the kernel. If so, the planner only allocates
             its result instead of running it.
-        num_bytes: Bytes that a generated kernel reads and writes. 0 for other kernels.
+        num_bytes: Bytes that a generated kernel reads and writes. 0 for other kernels, and for
+            generated kernels that the compiler fuses into an earlier one at no cost.
         freed: Nodes whose values are freed after the kernel has run.
     """
 
@@ -356,64 +353,52 @@ def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
 def _run_kernels(gm: GraphModule, kernels: Sequence[_Kernel], args: list[Any]) -> list[Any]:
     """Run the kernels of a graph in order, and return the results of the graph.
 
+    The planner counts memory and needs no values, so a generated kernel computes nothing, and its
+    result is an uninitialized tensor. All other kernels are operators, which are counted as usual.
+
     Args:
         gm: Module of the graph.
         kernels: Kernels in the order in which they run.
         args: Inputs of the graph. The list is cleared, so that inputs can be freed during the run.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
-    values = _Values(gm, dict(zip(inputs, args, strict=True)))
+    stored: dict[Node, Any] = dict(zip(inputs, args, strict=True))  # values in memory
     args.clear()
+    read = partial(_read, gm=gm, stored=stored)
     for kernel in kernels:
-        values.compute(kernel)
-        if kernel.num_bytes:  # other kernels are operators, which are counted as usual
-            count_generated_kernel(kernel.num_bytes)
-        values.free(kernel.freed)
+        node = kernel.node
+        if _is_copy(node):  # in place, so the result is the first argument
+            stored[node] = read(node.all_input_nodes[0])
+        elif kernel.is_generated:
+            stored[node] = _empty_like(node.meta["val"])
+        else:
+            stored[node] = read(node)
 
-    results: Any = map_arg(gm.graph.output_node().args[0], values.read)
+        if kernel.num_bytes:
+            count_generated_kernel(kernel.num_bytes)
+        for freed in kernel.freed:
+            stored.pop(freed, None)
+
+    results: Any = map_arg(gm.graph.output_node().args[0], read)
     return list(results)
 
 
-@dataclass
-class _Values:
-    """Values of the nodes of a graph while it runs.
+def _read(node: Node, gm: GraphModule, stored: Mapping[Node, Any]) -> Any:
+    """Return the value of a node. Compute it if it is not in memory, for example a view.
 
-    Attributes:
+    Args:
+        node: Node of the graph.
         gm: Module of the graph, which has the constants of the graph as attributes.
         stored: Values that are in memory, by node.
     """
-
-    gm: GraphModule
-    stored: dict[Node, Any]
-
-    def read(self, node: Node) -> Any:
-        """Return the value of a node. Compute it if it is not in memory, for example a view."""
-        if node in self.stored:
-            return self.stored[node]
-        if node.op == "get_attr":
-            return getattr(self.gm, str(node.target))
-        args = map_arg(node.args, self.read)
-        kwargs = map_arg(node.kwargs, self.read)
-        return node.target(*args, **kwargs)  # pyright: ignore
-
-    def compute(self, kernel: _Kernel) -> None:
-        """Run a kernel and store its result.
-
-        The planner counts memory and needs no values, so a generated kernel computes nothing, and
-        its result is an uninitialized tensor.
-        """
-        node = kernel.node
-        if _is_copy(node):  # in place, so the result is the first argument
-            self.stored[node] = self.read(node.all_input_nodes[0])
-        elif kernel.is_generated:
-            self.stored[node] = _empty_like(node.meta["val"])
-        else:
-            self.stored[node] = self.read(node)
-
-    def free(self, nodes: Iterable[Node]) -> None:
-        """Free the values of nodes that are in memory, and ignore other nodes."""
-        for node in nodes:
-            self.stored.pop(node, None)
+    if node in stored:
+        return stored[node]
+    if node.op == "get_attr":
+        return getattr(gm, str(node.target))
+    read = partial(_read, gm=gm, stored=stored)
+    args = map_arg(node.args, read)
+    kwargs = map_arg(node.kwargs, read)
+    return node.target(*args, **kwargs)  # pyright: ignore
 
 
 def _schedule_kernels(graph: Graph) -> list[_Kernel]:
@@ -467,9 +452,10 @@ def _find_stored(nodes: Sequence[Node], bases: Mapping[Node, Node]) -> set[Node]
 def _list_kernels(
     nodes: Sequence[Node], stored: set[Node], stored_inputs: Mapping[Node, set[Node]]
 ) -> list[_Kernel]:
-    """List the kernels that compute the stored values of a graph, in the order in which they run.
+    """List the kernels that write the values of a graph to memory, in the order in which they run.
 
-    Values that are not stored need no separate kernel: the kernels that use them compute them.
+    These kernels compute stored values, or copy a value into an existing tensor. Values that are
+    not stored need no separate kernel: the kernels that use them compute them.
 
     Args:
         nodes: Nodes of the graph in order, without the output node.

@@ -11,6 +11,7 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from typing import Any, NamedTuple
@@ -20,7 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
 
 from titanlite.plan.override import override
 
@@ -150,15 +155,30 @@ class Work(NamedTuple):
         return self.count, self.flops, self.bytes
 
 
-class Allocation(NamedTuple):
-    """Log entry of a storage (the memory behind tensors) that was allocated, resized or freed.
+@dataclass(eq=False)
+class StorageRecord:
+    """Record of a storage, the memory behind tensors. It outlives the storage.
 
     Attributes:
-        storage: Number of the storage.
+        kind: Kind of memory, one of `ALL_KINDS`. It can change while the step runs.
+        stream: Index of the stream in which the storage was allocated. 0 is the compute stream.
+        size: Current size in bytes, or 0 after the storage was freed.
+    """
+
+    kind: str
+    stream: int
+    size: int = 0
+
+
+class Allocation(NamedTuple):
+    """Log entry of a storage that was allocated, resized or freed.
+
+    Attributes:
+        storage: Record of the storage.
         change: Change of its size in bytes, negative if memory is freed.
     """
 
-    storage: int
+    storage: StorageRecord
     change: int
 
 
@@ -195,20 +215,14 @@ class Counter(TorchDispatchMode):
         location: Current location in the step, which `step_counts.StepFollower` updates.
         log: Pairs of a location and a piece of work or an allocation, in the order of the step. The
             log starts with the storages that existed before the step.
-        kinds: Kind of memory of each storage, such as "weights". Storages (the memory behind
-            tensors) are numbered in the order of their first use.
-        streams: Index of the stream in which each storage was allocated. 0 is the compute stream.
         forward_starts: Indices in the log at which forward passes start.
     """
 
     def __init__(self, groups: Mapping[str, Group]) -> None:
         super().__init__()
         self._groups = groups
-        self.kinds: list[str] = []
-        self.streams: list[int] = []
-        self._sizes: list[int] = []
-        # `id` of a living storage -> its number, and a weak reference that reports its end.
-        self._living: dict[int, tuple[int, Any]] = {}
+        # `id` of a living storage -> its record, and a weak reference that reports its end.
+        self._living: dict[int, tuple[StorageRecord, Any]] = {}
         self._stream = 0
         self._stream_indices = {torch.cpu.current_stream(): 0}
         self._is_inferring_shapes = False
@@ -226,10 +240,10 @@ class Counter(TorchDispatchMode):
         self.forward_starts: list[int] = []
         self._recording: list[LogEntry] | None = None  # gets a copy of each new log entry
         self._recordings: dict[Any, list[LogEntry]] = {}  # name -> latest recording of this name
-        for number, _ in self._living.values():
-            self._append(Allocation(number, self._sizes[number]))
+        for record, _ in self._living.values():
+            self.add(Allocation(record, record.size))
 
-    def _append(self, entry: Work | Allocation) -> None:
+    def add(self, entry: Work | Allocation) -> None:
         """Append an entry to the log of the step and to the current recording, if there is one."""
         log_entry = (self.location, entry)
         self.log.append(log_entry)
@@ -246,10 +260,10 @@ class Counter(TorchDispatchMode):
         """
         for tensor in tensors:
             for plain in plain_tensors(tensor):
-                number = self._register_storage(plain)
-                is_guessed = self.kinds[number] in GUESSED_KINDS
+                record = self._register_storage(plain)
+                is_guessed = record.kind in GUESSED_KINDS
                 if is_guessed or overwrite:
-                    self.kinds[number] = kind
+                    record.kind = kind
 
     def start_recording(self, name: Any) -> None:
         """Record all further log entries under `name`, so that they can be repeated.
@@ -280,10 +294,6 @@ class Counter(TorchDispatchMode):
         finally:
             self._recording = outer_recording
 
-    def add_generated_kernel(self, num_bytes: int) -> None:
-        """Count one compiler-generated kernel that reads and writes `num_bytes` bytes in total."""
-        self._append(Work(self.location.phase, GENERATED, bytes=num_bytes))
-
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Count all operators that run within this context.
@@ -299,8 +309,8 @@ class Counter(TorchDispatchMode):
         def resize_and_log(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             if id(storage) in self._living:
-                number, _ = self._living[id(storage)]
-                self._log_size(number, storage.nbytes())
+                record, _ = self._living[id(storage)]
+                self._log_size(record, storage.nbytes())
             return result
 
         # To infer the shape of a result, DTensor runs an operator on fake tensors. Do not count it.
@@ -328,11 +338,7 @@ class Counter(TorchDispatchMode):
             override(torch.cpu, stream=enter_stream),
             self,  # enables the dispatch mode
         ):
-            _active_counters.append(self)
-            try:
-                yield
-            finally:
-                _active_counters.remove(self)
+            yield
         self._living.clear()  # otherwise weights, which outlive the step, keep this counter alive
 
     def __torch_dispatch__(
@@ -349,7 +355,8 @@ class Counter(TorchDispatchMode):
         if func is GET_DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a shortcut, because this is more than half of all calls
         if func is GET_SCALAR and isinstance(args[0], FakeTensor) and args[0].constant is None:
-            # Some optimizers read a flag that skips their update. Return 0 to run the update.
+            # Some optimizers read a flag that skips their update. A fake tensor has no value, so
+            # return 0, with which the update runs and is counted.
             return 0
 
         kwargs = kwargs or {}
@@ -376,6 +383,8 @@ class Counter(TorchDispatchMode):
         Log the memory that the operator allocates and its work (FLOPs and bytes). Do not log views,
         copies of a tensor to itself, or operators that only infer shapes.
         """
+        # Now a pending sum of two gradients cannot reuse memory anymore. Log it first, because this
+        # operator may allocate memory as well.
         self._allocate_pending_sum()
         # torch 2.12 cannot run this operator on fake tensors.
         if func is ADDMM_OUT and isinstance(kwargs["out"], FakeTensor):
@@ -410,9 +419,9 @@ class Counter(TorchDispatchMode):
             values = arguments.values()
             # The largest tensor is the full one. The others may be shards of it.
             num_bytes = max(bytes_of(value) for value in (*values, result))
-            self._append(Work(phase, collective, group=self._find_group(values), bytes=num_bytes))
+            self.add(Work(phase, collective, group=self._find_group(values), bytes=num_bytes))
         elif signature.launches_kernel:
-            self._append(_describe_kernel(phase, signature, arguments, result))
+            self.add(_describe_kernel(phase, signature, arguments, result))
 
     def _count_allocations(self, func: Any, args: Any, result: Any) -> None:
         """Log the allocation of each new tensor in the result of an operator.
@@ -421,7 +430,9 @@ class Counter(TorchDispatchMode):
         adds the second one to it in place, but never with fake tensors. So do not log the sum yet:
         if the first gradient is freed before the next operator runs, the sum reuses its memory.
         """
-        if func is ADD and self._is_adding_gradients():
+        # A recomputed forward pass also runs in the backward phase, but with gradients enabled.
+        is_in_autograd = self.location.phase == "backward" and not torch.is_grad_enabled()
+        if func is ADD and is_in_autograd:
             first_gradient = args[0].untyped_storage()
             self._pending_sum = _GradientSum(id(first_gradient), result)
             return
@@ -438,14 +449,6 @@ class Counter(TorchDispatchMode):
             self._register_storage(self._pending_sum.result)
             self._pending_sum = None
 
-    def _is_adding_gradients(self) -> bool:
-        """Return whether the current addition is a sum of two gradients that autograd computes.
-
-        In the backward phase, autograd adds with gradients disabled, while a recomputed forward
-        pass runs with gradients enabled.
-        """
-        return self.location.phase == "backward" and not torch.is_grad_enabled()
-
     def _find_group(self, args: Iterable[Any]) -> Group | None:
         """Find the process group of a collective in the arguments of its operator.
 
@@ -461,31 +464,25 @@ class Counter(TorchDispatchMode):
         names = [value for value in args if isinstance(value, str)]
         return self._groups.get(names[-1])
 
-    def _register_storage(self, tensor: Tensor) -> int:
-        """Log the allocation of a tensor's storage, unless the storage is already registered.
-
-        Returns:
-            Index of the storage in `kinds`, `streams` and `_sizes`.
-        """
+    def _register_storage(self, tensor: Tensor) -> StorageRecord:
+        """Return the record of a tensor's storage. If it is new, also log its allocation."""
         storage = tensor.untyped_storage()
         if id(storage) in self._living:
-            number, _ = self._living[id(storage)]
-            return number
+            record, _ = self._living[id(storage)]
+            return record
 
-        number = len(self.kinds)
-        self.kinds.append(_guess_kind(self.location))
-        self.streams.append(self._stream)
-        self._sizes.append(0)
-        self._log_size(number, storage.nbytes())
-        self._track(storage, number)
-        return number
+        record = StorageRecord(_guess_kind(self.location), self._stream)
+        self._log_size(record, storage.nbytes())
+        self._track(storage, record)
+        return record
 
-    def _track(self, storage: torch.UntypedStorage, number: int) -> None:
+    def _track(self, storage: torch.UntypedStorage, record: StorageRecord) -> None:
         """Register a callback that logs when a storage is freed."""
-        # torch keeps the same Python object for a storage as long as the storage lives.
+        # torch keeps the same Python object for a storage as long as the storage lives. Its `id`
+        # can be reused afterwards, so the callback removes it from `_living`.
         identity = id(storage)
         reference = weakref.ref(storage, lambda _: self._handle_free(identity))
-        self._living[identity] = number, reference
+        self._living[identity] = record, reference
 
     def _handle_free(self, identity: int) -> None:
         """Log that a storage was freed, unless the sum of two gradients reuses its memory.
@@ -493,27 +490,22 @@ class Counter(TorchDispatchMode):
         Args:
             identity: `id` of the freed storage.
         """
-        number, _ = self._living.pop(identity)
+        record, _ = self._living.pop(identity)
         pending_sum = self._pending_sum
         if pending_sum is not None and pending_sum.first_storage == identity:
-            # The storage of the sum gets the number of the freed storage, because a real step adds
-            # in place; see `_count_allocations`.
+            # The storage of the sum continues the record of the freed storage, because a real step
+            # adds in place; see `_count_allocations`.
             self._pending_sum = None
-            self._track(pending_sum.result.untyped_storage(), number)
+            self._track(pending_sum.result.untyped_storage(), record)
         else:
-            self._log_size(number, 0)
+            self._log_size(record, 0)
 
-    def _log_size(self, number: int, size: int) -> None:
-        """Log the size of a storage (the memory behind tensors) if it has changed.
-
-        Args:
-            number: Index of the storage in `kinds` and `streams`.
-            size: New size in bytes.
-        """
-        change = size - self._sizes[number]
+    def _log_size(self, record: StorageRecord, size: int) -> None:
+        """Set the size of a storage in bytes, and log the change if there is one."""
+        change = size - record.size
         if change:
-            self._append(Allocation(number, change))
-            self._sizes[number] = size
+            self.add(Allocation(record, change))
+            record.size = size
 
 
 def _guess_kind(location: Location) -> str:
@@ -529,28 +521,15 @@ def _guess_kind(location: Location) -> str:
     return "activations"
 
 
-_active_counters: list[Counter] = []
-
-
 def count_generated_kernel(num_bytes: int) -> None:
-    """Count a compiler-generated kernel in each active counter.
+    """Count a compiler-generated kernel in each counter that is watching.
 
     Args:
         num_bytes: Bytes that the kernel reads and writes.
     """
-    for counter in _active_counters:
-        counter.add_generated_kernel(num_bytes)
-
-
-@contextmanager
-def pause_counters() -> Iterator[None]:
-    """Do not count generated kernels within this context."""
-    paused = list(_active_counters)
-    _active_counters.clear()
-    try:
-        yield
-    finally:
-        _active_counters.extend(paused)
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, Counter):
+            mode.add(Work(mode.location.phase, GENERATED, bytes=num_bytes))
 
 
 class _Signature(NamedTuple):
@@ -685,13 +664,14 @@ def _count_attention_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlo
     batch, heads, num_queries, head_dim = arguments["query"].shape
     num_keys = arguments["key"].shape[2]
     if op in FLEX_OPS:
-        # Context parallelism spreads the queries of a rank over the whole sequence. On average,
-        # they therefore attend to as many keys as all queries of the sequence.
+        # With context parallelism, one call has all queries of a rank, which are spread over the
+        # whole sequence. On average, they attend to as many keys as all queries of the sequence.
         window = int(arguments.get(FLEX_WINDOW) or num_keys)  # 0 means no window
         mean_visible_keys = _mean_visible_keys(num_keys, window)
     else:
-        # The queries are the last tokens. The first query attends to all keys before the queries,
-        # and the last query to all keys. Take the mean of both.
+        # With context parallelism, each chunk of queries is a separate call, whose keys end where
+        # the queries end. The first query attends to all keys before the queries, and the last
+        # query to all keys. Take the mean of both.
         num_earlier_keys = num_keys - num_queries
         mean_visible_keys = Fraction(num_earlier_keys + num_keys, 2)
     shape = (batch, heads, num_queries, num_keys, head_dim)

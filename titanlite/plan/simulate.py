@@ -27,7 +27,7 @@ from titanlite.parallel import activation_checkpoint, forward_backward
 from titanlite.plan.override import override
 
 # In a trace, flash attention replaces flex attention, because both need the same memory and work.
-FLEX_REPLACEMENT = torch.ops.aten._scaled_dot_product_flash_attention
+FLEX_REPLACEMENT = torch.ops.aten._scaled_dot_product_flash_attention.default
 
 
 class FusedRMSNorm(torch.autograd.Function):
@@ -171,13 +171,11 @@ def _shard_column_cast(_x: Any) -> list[Sharding]:
 def simulate_mxfp8() -> Iterator[None]:
     """Replace the torchao kernels that quantize to MXFP8, so that a trace needs no Blackwell GPU.
 
-    torchao quantizes blocks within a row with a Triton kernel, and blocks within a column with a
-    CUDA kernel. The replacements only allocate the results: the quantized values and their scales.
+    torchao quantizes blocks within a row with a Triton kernel ("dim0"), and blocks within a column
+    with a CUDA kernel. The replacements only allocate the results: the quantized values and their
+    scales.
     """
     from torchao.prototype.mx_formats import kernels, mx_tensor
-
-    def quantize_rows(x: Tensor, **_options: Any) -> tuple[Tensor, Tensor]:
-        return _cast_rows(x)
 
     # The CUDA kernel can also return results for rows, but torchao does not request them.
     def quantize_columns(x: Tensor, **_options: Any) -> tuple[None, Tensor, None, Tensor]:
@@ -186,7 +184,7 @@ def simulate_mxfp8() -> Iterator[None]:
 
     # Replace each function in the module where torchao looks it up when it quantizes a tensor.
     with (
-        override(mx_tensor, triton_to_mxfp8_dim0=quantize_rows),
+        override(mx_tensor, triton_to_mxfp8_dim0=lambda x, **_options: _cast_rows(x)),
         override(kernels, mxfp8_quantize_cuda=quantize_columns),
     ):
         yield
@@ -196,24 +194,16 @@ def simulate_mxfp8() -> Iterator[None]:
 def simulate_gpu() -> Iterator[None]:
     """Let CPU tensors take the code path of GPU tensors within this context, to plan GPU memory.
 
-    RMSNorm and attention call operators that need the same memory as the GPU kernels.
+    RMSNorm and attention call operators that need the same memory as the GPU kernels. Flash
+    attention replaces flex attention, which would need block masks.
     """
+    # Selective activation checkpointing saves the result of flash attention but recomputes flex
+    # attention. Also recompute the flash attention that replaces it.
+    saved_ops = activation_checkpoint.ALWAYS_SAVED - {FLEX_REPLACEMENT}
     with (
         override(Tensor, is_cuda=property(lambda _: True)),  # selects the branches for a GPU
         override(F, scaled_dot_product_attention=_cudnn_attention, rms_norm=_rms_norm),
         override(losses, VOCAB_BLOCK={"cpu": losses.VOCAB_BLOCK["cuda"]}),
-        _simulate_flex_attention(),
-    ):
-        yield
-
-
-@contextmanager
-def _simulate_flex_attention() -> Iterator[None]:
-    """Replace flex attention with flash attention, which needs no block masks."""
-    # Selective activation checkpointing saves the result of flash attention but recomputes flex
-    # attention. Also recompute the flash attention that replaces it.
-    saved_ops = activation_checkpoint.ALWAYS_SAVED - {FLEX_REPLACEMENT.default}
-    with (
         override(attention, flex_function=lambda _: _flex_attention),
         override(forward_backward, flex_mask=_small_mask),
         override(activation_checkpoint, ALWAYS_SAVED=saved_ops),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -126,7 +127,7 @@ def count_step(
         for kind, amounts in work_of_second.items():
             work[kind] += len(skipped) * amounts
 
-    stream_peaks = _find_stream_peaks(counter)
+    stream_peaks = _find_stream_peaks(counter.log)
     if run.job.training.enable_cpu_offload:
         # The counter counts all gradients as CPU memory. However, FSDP2 computes each gradient on
         # the GPU and copies them to the CPU one at a time. So the largest gradient also needs GPU
@@ -137,8 +138,8 @@ def count_step(
         allocator.allocate(NEVER_FREED, num_bytes, OFFLOAD_STREAM)
 
     return StepCounts(
-        peaks=_find_peaks(counter),
-        offloaded_peak=_find_offloaded_peak(counter),
+        peaks=_find_peaks(counter.log),
+        offloaded_peak=_find_offloaded_peak(counter.log),
         stream_peaks=stream_peaks,
         work=work,
         reserved=None if has_pipeline else allocator.reserved,
@@ -190,7 +191,7 @@ def _run_steps(
     for microbatches_now in (microbatches[-1:], remaining):
         counter.begin()
         train_step(microbatches_now, 1, learning_rate, hooks)
-        _replay_allocations(counter, allocator)
+        _replay_allocations(counter.log, allocator)
 
 
 def _skippable_microbatches(run: Run) -> range:
@@ -222,6 +223,8 @@ def _has_equal_microbatches(run: Run) -> bool:
 
 def _describe_groups(mesh: Mesh) -> dict[str, Group]:
     """Describe all process groups of a mesh.
+
+    A group can have several names, for example if it contains all ranks. Its last name counts.
 
     Returns:
         Mesh dimension, size and span of each group, by group name in torch.
@@ -261,7 +264,7 @@ def _add_up_work(log: Iterable[LogEntry]) -> dict[Work, np.ndarray]:
     return totals
 
 
-def _find_peaks(counter: Counter) -> dict[Location, np.ndarray]:
+def _find_peaks(log: Iterable[LogEntry]) -> dict[Location, np.ndarray]:
     """Find the peak of the GPU memory at each location, such as the forward pass of the blocks.
 
     Returns:
@@ -270,9 +273,9 @@ def _find_peaks(counter: Counter) -> dict[Location, np.ndarray]:
     allocated = dict.fromkeys(ALL_KINDS, 0)
     peak_bytes = defaultdict[Location, int](int)
     peaks: dict[Location, np.ndarray] = {}
-    for location, entry in counter.log:
+    for location, entry in log:
         if isinstance(entry, Allocation):
-            allocated[counter.kinds[entry.storage]] += entry.change
+            allocated[entry.storage.kind] += entry.change
             gpu_sizes = [allocated[kind] for kind in KINDS]  # without memory on the CPU
             gpu_bytes = sum(gpu_sizes)
             if entry.change > 0 and gpu_bytes > peak_bytes[location]:
@@ -281,18 +284,17 @@ def _find_peaks(counter: Counter) -> dict[Location, np.ndarray]:
     return peaks
 
 
-def _find_offloaded_peak(counter: Counter) -> int:
+def _find_offloaded_peak(log: Iterable[LogEntry]) -> int:
     """Return the peak bytes of CPU memory that CPU offload uses in a step."""
-    peak = 0
-    allocated = 0
-    for _location, entry in counter.log:
-        if isinstance(entry, Allocation) and counter.kinds[entry.storage] == OFFLOADED:
-            allocated += entry.change
-            peak = max(peak, allocated)
-    return peak
+    changes = [
+        entry.change
+        for _location, entry in log
+        if isinstance(entry, Allocation) and entry.storage.kind == OFFLOADED
+    ]
+    return max(accumulate(changes, initial=0))
 
 
-def _find_stream_peaks(counter: Counter) -> dict[tuple[int, Location], int]:
+def _find_stream_peaks(log: Iterable[LogEntry]) -> dict[tuple[int, Location], int]:
     """Find the peak of the GPU memory in each CUDA stream, at each location of a step.
 
     Returns:
@@ -300,31 +302,31 @@ def _find_stream_peaks(counter: Counter) -> dict[tuple[int, Location], int]:
     """
     allocated = defaultdict[int, int](int)
     peaks = defaultdict[tuple[int, Location], int](int)
-    for location, entry in counter.log:
-        if isinstance(entry, Allocation) and counter.kinds[entry.storage] != OFFLOADED:
-            stream = counter.streams[entry.storage]
+    for location, entry in log:
+        if isinstance(entry, Allocation) and entry.storage.kind != OFFLOADED:
+            stream = entry.storage.stream
             allocated[stream] += entry.change
             peaks[stream, location] = max(peaks[stream, location], allocated[stream])
     return peaks
 
 
-def _replay_allocations(counter: Counter, allocator: CachingAllocator) -> None:
+def _replay_allocations(log: Iterable[LogEntry], allocator: CachingAllocator) -> None:
     """Replay the allocations of a step on a simulated allocator, which predicts reserved memory."""
-    for location, entry in counter.log:
+    for location, entry in log:
         if isinstance(entry, Work):
             if entry.op.removeprefix("aten.") in MATMULS:
                 allocator.run_matmul()
             continue
 
         storage, num_bytes = entry
-        if counter.kinds[storage] == OFFLOADED:
+        if storage.kind == OFFLOADED:
             continue
         # The log starts with existing storages. Most of them were allocated in the previous step.
         is_allocated = location == START and allocator.holds(storage)
         if num_bytes < 0:
             allocator.free(storage)
         elif num_bytes > 0 and not is_allocated:
-            allocator.allocate(storage, num_bytes, counter.streams[storage])
+            allocator.allocate(storage, num_bytes, storage.stream)
 
 
 class StepFollower(Hook):
@@ -354,7 +356,8 @@ class StepFollower(Hook):
             _add_stage_hooks(counter, stage, module)
         _wrap_loss(counter, train_step, last_stage=max(sharded.stages))
         if train_step.forward_backward.offloaded_gradients is not None:
-            _add_offloaded_gradient_hooks(counter, train_step.model.parameters())
+            # FSDP copies the gradients of each microbatch to the CPU.
+            _add_gradient_hooks(counter, train_step.model.parameters(), OFFLOADED, overwrite=True)
 
     def gradients(self, step: int) -> None:
         """Mark the memory of the gradients, and set the location to "gradient norm".
@@ -424,18 +427,35 @@ def _add_parameter_hooks(counter: Counter, part: nn.Module) -> None:
     def mark_parameters(module: nn.Module, _inputs: Any) -> None:
         counter.mark(module.parameters(), "unsharded parameters", overwrite=False)
 
-    def mark_gradient(parameter: Tensor) -> None:
-        counter.mark([parameter.grad], "gradients", overwrite=False)
-
-    def add_gradient_hooks(module: nn.Module, _inputs: Any) -> None:
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(mark_gradient)
+    def mark_gradients(module: nn.Module, _inputs: Any) -> None:
+        _add_gradient_hooks(counter, module.parameters(), "gradients", overwrite=False)
         first_forward.remove()
 
     part.register_forward_pre_hook(mark_parameters)
     # FSDP creates the unsharded parameters in the first forward pass, and keeps them for all steps.
-    first_forward = part.register_forward_pre_hook(add_gradient_hooks)
+    # Add hooks to them once: the hook of the first forward pass removes itself.
+    first_forward = part.register_forward_pre_hook(mark_gradients)
+
+
+def _add_gradient_hooks(
+    counter: Counter, parameters: Iterable[nn.Parameter], kind: str, overwrite: bool
+) -> None:
+    """Register hooks that mark the memory of each gradient when it is set.
+
+    Args:
+        counter: Counter of the step.
+        parameters: Unsharded parameters, whose gradients autograd sets, or sharded parameters,
+            whose gradients FSDP sets.
+        kind: Kind of memory of the gradients.
+        overwrite: Also change memory that was marked before.
+    """
+
+    def mark_gradient(parameter: Tensor) -> None:
+        counter.mark([parameter.grad], kind, overwrite)
+
+    for parameter in parameters:
+        if parameter.requires_grad:  # plugins may freeze parameters
+            parameter.register_post_accumulate_grad_hook(mark_gradient)
 
 
 def _add_location_hooks(counter: Counter, part: nn.Module, location: Location) -> None:
@@ -502,30 +522,15 @@ def _wrap_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> None
     forward_backward.loss_fn = compute_loss_at_location
 
 
-def _add_offloaded_gradient_hooks(counter: Counter, parameters: Iterable[nn.Parameter]) -> None:
-    """Register hooks that mark the gradients of each microbatch as offloaded to the CPU.
-
-    Args:
-        counter: Counter of the step.
-        parameters: Sharded parameters. FSDP calls the hooks when it sets their gradients.
-    """
-
-    def mark_gradient(parameter: Tensor) -> None:
-        counter.mark([parameter.grad], OFFLOADED)
-
-    for parameter in parameters:
-        if parameter.requires_grad:  # plugins may freeze parameters
-            parameter.register_post_accumulate_grad_hook(mark_gradient)
-
-
 @contextmanager
 def _skip_microbatches(
     counter: Counter, stages: Sequence[PipelineStage], skipped: range
 ) -> Iterator[None]:
     """Let pipeline stages skip some microbatches within this context.
 
-    A skipped microbatch computes nothing. Instead, the log entries of an earlier microbatch are
-    appended to the log of the counter again.
+    The methods in `PIPELINE_ACTIONS` and `PIPELINE_RECEIVES` then compute nothing for a skipped
+    microbatch. Instead, the log entries of an earlier microbatch are appended to the log of the
+    counter again.
 
     Args:
         counter: Counter of the step.
@@ -535,7 +540,9 @@ def _skip_microbatches(
     skipper = _MicrobatchSkipper(counter, skipped, last_loss=torch.zeros(()))
     with ExitStack() as stack:
         for stage in stages:
-            stack.enter_context(override(stage, **skipper.list_replacements(stage)))
+            # Stages do not vote in all versions of torch, so `create` methods that they lack.
+            replacements = skipper.list_replacements(stage)
+            stack.enter_context(override(stage, create=True, **replacements))
         yield
 
 
@@ -580,7 +587,9 @@ class _MicrobatchSkipper:
 
         The counter records the memory and work of the method and of all operators that run before
         the next action, such as communication. For a skipped microbatch, it logs the latest
-        recording of the method again.
+        recording of the method again. For example, if microbatch 3 is skipped, torch calls
+        `forward_one_chunk` for microbatches 2 and 3, and the second call logs what the first call
+        has logged.
 
         Args:
             stage: The pipeline stage.
@@ -621,8 +630,9 @@ class _MicrobatchSkipper:
     ) -> list[Any]:
         """List the receive operations of a microbatch, unless it is skipped.
 
-        The method may allocate the tensors to receive. The counter records these allocations. For a
-        skipped microbatch, it logs the latest recording again.
+        The method may allocate the tensors to receive. The counter records these allocations apart
+        from the recording of the latest action, which is still in progress. For a skipped
+        microbatch, the counter logs the latest recording again.
 
         Args:
             stage: The pipeline stage.
@@ -634,7 +644,7 @@ class _MicrobatchSkipper:
         if microbatch in self.skipped:
             self.counter.repeat_recording(recording)
             return []  # nothing to receive
-        # The recording of the latest action is still in progress. It must not contain these
-        # allocations, because they would be logged twice for a skipped microbatch.
+        # The action and the receive of a skipped microbatch each repeat a recording. With these
+        # allocations in the recording of the action, they would be logged twice.
         with self.counter.record_separately(recording):
             return method(microbatch)
