@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
 from functools import partial
 from operator import attrgetter, itemgetter
@@ -26,7 +26,7 @@ from titanlite.optim.losses import TOKENS_OF_FULL_CHUNKS
 from titanlite.parallel.float8 import is_supported
 from titanlite.plan.counter import Group, Work
 from titanlite.plan.roofline import forecast
-from titanlite.plan.trace import RankTrace, trace_run
+from titanlite.plan.trace import Apply, RankTrace, trace_run
 from titanlite.rules import find_broken_rules
 from titanlite.runtime.logging import note, working
 
@@ -45,8 +45,6 @@ BLOCKS_IN_FLIGHT = 3  # estimated number of blocks whose weights FSDP holds unsh
 
 Settings = Mapping[str, Any]
 """Changed options of a job, for example {"training.local_batch_size": 4}."""
-Apply = Callable[..., Iterable[Any]]
-"""Function that runs traces: `map`, or the `map` method of a process pool for parallel traces."""
 
 SAVE_NOTHING = {"activation_checkpoint.mode": "full"}
 SAVE_SOME_OPS = {
@@ -99,7 +97,8 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) 
     """Search for the largest training.local_batch_size that fits into memory.
 
     The search predicts the largest size that fits from the two largest traced sizes, traces this
-    size, and repeats both until the predicted size is already traced or cannot be traced.
+    size, and repeats both until the predicted size is already traced or cannot be traced. Each
+    traced size is logged with the memory that it needs.
 
     Args:
         run: The run to change.
@@ -110,14 +109,17 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) 
     Returns:
         The largest traced size, in sequences, that fits into memory, or None if none fits.
     """
+    max_size = MAX_TRACED_TOKENS * run.degrees.context // run.job.training.seq_len
     plans = {run.job.training.local_batch_size: plan}
-    predicted_size = _choose_second_batch_size(run)
-    while predicted_size not in plans and len(plans) < MAX_TRACED_BATCHES:
-        new_plan = _trace_batch_size(run, predicted_size, gpu, map_function)
+    size = _choose_second_batch_size(run)
+    while 0 < size <= max_size and size not in plans and len(plans) < MAX_TRACED_BATCHES:
+        with working(f"Looking for the largest batch that fits: training.local_batch_size {size}"):
+            new_plan = _forecast_changed(_set_batch_size(run, size), run, gpu, map_function)
         if new_plan is None:
             break
-        plans[predicted_size] = new_plan
-        predicted_size = _extrapolate_batch_size(plans, gpu.memory)
+        note(f"training.local_batch_size {size}: {_format_memory(new_plan)}")
+        plans[size] = new_plan
+        size = _extrapolate_batch_size(plans, gpu.memory)
 
     fitting_sizes = [size for size, traced in plans.items() if traced.fits]
     return max(fitting_sizes, default=None)
@@ -132,28 +134,6 @@ def _choose_second_batch_size(run: Run) -> int:
     training = run.job.training
     min_linear_size = math.ceil(TOKENS_OF_FULL_CHUNKS * run.degrees.context / training.seq_len)
     return max(2 * training.local_batch_size, min_linear_size)
-
-
-def _trace_batch_size(run: Run, size: int, gpu: Gpu, map_function: Apply) -> Forecast | None:
-    """Trace a run with another local batch size and log how much memory it needs.
-
-    Return None if the size is out of range or cannot be traced.
-
-    Args:
-        run: The run to change.
-        size: Local batch size, in sequences.
-        gpu: GPU of each rank.
-        map_function: `map`, or the `map` method of a process pool to trace in parallel.
-    """
-    max_size = MAX_TRACED_TOKENS * run.degrees.context // run.job.training.seq_len
-    if not 0 < size <= max_size:
-        return None
-
-    with working(f"Looking for the largest batch that fits: training.local_batch_size {size}"):
-        plan = _forecast_changed(_set_batch_size(run, size), run, gpu, map_function)
-    if plan is not None:
-        note(f"training.local_batch_size {size}: {_format_memory(plan)}")
-    return plan
 
 
 def _set_batch_size(run: Run, size: int) -> Settings:
@@ -528,19 +508,17 @@ def _choose_batch_sizes(run: Run, gpu: Gpu, layout: dict[str, Any]) -> list[tupl
             "training.global_batch_size": _choose_global_batch_size(run, layout, size),
         }
         new_run = change_run(run, settings)
-        if new_run is None or new_run.job == run.job:  # invalid, or the unchanged run
+        changes = {
+            key: value for key, value in settings.items() if attrgetter(key)(run.job) != value
+        }
+        if new_run is None or not changes:
             continue
 
         estimate = _guess_plan(new_run, gpu)
         if estimate.fits:
-            choices.append((estimate.tokens_per_second, _keep_changes(settings, run)))
+            choices.append((estimate.tokens_per_second, changes))
     choices.sort(key=itemgetter(0), reverse=True)
     return choices[:2]
-
-
-def _keep_changes(settings: Settings, run: Run) -> Settings:
-    """Return only the settings that differ from the options of a run."""
-    return {key: value for key, value in settings.items() if attrgetter(key)(run.job) != value}
 
 
 def _choose_global_batch_size(run: Run, layout: dict[str, Any], local_size: int) -> int:

@@ -79,9 +79,7 @@ def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
     """
     # Estimate the time of each rank. All ranks wait for the slowest one.
     times = {trace.rank: _time_step(run, trace, gpu) for trace in traces}
-    bubble = _bubble_share(run)
-    if bubble:
-        _add_bubble(times, bubble)
+    _add_bubble(times, _bubble_share(run))
     slowest = max(times.values(), key=lambda time: time.total())
     longest_first = sorted(slowest.parts.items(), key=lambda part: -part[1])
     step_seconds = slowest.total()
@@ -380,6 +378,5 @@ def _add_bubble(times: Mapping[int, _StepTime], share: float) -> None:
     busy = {rank: time.total() - time.parts["optimizer"] for rank, time in times.items()}
     for rank, time in times.items():
         busy_others = [seconds for other, seconds in busy.items() if other != rank]
-        if not busy_others:  # the traced rank represents the others
-            busy_others = [busy[rank]]
+        busy_others = busy_others or [busy[rank]]  # a single traced rank represents the others
         time.parts["pipeline bubble"] = share * sum(busy_others) / len(busy_others)

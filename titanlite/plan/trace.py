@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, product
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from titanlite.config.run import V_SHAPED, Run, stage_rank, with_keys
 from titanlite.observe.flops import num_params
 from titanlite.observe.gpus import Gpu
 from titanlite.parallel import float8
-from titanlite.parallel.mesh import Mesh, build_mesh
-from titanlite.parallel.parallelize import ShardedModel, build_model
+from titanlite.parallel.mesh import build_mesh
+from titanlite.parallel.parallelize import build_model
 from titanlite.plan.allocator import CUBLAS_WORKSPACES
 from titanlite.plan.compiled import simulate_compiler
 from titanlite.plan.counter import KINDS, Work
@@ -43,6 +44,9 @@ FRAGMENTATION = 0.01
 # A model is small if its blocks have fewer parameters than this many FSDP groups of minimum size.
 # `fsdp._should_reshard` uses the same limit.
 SMALL_MODEL_GROUPS = 16
+
+Apply = Callable[..., Iterable[Any]]
+"""Function that runs traces: `map`, or the `map` method of a process pool for parallel traces."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class RankTrace:
 def trace_run(
     run: Run,
     gpu: Gpu | None = None,
-    map_function: Callable[..., Iterable[Any]] = map,
+    map_function: Apply = map,
     whole: bool = False,
 ) -> tuple[RankTrace, ...]:
     """Trace one optimizer step on each kind of pipeline rank.
@@ -117,12 +121,14 @@ def trace_run(
     # Count the work of each rank in a short model, and again in a model with one more block in each
     # pipeline stage. The difference is the cost of these blocks.
     ranks = _choose_ranks(run, whole)
-    short_run = _remove_blocks(run, num_removed)
-    tasks = [(short_run, rank, on_gpu, has_float8, whole) for rank in ranks]
+    runs = [_remove_blocks(run, num_removed)]
     if num_removed:
-        longer_run = _remove_blocks(run, num_removed - 1)
-        tasks += [(longer_run, rank, on_gpu, has_float8, whole) for rank in ranks]
-    results = list(map_function(_count_rank, *zip(*tasks, strict=True)))
+        runs.append(_remove_blocks(run, num_removed - 1))
+    count_rank = partial(
+        _count_rank, on_gpu=on_gpu, has_float8=has_float8, run_all_microbatches=whole
+    )
+    shortened_runs, traced_ranks = zip(*product(runs, ranks), strict=True)
+    results = list(map_function(count_rank, shortened_runs, traced_ranks))
 
     traces = []
     for i, rank in enumerate(ranks):
@@ -153,12 +159,7 @@ def _choose_ranks(run: Run, whole: bool) -> list[int]:
         return first_ranks
 
     kinds = _describe_pipeline_ranks(run)
-    chosen = []
-    for i, rank in enumerate(first_ranks):
-        earlier_kinds = kinds[:i]
-        if kinds[i] not in earlier_kinds:
-            chosen.append(rank)
-    return chosen
+    return [rank for i, rank in enumerate(first_ranks) if kinds[i] not in kinds[:i]]
 
 
 def _describe_pipeline_ranks(run: Run) -> list[list[Any]]:
@@ -214,15 +215,19 @@ def _has_equal_blocks(run: Run) -> bool:
 def _may_shard_differently(run: Run, num_blocks: int) -> bool:
     """Return whether FSDP may treat a model with few blocks differently from the full model.
 
-    If so, the counts of the full model cannot be extrapolated from a model with few blocks. In case
-    of doubt, return True. The full model is then traced, which is exact but takes longer.
+    FSDP combines blocks into groups of at least `fsdp_min_num_params` parameters, and may keep a
+    small model unsharded after the forward pass. If it treats the models differently, the counts of
+    the full model cannot be extrapolated. In case of doubt, return True. The full model is then
+    traced, which is exact but takes longer.
 
     Args:
         run: The validated job of the full model, and the number of ranks.
         num_blocks: Number of blocks of the smaller model.
     """
     min_group_size = run.job.parallelism.fsdp_min_num_params
-    block_size = _underestimate_block_size(run)
+    # Half of the mean is a low estimate for a block. The mean itself is too high, because it
+    # includes the embedding and the output layer.
+    block_size = num_params(run.arch) // run.arch.n_layers / 2
     joins_blocks = block_size < min_group_size  # FSDP combines several small blocks into one group
     if joins_blocks:
         return True
@@ -231,16 +236,6 @@ def _may_shard_differently(run: Run, num_blocks: int) -> bool:
     is_sharded = run.degrees.shard * run.degrees.context > 1
     is_small = num_blocks * block_size < SMALL_MODEL_GROUPS * min_group_size
     return is_small and not is_sharded
-
-
-def _underestimate_block_size(run: Run) -> float:
-    """Return a low estimate of the number of parameters in a block.
-
-    It is half of the mean number of parameters per block. The mean is too high, because it includes
-    the embedding and the output layer.
-    """
-    mean_size = num_params(run.arch) // run.arch.n_layers
-    return mean_size / 2
 
 
 def _remove_blocks(run: Run, num_removed: int) -> Run:
@@ -277,44 +272,20 @@ def _count_rank(
         simulate_mxfp8() if uses_mxfp8 else nullcontext(),
         simulate_compiler(),
     ):
-        return _count_fake_step(run, has_float8, run_all_microbatches)
+        # Build this rank's part of the model with meta weights, which need no memory.
+        mesh = build_mesh(run.degrees, DEVICE.type)
+        meta = torch.device("meta")
+        sharded = build_model(run, mesh, meta, log=lambda _: None, has_float8=has_float8)
 
-
-def _count_fake_step(run: Run, has_float8: bool, run_all_microbatches: bool) -> StepCounts:
-    """Count the memory and work of a training step of this rank on fake tensors.
-
-    Args:
-        run: The validated job and the number of ranks.
-        has_float8: Whether the GPU of the rank supports the FP8 recipe of the job.
-        run_all_microbatches: Run all microbatches instead of repeating the counts of one.
-    """
-    mesh = build_mesh(run.degrees, DEVICE.type)
-    # Some tensors are not fake: meta weights until `to_empty` replaces them, and constants of
-    # AdamW8bit.
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    sharded = _build_fake_model(run, mesh, has_float8, fake_mode)
-    # Leave the fake mode here, because the constructor of AdamW8bit reads its constants.
-    train_step = TrainStep(run, mesh, sharded, DEVICE)
-    with fake_mode:
-        return count_step(run, mesh, sharded, train_step, run_all_microbatches)
-
-
-def _build_fake_model(
-    run: Run, mesh: Mesh, has_float8: bool, fake_mode: FakeTensorMode
-) -> ShardedModel:
-    """Build this rank's part of the model with fake weights.
-
-    Args:
-        run: The validated job and the number of ranks.
-        mesh: Layout of the ranks.
-        has_float8: Whether the GPU of the rank supports the FP8 recipe of the job.
-        fake_mode: Mode in which the fake weights are created.
-    """
-    meta = torch.device("meta")  # meta weights need no memory
-    sharded = build_model(run, mesh, meta, log=lambda _: None, has_float8=has_float8)
-    with fake_mode:
-        sharded.whole.to_empty(device=DEVICE)
-    return sharded
+        # Replace them with fake weights. Some tensors are not fake: meta weights until then, and
+        # constants of AdamW8bit.
+        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake_mode:
+            sharded.whole.to_empty(device=DEVICE)
+        # Leave the fake mode here, because the constructor of AdamW8bit reads its constants.
+        train_step = TrainStep(run, mesh, sharded, DEVICE)
+        with fake_mode:
+            return count_step(run, mesh, sharded, train_step, run_all_microbatches)
 
 
 def _extrapolate(short: StepCounts, longer: StepCounts, num_removed: int) -> StepCounts:
