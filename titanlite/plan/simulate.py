@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.experimental import register_sharding
 from torch.nn import functional as F
-from torch.profiler import record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlite.model import attention
@@ -231,12 +230,3 @@ def simulate_ranks(world_size: int, rank: int) -> Iterator[None]:
         # next trace compare equal to them, so DTensor would look up process groups by names that no
         # longer exist.
         _clear_sharding_prop_cache()
-
-
-def disable_profiler_ranges() -> AbstractContextManager[None]:
-    """Return a context in which `record_function` does nothing.
-
-    The trainer uses it to label the parts of a step in a profile, which takes 6% of the time of a
-    trace.
-    """
-    return override(record_function, __enter__=lambda self: self, __exit__=lambda *_: None)

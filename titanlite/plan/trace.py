@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import record_function
 
 from titanlite.config.run import V_SHAPED, Run, stage_rank, with_keys
 from titanlite.observe.flops import num_params
@@ -27,12 +28,8 @@ from titanlite.parallel.parallelize import build_model
 from titanlite.plan.allocator import CUBLAS_WORKSPACES
 from titanlite.plan.compiled import simulate_compiler
 from titanlite.plan.counter import KINDS, Work
-from titanlite.plan.simulate import (
-    disable_profiler_ranges,
-    simulate_gpu,
-    simulate_mxfp8,
-    simulate_ranks,
-)
+from titanlite.plan.override import override
+from titanlite.plan.simulate import simulate_gpu, simulate_mxfp8, simulate_ranks
 from titanlite.plan.step_counts import DEVICE, StepCounts, count_step
 from titanlite.train.step import TrainStep
 
@@ -267,7 +264,8 @@ def _count_rank(
     uses_mxfp8 = run.job.float8.recipe_name == "mxfp8"
     with (
         simulate_ranks(run.world_size, rank),
-        disable_profiler_ranges(),
+        # Disable labels for the parts of a step in a profile, which take 6% of the time of a trace.
+        override(record_function, __enter__=lambda self: self, __exit__=lambda *_: None),
         simulate_gpu() if on_gpu else nullcontext(),
         simulate_mxfp8() if uses_mxfp8 else nullcontext(),
         simulate_compiler(),

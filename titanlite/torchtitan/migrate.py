@@ -213,7 +213,9 @@ class Migration:
         self._set_default("model.flavor", new_flavor, DEFAULT)
 
         # Keep the torchtitan sizes, except those that depend on other keys.
-        old_sizes = self._get_torchtitan_sizes(flavor)
+        old_sizes = asdict(TORCHTITAN_FLAVORS[self.model][flavor])
+        old_sizes["rope_scaling_factor"] = self.rope_scaling_factor
+        old_sizes |= self._sizes  # the sizes in a resolved config override the flavor
         for key, our_size in asdict(FLAVORS[new_flavor]).items():
             depends_on_other_keys = key in ("vocab_size", "max_seq_len", "head_dim")
             if not depends_on_other_keys and old_sizes[key] != our_size:
@@ -225,15 +227,6 @@ class Migration:
             self._set_default("model.max_seq_len", seq_len, "training.seq_len")
         if self.model == "llama3" and flavor in tables.FLAVORS_WITH_DOCUMENT_MASK:
             self._set_default("dataset.document_mask", True, f"torchtitan's {flavor}")
-
-    def _get_torchtitan_sizes(self, flavor: str) -> dict[str, Any]:
-        """Return the hyperparameters of a torchtitan flavor by name, such as "n_layers".
-
-        If the file is a resolved config of torchtitan 0.3, its hyperparameters override the flavor.
-        """
-        sizes = asdict(TORCHTITAN_FLAVORS[self.model][flavor])
-        sizes["rope_scaling_factor"] = self.rope_scaling_factor
-        return sizes | self._sizes
 
     def _convert_json_model(self) -> None:
         """Enable the document mask, which torchtitan 0.3 always uses but does not list.
