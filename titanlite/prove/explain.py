@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from titanlite.config.errors import format_count
 from titanlite.config.run import Run
 from titanlite.prove.record import NamedTensors
 
@@ -26,15 +27,11 @@ MAX_NAMES = 3
 def coordinates(run: Run, rank: int) -> dict[str, int]:
     """Return the index of a rank along each parallel dimension.
 
-    Returns:
-        Indices along "pipeline", "replicate", "shard", "context" and "tensor". The additional key
-        "data" has the index of the part of the global batch that the rank reads.
+    The dimensions are "pipeline", "replicate", "shard", "context" and "tensor".
     """
     sizes = asdict(run.degrees)
     indices = np.unravel_index(rank, list(sizes.values()))
-    result = {name: int(index) for name, index in zip(sizes, indices, strict=True)}
-    result["data"] = result["replicate"] * sizes["shard"] + result["shard"]
-    return result
+    return {name: int(index) for name, index in zip(sizes, indices, strict=True)}
 
 
 def explain_ratio(ratio: float, run: Run) -> str:
@@ -158,8 +155,7 @@ def _list_first_names(names: Sequence[str]) -> str:
     num_others = len(names) - MAX_NAMES
     if num_others <= 0:
         return text
-    noun = "other" if num_others == 1 else "others"
-    return f"{text} and {num_others} {noun}"
+    return f"{text} and {format_count(num_others, 'other')}"
 
 
 def remove_block_number(name: str) -> str:
@@ -359,13 +355,9 @@ def _describe_contributions(run: Run, weights: Sequence[float]) -> str:
         listed = ", ".join(f"{weight:.3g}" for weight in weights)
         return f"the sequences of the batch contribute with the factors {listed} instead of 1"
 
-    ranks: set[int] = set()
-    microbatches: set[int] = set()
-    for i in missing:
-        # With n data-parallel ranks, rank r reads the sequences r, r + n, r + 2n, ...
-        position_on_rank, rank = divmod(i, run.degrees.data)
-        ranks.add(rank)
-        microbatches.add(position_on_rank // run.job.training.local_batch_size)
+    # With n data-parallel ranks, rank r reads the sequences r, r + n, r + 2n, ...
+    ranks = {i % run.degrees.data for i in missing}
+    microbatches = {i // run.global_microbatch_size for i in missing}
     return (
         f"sequences {_join(missing)} of the batch do not contribute "
         f"(microbatches {_join(sorted(microbatches))} of data-parallel ranks "

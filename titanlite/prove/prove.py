@@ -55,6 +55,7 @@ from titanlite.prove.explain import (
 from titanlite.prove.record import (
     NamedTensors,
     Recorder,
+    ShardKey,
     Snapshot,
     StepRecord,
     StepRecords,
@@ -276,7 +277,7 @@ def _train_on_all_ranks(run: Run, out: Path, stack: ExitStack) -> RecordedRun | 
     with process_group(run.job) as device:
         device_name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
         folder = _create_shared_folder(out, stack)
-        # Replace the options "auto", so that the run on one rank computes in the same way.
+        # Replace the options "auto", so that the later run on one rank computes in the same way.
         run = settle_compute_dtype(run, device)
         run = run.resolve_attention_backend(on_gpu=device.type == "cuda")
         run = with_keys(run, {"job.dump_folder": str(folder / "layout")})
@@ -496,7 +497,8 @@ def compare_sequences(
         parts.append({name: values[first::num_parts] for name, values in sequences.items()})
 
     for rank, record in enumerate(tested_step.ranks):
-        data_rank = coordinates(run, rank)["data"]
+        indices = coordinates(run, rank)
+        data_rank = indices["replicate"] * run.degrees.shard + indices["shard"]
         expected = parts[data_rank]
         errors = [
             fraction_of_different(values, expected[name])
@@ -540,33 +542,20 @@ def compare_replicas(
     """
     num_replicas = 0
     hints: dict[str, str] = {}  # the first two ranks that differ, by tensor name
-    for tensor, first_rank, rank, is_equal in _list_replicas(tested_step, kind):
-        num_replicas += 1
-        if not is_equal:
-            hints.setdefault(tensor, _describe_ranks(run, first_rank, rank))
+    first_replicas: dict[ShardKey, tuple[int, str]] = {}  # rank and digest of the first replica
+    for rank, record in enumerate(tested_step.ranks):
+        for shard, digest in getattr(record, kind).digests.items():
+            first_rank, first_digest = first_replicas.setdefault(shard, (rank, digest))
+            if first_rank == rank:
+                continue
+            num_replicas += 1
+            if digest != first_digest:
+                hints.setdefault(shard.tensor, _describe_ranks(run, first_rank, rank))
 
     for tensor, hint in hints.items():
         yield Check(name, step, tensor, error=1.0, tolerance=0.0, hint=hint)
     if num_replicas and not hints:
         yield Check(name, step, f"{num_replicas} shards", error=0.0, tolerance=0.0)
-
-
-def _list_replicas(tested_step: TestedStep, kind: str) -> Iterator[tuple[str, int, int, bool]]:
-    """Compare each replica of a shard with the replica on the first rank that holds the shard.
-
-    Yields:
-        Name of the tensor, the first rank that holds the shard, another rank that holds it, and
-        whether both are bitwise equal.
-    """
-    first_ranks: dict[tuple[str, tuple[int, ...]], int] = {}  # by tensor name and shard offsets
-    digests_of_ranks = [getattr(record, kind).digests for record in tested_step.ranks]
-    for rank, digests in enumerate(digests_of_ranks):
-        for shard, digest in digests.items():
-            tensor, _offsets = shard
-            first_rank = first_ranks.setdefault(shard, rank)
-            if first_rank != rank:
-                is_equal = digest == digests_of_ranks[first_rank][shard]
-                yield tensor, first_rank, rank, is_equal
 
 
 def _describe_ranks(run: Run, first: int, second: int) -> str:
@@ -576,11 +565,7 @@ def _describe_ranks(run: Run, first: int, second: int) -> str:
     """
     first_indices = coordinates(run, first)
     second_indices = coordinates(run, second)
-    dims = [
-        dim
-        for dim, index in first_indices.items()
-        if dim != "data" and index != second_indices[dim]
-    ]
+    dims = [dim for dim, index in first_indices.items() if index != second_indices[dim]]
     return f"ranks {first} and {second} differ ({', '.join(dims)})"
 
 
@@ -736,6 +721,7 @@ def compare_resumed_on_one_rank(
         resumed_step = trainer.steps_done
         recorder.train_and_record()
 
+    # If the run has resumed from a wrong step, the loaded state differs from the saved state.
     save_step = find_save_step(run)
     loaded = recorder.steps[resumed_step].state.unsharded
     saved = tested_steps[save_step].state

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,20 @@ from titanlite.train.step import StepResult
 from titanlite.train.trainer import Trainer
 
 NamedTensors = dict[str, Tensor]
-ShardDigests = dict[tuple[str, tuple[int, ...]], str]
-"""SHA-256 digests of shards, by tensor name and by the offsets from `_offsets`."""
 FIELDS = ("input_ids", "labels", "document_ids", "positions")
+
+
+class ShardKey(NamedTuple):
+    """Identifies a shard of a tensor. Replicas on several ranks are the same shard.
+
+    Attributes:
+        tensor: Name of the tensor.
+        bounds: First index of the shard and the index after its last one, along each dimension.
+            Empty for a tensor that is not a DTensor.
+    """
+
+    tensor: str
+    bounds: tuple[tuple[int, int], ...]
 
 
 @dataclass
@@ -51,7 +62,7 @@ class Snapshot:
     """
 
     unsharded: NamedTensors = field(default_factory=dict)
-    digests: ShardDigests = field(default_factory=dict)
+    digests: dict[ShardKey, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -181,7 +192,7 @@ class Recorder(Hook):
             tensor = to_plain(tensor)
             shard = to_local(tensor).contiguous().cpu()
             content = shard.flatten().view(torch.uint8).numpy().tobytes()
-            snapshot.digests[name, _offsets(tensor)] = hashlib.sha256(content).hexdigest()
+            snapshot.digests[ShardKey(name, _bounds(tensor))] = hashlib.sha256(content).hexdigest()
             whole = tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else shard
             if self._keeps_unsharded:
                 snapshot.unsharded[name] = whole.clone()
@@ -252,19 +263,11 @@ def has_random_numbers(run: Run) -> bool:
     return draws_random_numbers(resolve(run.arch.model))
 
 
-def _offsets(tensor: Tensor) -> tuple[int, ...]:
-    """Return where this rank's shard lies within the unsharded tensor.
-
-    Returns:
-        The first index of the shard along each dimension, followed by its length along each
-        dimension. Empty for a tensor that is not a DTensor.
-    """
+def _bounds(tensor: Tensor) -> tuple[tuple[int, int], ...]:
+    """Return where this rank's shard lies within the unsharded tensor; see `ShardKey.bounds`."""
     if not isinstance(tensor, DTensor):
         return ()
-    slices = shard_slices(tensor)
-    starts = [part.start for part in slices]
-    sizes = [part.stop - part.start for part in slices]
-    return (*starts, *sizes)
+    return tuple((part.start, part.stop) for part in shard_slices(tensor))
 
 
 def _float8_scales(trainer: Trainer) -> NamedTensors:
