@@ -540,9 +540,7 @@ def _skip_microbatches(
     skipper = _MicrobatchSkipper(counter, skipped, last_loss=torch.zeros(()))
     with ExitStack() as stack:
         for stage in stages:
-            # Stages do not vote in all versions of torch, so `create` methods that they lack.
-            replacements = skipper.list_replacements(stage)
-            stack.enter_context(override(stage, create=True, **replacements))
+            stack.enter_context(override(stage, **skipper.list_replacements(stage)))
         yield
 
 
