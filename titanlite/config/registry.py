@@ -129,8 +129,8 @@ OPTIMIZERS = Registry(
     AdamW="titanlite.optim.build:adamw",
     Muon="titanlite.optim.build:muon",
     AdamW8bit="titanlite.optim.build:adamw8bit",
-    Lion="titanlite.optim.build:lion",
-    SGD="titanlite.optim.build:sgd",
+    Lion="titanlite.optim.adamw:Lion",
+    SGD="titanlite.optim.adamw:SGD",
 )
 SCHEDULES = Registry(wsd="titanlite.optim.schedule:wsd_learning_rate")
 LOSSES = Registry(

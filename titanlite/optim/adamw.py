@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.config import schema
 from titanlite.optim.clip import local_shard
+from titanlite.optim.recipe import Groups, Recipe
 
 EAGER_CHUNK = 2**22  # elements per eager update, which keeps its temporaries below 200 MB
 UINT32_MASK = 0xFFFFFFFF
@@ -82,10 +82,8 @@ class AdamW(torch.optim.Optimizer):
 
     Args:
         groups: Parameter groups with `params`, `lr_factor` and `weight_decay`.
-        names: Name of each parameter, as in the whole model.
-        config: Section [optimizer] of the job.
-        state_dtype: Dtype of the moments.
-        compiled: Compile the update of each parameter into one kernel.
+        recipe: Options of the optimizer, the names of all parameters, and whether to compile the
+            update of each parameter into one kernel.
 
     Attributes:
         rule: Name of the update rule, which subclasses override.
@@ -95,27 +93,23 @@ class AdamW(torch.optim.Optimizer):
     rule: Literal["AdamW", "Lion", "SGD"] = "AdamW"
     moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
-    def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        names: Mapping[nn.Parameter, str],
-        config: schema.Optimizer,
-        state_dtype: torch.dtype,
-        compiled: bool,
-    ) -> None:
+    def __init__(self, groups: Groups, recipe: Recipe) -> None:
+        config = recipe.config
         beta1 = config.momentum if self.rule == "SGD" else config.beta1
         defaults = {"lr": config.lr, "betas": (beta1, config.beta2), "eps": config.eps}
         super().__init__(groups, defaults)
 
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter] = new_state(parameter, self.moments, state_dtype)
+                self.state[parameter] = new_state(parameter, self.moments, recipe.state_dtype)
 
         self._stochastic_rounding = config.stochastic_rounding
-        self._seeds = {parameter: _seed_shard(parameter, name) for parameter, name in names.items()}
-        self._compiled = compiled
+        self._seeds = {
+            parameter: _seed_shard(parameter, name) for parameter, name in recipe.names.items()
+        }
+        self._compiled = recipe.compiles_elementwise
         self._update: Callable[..., None] = _update_
-        if compiled:
+        if self._compiled:
             # The update is in place, so autotuning several kernels would first copy each large
             # tensor to the CPU and back.
             self._update = torch.compile(

@@ -6,8 +6,6 @@ layout of the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -17,49 +15,9 @@ from torch import Tensor, nn
 from titanlite.config import schema
 from titanlite.config.flavors import Architecture
 from titanlite.config.registry import OPTIMIZERS
-from titanlite.optim.adamw import SGD, AdamW, Lion, new_state
+from titanlite.optim.adamw import AdamW, new_state
 from titanlite.optim.muon import Muon
-
-Groups = Sequence[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Arguments of a function that builds an optimizer, in addition to the parameter groups.
-
-    Both built-in and plugin optimizers are built from the groups and a recipe.
-
-    Attributes:
-        config: Section [optimizer] of the job.
-        names: Name of each parameter in the whole model, such as "layers.3.attention.wq.weight".
-        compiled: Whether the job compiles the update.
-        ranks: Ranks that hold shards of the same parameters. None means all ranks.
-    """
-
-    config: schema.Optimizer
-    names: dict[nn.Parameter, str]
-    compiled: bool
-    ranks: dist.ProcessGroup | None
-
-    @property
-    def parameter_dtype(self) -> torch.dtype:
-        """Return the dtype in which parameters are stored."""
-        return next(iter(self.names)).dtype
-
-    @property
-    def state_dtype(self) -> torch.dtype:
-        """Return the dtype of the moments: `config.state_dtype`, or the dtype of the parameters."""
-        if self.config.state_dtype is None:
-            return self.parameter_dtype
-        return getattr(torch, self.config.state_dtype)
-
-    @property
-    def compiles_elementwise(self) -> bool:
-        """Return whether to compile an update that treats each element of a parameter separately.
-
-        On a GPU, such an update is always compiled, because an eager update launches 72 kernels.
-        """
-        return self.compiled or next(iter(self.names)).is_cuda
+from titanlite.optim.recipe import Groups, Recipe
 
 
 def build_optimizer(
@@ -201,7 +159,7 @@ def adamw(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
     config = recipe.config
     has_other_dtype = recipe.state_dtype != recipe.parameter_dtype
     if recipe.compiled or config.stochastic_rounding or has_other_dtype:
-        return _build_elementwise(AdamW, groups, recipe)
+        return AdamW(groups, recipe)
 
     return torch.optim.AdamW(
         groups,  # each with its weight decay
@@ -229,14 +187,7 @@ def muon(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
     if isinstance(others, torch.optim.AdamW):  # by default, it creates its state in the first step
         _create_state(others)
 
-    return Muon(
-        matrix_groups,
-        others,
-        recipe.config,
-        recipe.state_dtype,
-        recipe.ranks,
-        recipe.compiles_elementwise,
-    )
+    return Muon(matrix_groups, others, recipe)
 
 
 def _create_state(optimizer: torch.optim.AdamW) -> None:
@@ -266,20 +217,3 @@ def adamw8bit(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
 
     config = recipe.config
     return AdamW8bit(groups, config.lr, (config.beta1, config.beta2), config.eps)
-
-
-def lion(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
-    """Build Lion (https://arxiv.org/abs/2302.06675)."""
-    return _build_elementwise(Lion, groups, recipe)
-
-
-def sgd(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
-    """Build SGD with momentum."""
-    return _build_elementwise(SGD, groups, recipe)
-
-
-def _build_elementwise(kind: type[AdamW], groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
-    """Build an elementwise optimizer of class `kind`, such as Lion, from a recipe."""
-    return kind(
-        groups, recipe.names, recipe.config, recipe.state_dtype, recipe.compiles_elementwise
-    )

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titanlite.config import schema
 from titanlite.optim.adamw import shard_slices
 from titanlite.optim.clip import local_shard
+from titanlite.optim.recipe import Groups, Recipe
 
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # from the page linked above
 NEWTON_SCHULZ_ITERATIONS = 5
@@ -49,43 +49,36 @@ class Muon(torch.optim.Optimizer):
         groups: Parameter groups of the matrices, which must be DTensors.
         others: Optimizer of all other parameters. Its groups and state become part of this
             optimizer.
-        config: Section [optimizer] of the job.
-        state_dtype: Dtype of the momentum.
-        ranks: Ranks of the device mesh of the matrices, in mesh order. None means all ranks.
-        compiled: Compile the elementwise part of the update into two kernels.
+        recipe: Options of the optimizer, the dtype of the momentum, and whether to compile the
+            elementwise part of the update into two kernels. `recipe.ranks` are the ranks of the
+            device mesh of the matrices, in mesh order.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[dict[str, Any]],
-        others: torch.optim.Optimizer,
-        config: schema.Optimizer,
-        state_dtype: torch.dtype,
-        ranks: dist.ProcessGroup | None,
-        compiled: bool,
-    ) -> None:
-        super().__init__([*groups, *others.param_groups], {"lr": config.lr})
+    def __init__(self, groups: Groups, others: torch.optim.Optimizer, recipe: Recipe) -> None:
+        super().__init__([*groups, *others.param_groups], {"lr": recipe.config.lr})
         # Both optimizers share the groups and the state of the other parameters.
         self.state |= others.state
         others.state = self.state
         self._others = others
-        self._beta = config.momentum
-        self._ranks = ranks
+        self._beta = recipe.config.momentum
+        self._ranks = recipe.ranks
 
         self._group_of_matrix: dict[Any, dict[str, Any]] = {}
         for group in self.param_groups[: len(groups)]:  # the groups of the matrices
             for matrix in group["params"]:
                 self._group_of_matrix[matrix] = group
-                momentum_buffer = torch.zeros_like(matrix, dtype=state_dtype)
+                momentum_buffer = torch.zeros_like(matrix, dtype=recipe.state_dtype)
                 self.state[matrix]["momentum_buffer"] = momentum_buffer
 
         matrices = list(self._group_of_matrix)
         # With CPU offload, the shards are on the CPU, but the mesh and its collectives use the GPU.
         self._collective_device: str = matrices[0].device_mesh.device_type
-        self._rounds = _plan_rounds(matrices, dist.get_rank(ranks), dist.get_world_size(ranks))
+        rank = dist.get_rank(recipe.ranks)
+        num_ranks = dist.get_world_size(recipe.ranks)
+        self._rounds = _plan_rounds(matrices, rank, num_ranks)
         self._accumulate_momentum: Callable[..., Tensor] = _accumulate_momentum_
         self._apply_update: Callable[..., None] = _apply_update_
-        if compiled:
+        if recipe.compiles_elementwise:
             self._accumulate_momentum = torch.compile(_accumulate_momentum_, dynamic=True)
             self._apply_update = torch.compile(_apply_update_, dynamic=True)
 
