@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -332,7 +333,7 @@ class _RoundPlan:
         is_sender: For each of `matrices`, whether this rank sends its shard. If several ranks hold
             replicas of a shard, only the ranks in the replica of the owner send.
         owned: The matrices that this rank owns.
-        senders: The ranks that send this rank their shards of `owned`.
+        senders: The ranks in the replica of this rank, which send it their shards of `owned`.
         numel_of_received: Number of elements of each received shard, ordered by sender.
         numel_to_owners: Number of momentum elements that this rank sends to each rank.
         numel_from_ranks: Number of momentum elements that this rank receives from each rank.
@@ -401,45 +402,28 @@ def _plan_round(by_owner: list[list[DTensor]], this_rank: int) -> _RoundPlan:
         by_owner: The matrices of the round, indexed by owner.
         this_rank: Index of this rank in the flattened device mesh.
     """
-    num_ranks = len(by_owner)
+    ranks = range(len(by_owner))
     owned = by_owner[this_rank]
+    matrices = list(chain.from_iterable(by_owner))
 
-    # Count the elements that this rank sends to each owner and receives from each owner.
-    matrices: list[DTensor] = []
-    is_sender: list[bool] = []
-    numel_to_owners = [0] * num_ranks
-    numel_from_owners = [0] * num_ranks
-    for owner, owner_matrices in enumerate(by_owner):
-        for matrix in owner_matrices:
-            shard_numel = _shard_numel(matrix, this_rank)
-            same_replica = _replica_index(matrix, this_rank) == _replica_index(matrix, owner)
-            matrices.append(matrix)
-            is_sender.append(same_replica)
-            numel_from_owners[owner] += shard_numel
-            if same_replica:
-                numel_to_owners[owner] += shard_numel
+    # Momentum is sent only within a replica. All matrices have the same replicas.
+    replica_of_rank = [_replica_index(matrices[0], rank) for rank in ranks]
+    is_same_replica = [replica == replica_of_rank[this_rank] for replica in replica_of_rank]
+    senders = [rank for rank in ranks if is_same_replica[rank]]
+    is_sender = [is_same_replica[owner] for owner in ranks for _ in by_owner[owner]]
 
-    # As an owner, this rank receives momentum from one replica and sends results to all ranks.
-    senders: list[int] = []
-    numel_of_received: list[int] = []
-    numel_from_ranks = [0] * num_ranks
-    numel_to_ranks = [0] * num_ranks
-    for rank in range(num_ranks):
-        shard_numels = [_shard_numel(matrix, rank) for matrix in owned]
-        numel_to_ranks[rank] = sum(shard_numels)
-        if owned and _replica_index(owned[0], rank) == _replica_index(owned[0], this_rank):
-            senders.append(rank)
-            numel_of_received += shard_numels
-            numel_from_ranks[rank] = sum(shard_numels)
+    # Results are sent to the ranks of all replicas.
+    numel_from_owners = [_count_elements(by_owner[owner], this_rank) for owner in ranks]
+    numel_to_ranks = [_count_elements(owned, rank) for rank in ranks]
 
     return _RoundPlan(
         matrices=matrices,
         is_sender=is_sender,
         owned=owned,
         senders=senders,
-        numel_of_received=numel_of_received,
-        numel_to_owners=numel_to_owners,
-        numel_from_ranks=numel_from_ranks,
+        numel_of_received=[_shard_numel(matrix, rank) for rank in senders for matrix in owned],
+        numel_to_owners=[numel_from_owners[rank] if is_same_replica[rank] else 0 for rank in ranks],
+        numel_from_ranks=[numel_to_ranks[rank] if is_same_replica[rank] else 0 for rank in ranks],
         numel_to_ranks=numel_to_ranks,
         numel_from_owners=numel_from_owners,
     )
@@ -454,6 +438,11 @@ def _iteration_flops(matrix: Tensor) -> int:
 def _shard_numel(matrix: DTensor, rank: int) -> int:
     """Return the number of elements of `matrix` that a rank holds."""
     return math.prod(part.stop - part.start for part in shard_slices(matrix, rank))
+
+
+def _count_elements(matrices: Sequence[DTensor], rank: int) -> int:
+    """Return the number of elements of several matrices that a rank holds."""
+    return sum(_shard_numel(matrix, rank) for matrix in matrices)
 
 
 def _replica_index(matrix: DTensor, rank: int) -> list[int]:
