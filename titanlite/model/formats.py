@@ -191,18 +191,25 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
     """
     parsed = _parse_hf_config(config)
     family = type(parsed)  # the class of the model family, such as `_Qwen3`
-    rope_fields = _read_rope(parsed)
 
-    fields: dict[str, Any] = {}
-    for name in _keys_by_field(family):
-        value = getattr(parsed, name)
-        # A null in the file, for example for no sliding window, is a 0 in `Architecture`.
-        fields[name] = 0 if value is None else value
+    fields = _import_fields(parsed) | _read_rope(parsed)
     fields["n_kv_heads"] = parsed.n_kv_heads or parsed.n_heads
-
     # The file lacks options that all models of a family share, such as the biases of Qwen 2.
     fields |= family.switches
-    return family.architecture(**fields, **rope_fields)
+    return family.architecture(**fields)
+
+
+def _import_fields(model: FileModel) -> dict[str, Any]:
+    """Convert keys and values of a config.json to fields of an architecture.
+
+    This is the inverse of `_export_fields`. A null in the file, for example for no sliding window,
+    is a 0 in `Architecture`.
+    """
+    fields: dict[str, Any] = {}
+    for name in _keys_by_field(type(model)):
+        value = getattr(model, name)
+        fields[name] = 0 if value is None else value
+    return fields
 
 
 def _parse_hf_config(config: dict[str, Any]) -> HFConfig:
@@ -347,28 +354,17 @@ def _rope_fields(table: _AnyRope, config: HFConfig) -> dict[str, Any]:
     if isinstance(table, _DefaultRope) or table.rope_scaling_factor == 1.0:
         return {"rope_theta": rope_theta}  # without scaling, all other settings have no effect
 
-    fields = {
-        "rope_theta": rope_theta,
-        "rope_scaling": table.rope_type,
-        "rope_scaling_factor": table.rope_scaling_factor,
-        "rope_original_max_seq_len": table.rope_original_max_seq_len or config.max_seq_len,
-    }
-    if isinstance(table, _YarnRope):
-        return fields | {
-            "rope_beta_fast": table.rope_beta_fast,
-            "rope_beta_slow": table.rope_beta_slow,
-            "rope_attention_factor": table.rope_attention_factor or 0.0,  # 0 means the default
-        }
-
     # Llama 3.1 interpolates between the two factors, so they must differ.
-    if table.rope_high_freq_factor <= table.rope_low_freq_factor:
+    is_llama3 = isinstance(table, _Llama3Rope)
+    if is_llama3 and table.rope_high_freq_factor <= table.rope_low_freq_factor:
         raise UserError(
             "config.json: rope_scaling: high_freq_factor must be greater than low_freq_factor."
         )
-    return fields | {
-        "rope_low_freq_factor": table.rope_low_freq_factor,
-        "rope_high_freq_factor": table.rope_high_freq_factor,
-    }
+    fields = _import_fields(table)
+    fields["rope_theta"] = rope_theta
+    fields["rope_scaling"] = table.rope_type
+    fields["rope_original_max_seq_len"] = table.rope_original_max_seq_len or config.max_seq_len
+    return fields
 
 
 def _parse_rope_table(table: Any) -> _AnyRope | None:
@@ -598,18 +594,15 @@ class _Olmo3(_Olmo2):
         """
         if not tables:
             return tables
-        error = ValueError(
+        if isinstance(tables, dict) and tables.keys() == {"full_attention", "sliding_attention"}:
+            full_attention = tables["full_attention"]  # validated later by `_parse_rope_table`
+            theta = full_attention.get("rope_theta") if isinstance(full_attention, dict) else None
+            if tables["sliding_attention"] == {"rope_type": "default", "rope_theta": theta}:
+                return full_attention
+        raise ValueError(
             "must have the tables full_attention and sliding_attention with the same "
             "rope_theta, the latter without scaling"
         )
-        if not isinstance(tables, dict) or tables.keys() != {"full_attention", "sliding_attention"}:
-            raise error
-
-        full_attention = tables["full_attention"]  # validated later by `_parse_rope_table`
-        theta = full_attention.get("rope_theta") if isinstance(full_attention, dict) else None
-        if tables["sliding_attention"] != {"rope_type": "default", "rope_theta": theta}:
-            raise error
-        return full_attention
 
     @classmethod
     def can_represent(cls, arch: Architecture) -> bool:
