@@ -222,6 +222,13 @@ def new_state(
     return state
 
 
+def create_adamw_state(optimizer: torch.optim.AdamW) -> None:
+    """Create the state of all parameters, which torch would otherwise create in the first step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = new_state(parameter, AdamW.moments)
+
+
 def shard_slices(tensor: DTensor, rank: int | None = None) -> tuple[slice, ...]:
     """Return the part of the whole tensor that a rank holds, as one slice per dimension.
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from titanlite.config import schema
 from titanlite.config.flavors import Architecture
 from titanlite.config.registry import OPTIMIZERS
-from titanlite.optim.adamw import AdamW, new_state
+from titanlite.optim.adamw import AdamW, create_adamw_state
 from titanlite.optim.muon import Muon
 from titanlite.optim.recipe import Groups, Recipe
 
@@ -184,21 +184,12 @@ def muon(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
     other_parameters = recipe.names.keys() - block_matrices
     matrix_groups = _select_parameters(groups, block_matrices)
     others = adamw(_select_parameters(groups, other_parameters), recipe)
-    if isinstance(others, torch.optim.AdamW):  # by default, it creates its state in the first step
-        _create_state(others)
+    if isinstance(others, torch.optim.AdamW):
+        # By default, it creates its state in the first step. Loading a checkpoint creates missing
+        # state only in an optimizer without any, but Muon, which takes over this state, has some.
+        create_adamw_state(others)
 
     return Muon(matrix_groups, others, recipe)
-
-
-def _create_state(optimizer: torch.optim.AdamW) -> None:
-    """Create the state of all parameters of AdamW, so that a checkpoint can be loaded into it.
-
-    Loading a checkpoint creates missing state only in an optimizer without any state. Muon, which
-    takes over the state of this optimizer, always has some.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = new_state(parameter, AdamW.moments)
 
 
 def _select_parameters(groups: Groups, selected: set[nn.Parameter]) -> list[dict[str, Any]]:

@@ -28,9 +28,9 @@ from titanlite.model.attention import compile_once
 from titanlite.model.llama import soft_cap
 from titanlite.model.microbatch import IGNORE_INDEX
 
-VOCAB_BLOCK = {"cpu": 2048, "cuda": 2**20}
-"""Number of classes that are converted between fp32 and a lower precision at once, by device type.
-A block fits into the cache of a CPU. A GPU converts all classes with one kernel."""
+VOCAB_BLOCK = 2048
+"""Number of classes that a CPU converts between fp32 and a lower precision at once, so that a block
+fits into its cache. A GPU converts all classes with one kernel."""
 TOKENS_OF_FULL_CHUNKS = 4 * 4096
 """Smallest number of tokens in a microbatch at which chunks reach their maximum size; see
 `tokens_per_chunk`."""
@@ -467,16 +467,15 @@ def fp32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     if hidden.dtype == torch.float32:
         return hidden @ weight.T
 
-    logits = torch.empty(len(hidden), len(weight), device=hidden.device)
+    logits = torch.empty(len(hidden), len(weight), dtype=torch.float32, device=hidden.device)
     if hidden.is_cuda:
         # With out_dtype, the kernel returns its fp32 sums unrounded.
         return torch.mm(hidden, weight.T, out_dtype=torch.float32, out=logits)
 
     # A CPU has no such kernel. Compute the logits of some classes at a time, so that only these
     # exist in bfloat16.
-    block_size = VOCAB_BLOCK["cpu"]
-    logits_blocks = logits.split(block_size, dim=1)
-    weight_blocks = weight.split(block_size)
+    logits_blocks = logits.split(VOCAB_BLOCK, dim=1)
+    weight_blocks = weight.split(VOCAB_BLOCK)
     for logits_block, weight_block in zip(logits_blocks, weight_blocks, strict=True):
         logits_block.copy_(hidden @ weight_block.T)
     return logits
@@ -502,10 +501,9 @@ def _backpropagate(
 def _convert_logits_grad(logits_grad: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert the logits gradient, shape (n, V), to `dtype`, in place if a copy would be large."""
     num_tokens, num_classes = logits_grad.shape
-    classes_per_block = VOCAB_BLOCK[logits_grad.device.type]
-    if logits_grad.dtype == dtype or num_classes <= classes_per_block:
+    if logits_grad.dtype == dtype or logits_grad.is_cuda or num_classes <= VOCAB_BLOCK:
         return logits_grad.to(dtype)
-    return _convert_in_place(logits_grad, dtype, num_tokens * classes_per_block)
+    return _convert_in_place(logits_grad, dtype, num_tokens * VOCAB_BLOCK)
 
 
 def _add_weight_grad(
@@ -546,9 +544,8 @@ def _add_rounded_weight_grad(
     See `_add_weight_grad` for the arguments.
     """
     # Compute some rows at a time, so that only these rows exist in bfloat16.
-    block_size = VOCAB_BLOCK[hidden.device.type]
-    weight_blocks = weight_grad.split(block_size)
-    logits_blocks = logits_grad.split(block_size, dim=1)
+    weight_blocks = weight_grad.split(VOCAB_BLOCK)
+    logits_blocks = logits_grad.split(VOCAB_BLOCK, dim=1)
     for weight_block, logits_block in zip(weight_blocks, logits_blocks, strict=True):
         product = logits_block.T @ hidden
         if is_first:

@@ -184,12 +184,13 @@ def _checkpoint_block(
         create_contexts: Argument `context_fn` of `torch.utils.checkpoint.checkpoint`, which decides
             which operators are recomputed.
     """
-    recompute = partial(
-        checkpoint,
+    forward = block.forward
+    preserve_rng_state = draws_random_numbers(type(model))
+    # Not a `partial`, because the compiler does not trace into functions that are defined in torch.
+    block.forward = lambda *inputs: checkpoint(
+        forward,
+        *inputs,
         use_reentrant=False,
-        preserve_rng_state=draws_random_numbers(type(model)),
+        preserve_rng_state=preserve_rng_state,
         context_fn=create_contexts,
     )
-    forward = block.forward
-    # Not a `partial`: the compiler skips functions that are defined in torch.
-    block.forward = lambda *inputs: recompute(forward, *inputs)

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from titanlite.config.registry import LOSSES
 from titanlite.config.run import Run
 from titanlite.model.llama import Llama, TransformerBlock
-from titanlite.optim.adamw import AdamW, new_state
+from titanlite.optim.adamw import create_adamw_state
 
 ModuleGroups = list[list[nn.Module]]
 """FSDP groups: lists of modules whose parameters are gathered and freed together."""
@@ -295,10 +295,9 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
     # Compare the exact type, because a subclass in a plugin may have other state.
     if type(optimizer) is not torch.optim.AdamW or optimizer.state:
         return
-    for group in optimizer.param_groups:
-        if group["fused"] and not group["amsgrad"]:  # AMSGrad has a third moment
-            for parameter in group["params"]:
-                optimizer.state[parameter] = new_state(parameter, AdamW.moments)
+    # AMSGrad has a third moment.
+    if all(group["fused"] and not group["amsgrad"] for group in optimizer.param_groups):
+        create_adamw_state(optimizer)
 
 
 def find_unneeded_matmul(block: nn.Module) -> int | None:

@@ -86,6 +86,8 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     stage_group = _create_group(rank_grid, REPLICATE, SHARD, CONTEXT, TENSOR)
     groups = [_get_world_group(), *shard_mesh.get_all_groups(), data_group, loss_group, stage_group]
 
+    # For HSDP, parameters are sharded along one dimension and replicated along the other.
+    fsdp_dims = ("dp_replicate", "dp_shard") if degrees.replicate > 1 else ("dp_shard",)
     context_mesh = None
     if degrees.context > 1:  # `shard_mesh` has no dimension for context parallelism
         context_group = _create_group(rank_grid, CONTEXT)
@@ -94,7 +96,7 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
 
     return Mesh(
         degrees,
-        fsdp=_select_fsdp_dims(shard_mesh),
+        fsdp=shard_mesh[fsdp_dims],
         tensor=shard_mesh["tp"] if degrees.tensor > 1 else None,
         context=context_mesh,
         pipeline=shard_mesh["pp"] if degrees.pipeline > 1 else None,
@@ -121,14 +123,6 @@ def _build_shard_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
     }
     used = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
     return init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
-
-
-def _select_fsdp_dims(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the submesh for FSDP: "dp_shard", preceded by "dp_replicate" if the mesh has it."""
-    all_dims = mesh.mesh_dim_names
-    assert all_dims is not None
-    fsdp_dims = tuple(dim for dim in all_dims if dim.startswith("dp_"))
-    return mesh if fsdp_dims == all_dims else mesh[fsdp_dims]
 
 
 def _find_data_rank(rank_grid: torch.Tensor) -> int:

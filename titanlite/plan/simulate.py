@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlite.model import attention
-from titanlite.optim import losses
 from titanlite.parallel import activation_checkpoint, forward_backward
 from titanlite.plan.override import override
 
@@ -202,7 +201,6 @@ def simulate_gpu() -> Iterator[None]:
     with (
         override(Tensor, is_cuda=property(lambda _: True)),  # selects the branches for a GPU
         override(F, scaled_dot_product_attention=_cudnn_attention, rms_norm=_rms_norm),
-        override(losses, VOCAB_BLOCK={"cpu": losses.VOCAB_BLOCK["cuda"]}),
         override(attention, flex_function=lambda _: _flex_attention),
         override(forward_backward, flex_mask=_small_mask),
         override(activation_checkpoint, ALWAYS_SAVED=saved_ops),
