@@ -131,7 +131,7 @@ def train(job: JobConfig, documents: bool) -> dict[str, Any]:
     mesh = build_mesh(run.degrees, "cpu")
     batch = global_batch(job, run.arch.vocab_size, documents)
     local = job.training.local_batch_size
-    of_rank = slice(mesh.data_rank, None, mesh.data_degree)
+    of_rank = slice(mesh.data_rank, None, mesh.degrees.data)
     mine = {name: values[of_rank] for name, values in batch.items()}
 
     microbatches = []

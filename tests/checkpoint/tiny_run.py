@@ -125,7 +125,7 @@ class TinyRun:
             generator = torch.Generator().manual_seed(1000 + self.step)
             shape = (BATCH_SIZE, SEQ_LEN + 1)
             batch = torch.randint(VOCAB_SIZE, shape, generator=generator).to(self.device)
-            sequences = batch[self.mesh.data_rank :: self.mesh.data_degree]
+            sequences = batch[self.mesh.data_rank :: self.mesh.degrees.data]
             inputs = sequences[:, :-1]
             labels = sequences[:, 1:]
             microbatches = [Microbatch(inputs, labels)]

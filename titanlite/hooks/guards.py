@@ -140,7 +140,7 @@ class NonFiniteGuard(Hook):
         # All ranks skip the same steps, but the non-finite loss or gradient may be on only one
         # rank, so gather the reports of all ranks.
         if skipped_steps:
-            reports_by_rank = gathered(skipped_steps, self._trainer.mesh.world_group)
+            reports_by_rank = gathered(skipped_steps)
             # Regroup the reports by step.
             for reports_of_step in zip(*reports_by_rank, strict=True):
                 self._unlogged.append(self._describe(reports_of_step))
@@ -231,7 +231,7 @@ class NonFiniteGuard(Hook):
         """
         # Data-parallel ranks take turns. For example, rank 3 of 4 trains on sequences 3, 7, 11, ...
         batch_size = self._trainer.run.batch_size(report.step - 1)
-        sequences = range(report.data_rank, batch_size, self._trainer.mesh.data_degree)
+        sequences = range(report.data_rank, batch_size, self._trainer.mesh.degrees.data)
         listed = [str(sequence) for sequence in sequences[:MAX_REPORTED_SEQUENCES]]
         if len(sequences) > MAX_REPORTED_SEQUENCES:
             listed.append("...")
@@ -568,7 +568,7 @@ class ReplicaGuard(Hook):
         if step % self._interval != 0 or not self._replicated:
             return
 
-        checksums_by_rank = gathered(self._compute_checksums(), self._trainer.mesh.world_group)
+        checksums_by_rank = gathered(self._compute_checksums())
         for shard, checksum_of_rank in _group_by_shard(checksums_by_rank).items():
             suspects = _differing_ranks(checksum_of_rank)
             if suspects:

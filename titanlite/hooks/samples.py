@@ -124,7 +124,7 @@ class Samples(Hook):
             all_logits[microbatch, indices] = logits
 
         process_logits(self._trainer, microbatches, store)
-        dist.all_reduce(all_logits, op=dist.ReduceOp.MAX, group=self._trainer.mesh.world_group)
+        dist.all_reduce(all_logits, op=dist.ReduceOp.MAX)
         # The last microbatch may be padded with empty sequences.
         return all_logits.flatten(0, 1)[: len(sequences)].cpu()
 

@@ -97,9 +97,7 @@ class Stragglers(Hook):
             self._log_stragglers(step)
 
         times = torch.tensor(self._measure_times(), device=self._device)
-        self._all_gather = dist.all_gather(
-            list(self._times_of_ranks), times, self._trainer.mesh.world_group, async_op=True
-        )
+        self._all_gather = dist.all_gather(list(self._times_of_ranks), times, async_op=True)
         return {}
 
     def _measure_times(self) -> list[float]:

@@ -229,6 +229,18 @@ def create_adamw_state(optimizer: torch.optim.AdamW) -> None:
             optimizer.state[parameter] = new_state(parameter, AdamW.moments)
 
 
+def wrap_shard(shard: Tensor, like: DTensor) -> DTensor:
+    """Create a DTensor with the shape and layout of `like` from this rank's shard."""
+    return DTensor.from_local(
+        shard,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
 def shard_slices(tensor: DTensor, rank: int | None = None) -> tuple[slice, ...]:
     """Return the part of the whole tensor that a rank holds, as one slice per dimension.
 

@@ -14,6 +14,8 @@ import torchao.optim
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titanlite.optim.adamw import wrap_shard
+
 MIN_ELEMENTS = 4096  # torchao keeps smaller moments in fp32
 BLOCK_SIZE = 256  # elements that share a quantization scale
 
@@ -49,14 +51,7 @@ class AdamW8bit(torchao.optim.AdamW8bit):
         # Create this rank's shard in 8 bits, and make it the shard of a whole moment.
         assert isinstance(p, DTensor)
         local_zeros = self._subclass_zeros(p.to_local(), signed, BLOCK_SIZE)
-        return DTensor.from_local(
-            local_zeros,
-            p.device_mesh,
-            p.placements,
-            run_check=False,
-            shape=p.shape,
-            stride=p.stride(),
-        )
+        return wrap_shard(local_zeros, p)
 
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient.

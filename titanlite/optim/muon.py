@@ -90,12 +90,9 @@ class Muon(torch.optim.Optimizer):
         To skip the step on the device, set the attribute `found_inf` to a scalar tensor of 1.
         Parameters and state then keep their values.
         """
-        # If the caller has not set `found_inf`, never skip.
-        skip = getattr(self, "found_inf", None)
-        if skip is None:
-            skip = torch.zeros((), device=next(iter(self._group_of_matrix)).device)
-        else:
-            self._others.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
+        matrix = next(iter(self._group_of_matrix))
+        skip = getattr(self, "found_inf", torch.zeros((), device=matrix.device))
+        self._others.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
 
         # Update the other parameters while the momentum of the first round is gathered.
         first_gather = self._start_round(self._rounds[0], skip)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -341,15 +341,10 @@ def _allgather_fp8_as_bytes(operator: Callable[..., torch.Tensor], *args: Any) -
     """
     from torchao.float8.float8_ops import allgather_fp8
 
-    # `allgather_fp8` calls its first argument to gather the FP8 values.
-    return allgather_fp8(partial(_gather_bytes, operator), *args)
+    def gather_bytes(data: torch.Tensor, *args: Any) -> torch.Tensor:
+        return operator(data.view(torch.uint8), *args).view(data.dtype)
 
-
-def _gather_bytes(
-    operator: Callable[..., torch.Tensor], data: torch.Tensor, *args: Any
-) -> torch.Tensor:
-    """Apply an all-gather operator to the bytes of a tensor, and restore its dtype."""
-    return operator(data.view(torch.uint8), *args).view(data.dtype)
+    return allgather_fp8(gather_bytes, *args)  # calls `gather_bytes` to gather the FP8 values
 
 
 def precompute_scales(model: nn.Module, config: schema.Float8) -> None:

@@ -293,10 +293,6 @@ class PipelineForwardBackward(ForwardBackward):
         """
         inputs = local_inputs(microbatches, self._mesh, self._arch, self._job.model)
         head = LossHead(inputs.labels, NormalizedLoss(loss_fn, global_tokens))
-        model_options = {"head": head, **inputs.attention}
-        if "positions" not in model_options:
-            # A later stage cannot derive positions from its input, which may be sharded along T.
-            model_options["positions"] = _default_positions(inputs.tokens)
         # Only the first stage has the embedding. All others get hidden states from other ranks.
         stage_inputs = [] if self._model.tok_embeddings is None else [inputs.tokens]
 
@@ -306,7 +302,8 @@ class PipelineForwardBackward(ForwardBackward):
         losses: list[Tensor] = []
         run_schedule(
             *stage_inputs,
-            **model_options,
+            head=head,
+            **inputs.attention,
             target=inputs.labels,
             losses=losses,
             return_outputs=False,
@@ -373,6 +370,10 @@ def local_inputs(
         model: Section [model] of the job, which determines the kind of attention mask.
     """
     batch = _join(microbatches)
+    if batch.positions is None and (mesh.context is not None or mesh.pipeline is not None):
+        # The model cannot derive positions from chunks of a sequence, nor a later pipeline stage
+        # from its input, which may be sharded along T.
+        batch = replace(batch, positions=_default_positions(batch.input_ids))
 
     def build_mask(window: int) -> Mask | None:
         if model.uses_document_bounds:  # variable-length attention needs no other mask
@@ -405,13 +406,11 @@ def _join(microbatches: Sequence[Microbatch]) -> Microbatch:
 
 def _select_local_chunks(batch: Microbatch, mesh: DeviceMesh) -> Microbatch:
     """Select the tokens, labels and positions that this context parallel rank holds."""
-    positions = batch.positions
-    if positions is None:
-        positions = _default_positions(batch.input_ids)
+    assert batch.positions is not None
     return Microbatch(
         input_ids=local_chunks(batch.input_ids, mesh),
         labels=local_chunks(batch.labels, mesh),
-        positions=local_chunks(positions, mesh),
+        positions=local_chunks(batch.positions, mesh),
     )
 
 

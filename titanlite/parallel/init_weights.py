@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titanlite.model.llama import Llama
-from titanlite.optim.adamw import shard_slices
+from titanlite.optim.adamw import shard_slices, wrap_shard
 
 
 def keep_shard(parameter: Tensor, full: Tensor) -> None:
@@ -28,15 +28,7 @@ def keep_shard(parameter: Tensor, full: Tensor) -> None:
 
     # Only a DTensor with the same layout can be copied into a DTensor without communication.
     shard = full[shard_slices(parameter)].to(parameter.dtype)
-    local = DTensor.from_local(
-        shard.contiguous(),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=full.shape,
-        stride=full.stride(),
-    )
-    parameter.copy_(local)
+    parameter.copy_(wrap_shard(shard.contiguous(), parameter))
 
 
 def materialize(model: Llama, device: torch.device, seed: int, offload: bool) -> None:

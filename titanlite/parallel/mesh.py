@@ -33,7 +33,7 @@ class Mesh:
         context: 1-D mesh of the context parallel ranks, or None if the degree is 1.
         pipeline: 1-D mesh of the pipeline ranks, or None if the degree is 1.
         data_rank: Index of the part of each global batch that this rank reads, from 0 to
-            `data_degree` - 1.
+            `degrees.data` - 1.
         data_group: Ranks that read different data and have the same coordinates in all other
             dimensions.
         loss_group: Ranks whose parts of the loss add up to the whole loss: all ranks with the same
@@ -55,16 +55,6 @@ class Mesh:
     stage_group: dist.ProcessGroup
     groups: tuple[dist.ProcessGroup, ...]
 
-    @property
-    def world_group(self) -> dist.ProcessGroup:
-        """Return the process group of all ranks."""
-        return _get_world_group()
-
-    @property
-    def data_degree(self) -> int:
-        """Return the number of parts into which the ranks divide each global batch."""
-        return self.degrees.data
-
 
 def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     """Create the device meshes and process groups of a parallel layout; see `Mesh`.
@@ -84,7 +74,7 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     data_group = _create_group(rank_grid, REPLICATE, SHARD)
     loss_group = _create_group(rank_grid, PIPELINE, REPLICATE, SHARD, CONTEXT)
     stage_group = _create_group(rank_grid, REPLICATE, SHARD, CONTEXT, TENSOR)
-    groups = [_get_world_group(), *shard_mesh.get_all_groups(), data_group, loss_group, stage_group]
+    groups = [get_world_group(), *shard_mesh.get_all_groups(), data_group, loss_group, stage_group]
 
     # For HSDP, parameters are sharded along one dimension and replicated along the other.
     fsdp_dims = ("dp_replicate", "dp_shard") if degrees.replicate > 1 else ("dp_shard",)
@@ -153,13 +143,14 @@ def _create_group(rank_grid: torch.Tensor, *dims: int) -> dist.ProcessGroup:
     group_size = math.prod(rank_grid.shape[dim] for dim in dims)
     ranks_by_group = rank_grid.permute(*fixed_dims, *dims).reshape(-1, group_size)
     if len(ranks_by_group) == 1:
-        return _get_world_group()  # torch has already created the group of all ranks
+        return get_world_group()  # torch has already created the group of all ranks
 
     group, _ = dist.new_subgroups_by_enumeration(ranks_by_group.tolist())
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
-def _get_world_group() -> dist.ProcessGroup:
+def get_world_group() -> dist.ProcessGroup:
+    """Return the process group of all ranks."""
     assert dist.group.WORLD is not None
     return dist.group.WORLD

@@ -26,7 +26,7 @@ from titanlite.hooks.hook import Hook
 from titanlite.model.llama import Llama
 from titanlite.optim.clip import StepSums, local_shard
 from titanlite.parallel.forward_backward import PipelineForwardBackward
-from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.mesh import Mesh, get_world_group
 from titanlite.parallel.parallelize import ShardedModel
 from titanlite.plan.allocator import NEVER_FREED, CachingAllocator
 from titanlite.plan.counter import (
@@ -232,7 +232,7 @@ def _describe_groups(mesh: Mesh) -> dict[str, Group]:
     groups = {
         "stage": mesh.stage_group,
         "loss": mesh.loss_group,
-        "world": mesh.world_group,
+        "world": get_world_group(),
         "data": mesh.data_group,
     }
     submeshes = {"pipeline": mesh.pipeline, "context": mesh.context, "tensor": mesh.tensor}

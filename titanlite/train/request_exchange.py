@@ -8,7 +8,6 @@ from collections import deque
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.hooks.hook import Request
@@ -42,15 +41,13 @@ class RequestExchange:
         delay: Number of steps between submitting and receiving a request: 0 on a CPU, 1 on a GPU.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Prepare to exchange requests between the ranks of a process group.
+    def __init__(self, device: torch.device) -> None:
+        """Prepare to exchange requests between all ranks.
 
         Args:
-            group: Process group of all ranks.
             device: Device of this rank. On a GPU, requests are received one step later.
         """
         self.delay = REQUEST_DELAY[device.type]
-        self._group = group
         self._queue = deque[_QueuedRequest]()
 
     def submit(self, request: Request, num_requests: Tensor | None = None) -> None:
@@ -83,12 +80,12 @@ class RequestExchange:
         the step before the newest one, so the GPU has work during the wait.
         """
         queued = self._queue.popleft()
-        if queued.copied is not None and not queued.copied.query():
+        if queued.copied is not None:
             queued.copied.synchronize()
         if queued.count is not None and queued.count.item() == 0:
             return Request()
 
-        requests = gathered(queued.request, self._group)
+        requests = gathered(queued.request)
         return functools.reduce(operator.or_, requests)
 
 

@@ -293,7 +293,7 @@ class Trainer:
             Why the loop ended, and the actions requested after the last step, which are not taken
             yet.
         """
-        exchange = RequestExchange(self.mesh.world_group, self.device)
+        exchange = RequestExchange(self.device)
         end = self._find_end_before_first_step(exchange)
         if exchange.delay == 1:  # on a GPU, each request is submitted one step early
             exchange.submit(self._collect_request(self.steps_done + 1))
@@ -651,7 +651,7 @@ class Trainer:
 
         All ranks must call this together.
         """
-        data_errors = gathered(self._wait_for_data(self.steps_done + 1), self.mesh.world_group)
+        data_errors = gathered(self._wait_for_data(self.steps_done + 1))
         return next((error for error in data_errors if error is not None), None)
 
     def _reduce_losses(self, loss: Tensor, local_tokens: int) -> Tensor:
@@ -690,7 +690,7 @@ class Trainer:
             Losses and numbers of tokens, shape (2, number of data-parallel ranks), float64, on the
             device.
         """
-        sums = torch.zeros(2, self.mesh.data_degree, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(2, self.mesh.degrees.data, dtype=torch.float64, device=self.device)
         sums[0, self.mesh.data_rank] = loss
         # Divide the tokens among the ranks that share them, so that the sum counts them once.
         num_sharing_ranks = self.mesh.degrees.context * self.mesh.degrees.pipeline
