@@ -45,7 +45,7 @@ class LiveRun(Hook):
     def _render(self) -> Text:
         """Return the text to show: the status of the run and the received stop signal, if any."""
         text = read_status(self._trainer.run.dump_folder).to_text()
-        number = self._trainer.stop_signal
+        number = self._trainer.stop_signals.stop_signal
         if number:
             text.append(f"\n{describe_stop(number)}")
         return text

@@ -80,7 +80,7 @@ def lock_folders(run: Run, log: Callable[[str], None], resources: ExitStack) -> 
     return run_id
 
 
-class Records:
+class Records(Hook):
     """Writes the log, the metrics and environment.json of a run. Only rank 0 writes files."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -98,7 +98,7 @@ class Records:
             path = (folder / LOG_FILE).absolute()
             Path(error_folder, LOG_FILE).write_text(str(path), encoding="utf-8")
 
-    def start(self, step: int) -> None:
+    def started(self, step: int) -> None:
         """Prepare the output files for a run that starts or resumes, and log the start.
 
         If the run resumes, append to the existing files and log how the environment has changed
@@ -161,11 +161,11 @@ class Records:
                 text = "\n".join([f"{text}; changed since the previous start:", *new_changes])
         return Event(text, "start", step, details)
 
-    def stats(self) -> dict[str, Any]:
+    def numbers(self, step: int) -> dict[str, Any]:
         """Return the metric `failed_writes`: the number of failed writes of metrics and logs."""
         return {"failed_writes": self._failed.total() + failed_writes()}
 
-    def log_step(self, entry: LoggedStep) -> None:
+    def logged(self, entry: LoggedStep) -> None:
         """Send the metrics of a step to all metrics loggers and log a line with the main ones."""
         self._call_loggers(lambda metrics_logger: metrics_logger.logged(entry))
         total_steps = str(self._trainer.run.job.training.steps)
@@ -183,11 +183,11 @@ class Records:
         # Log the line last. When a reader sees it, the step is already in all files.
         self._trainer.log("  ".join(parts))
 
-    def log_validation(self, step: int, score: Mapping[str, float]) -> None:
+    def validated(self, step: int, score: Mapping[str, float]) -> None:
         """Send the validation score of the weights after `step` to all metrics loggers."""
         self._call_loggers(lambda metrics_logger: metrics_logger.validated(step, score))
 
-    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def sampled(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Send the texts that the model generated after `step` to all metrics loggers."""
         self._call_loggers(lambda metrics_logger: metrics_logger.sampled(step, samples))
 

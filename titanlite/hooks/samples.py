@@ -62,8 +62,6 @@ class Samples(Hook):
         with self._trainer.evaluation_mode():
             completions = self.complete()
         samples = [asdict(completion) for completion in completions]
-        if self._trainer.records is not None:
-            self._trainer.records.log_samples(step, samples)
         for hook in self._trainer.hooks:
             hook.sampled(step, samples)
         for completion in completions:

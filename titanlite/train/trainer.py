@@ -72,9 +72,8 @@ class Trainer:
         loader: Training data.
         checkpointer: Saves and loads checkpoints. None if the run has no checkpoints.
         validator: Computes the validation loss. None if the run has no validation.
-        records: Writes the metrics and the log. None without the standard hooks.
-        hooks: Guards, optional parts of the run, and plugin hooks, in the order in which the
-            trainer calls them.
+        hooks: Records, guards, optional parts of the run, and plugin hooks, in the order in which
+            the trainer calls them.
     """
 
     def __init__(
@@ -102,8 +101,7 @@ class Trainer:
         self.resumed = False
         self.run_id = ""
         self.hang_report: HangReport | None = None
-        self.stop_signals: StopSignals | None = None
-        self.records: Records | None = None
+        self.stop_signals = StopSignals()
         self.checkpointer: Checkpointer | None = None
         self.validator: Validator | None = None
         self._resources = ExitStack()  # closed in reverse order by `close`
@@ -142,8 +140,6 @@ class Trainer:
         self.mesh = build_mesh(run.degrees, device.type)
         self.hosts = gathered(socket.gethostname())
 
-        if standard:
-            self._open_outputs()
         self.hooks = self._create_hooks(extra_hooks, standard)
         self.tokenizer = load_tokenizer(run.tokenizer_path, run.job)
         self._create_loader()
@@ -169,24 +165,20 @@ class Trainer:
 
         self.loader.start()  # again, because the checkpoint may have changed the data position
         self.meter.start(self.steps_done)
-        if self.records is not None:
-            self._resources.callback(self.records.close)
-            self.records.start(self.steps_done)
         for hook in self.hooks:
             hook.started(self.steps_done)
 
-    def _open_outputs(self) -> None:
-        """Lock the output folder, open the log files, and create the hang report and stop signals.
+    def _open_outputs(self) -> list[Hook]:
+        """Lock the output folder, open the log files, and create the hang report and the records.
 
         All ranks must call this together, because they communicate to lock the output folder.
         """
         setup_logging(self.rank, None)
         self.hang_report = HangReport(self)  # first, so that it covers the rest of the build
-        self._resources.callback(self.hang_report.close)
+        self._resources.callback(self.hang_report.close)  # also if the lock fails
         # Lock the output folder before the records write to it.
         self.run_id = lock_folders(self.run, self.log, self._locks)
-        self.records = Records(self)
-        self.stop_signals = StopSignals()
+        return [self.hang_report, Records(self)]
 
     def _create_hooks(self, extra_hooks: Sequence[Hook], standard: bool) -> list[Hook]:
         """Create all hooks of the run, in the order in which the trainer calls them.
@@ -195,17 +187,16 @@ class Trainer:
             extra_hooks: Hooks of the caller, which follow the standard hooks.
             standard: Whether to create the standard hooks.
         """
-        hooks = standard_hooks(self.run) if standard else []
+        hooks: list[Hook] = []
+        if standard:
+            # The hang report covers the other hooks, which use the files of the records.
+            hooks = [*self._open_outputs(), *standard_hooks(self.run)]
         hooks.extend(extra_hooks)
 
         check_hook_names(hooks)
         # Resources close in reverse order, so hooks are closed before the files that they use.
         for hook in hooks:
             self._resources.callback(hook.close)
-        # The hang report precedes the other hooks, so that it covers them. Its `close` has already
-        # been registered.
-        if self.hang_report is not None:
-            hooks.insert(0, self.hang_report)
         return hooks
 
     def _create_loader(self) -> None:
@@ -219,7 +210,7 @@ class Trainer:
             self.mesh.data_rank,
             self.mesh.data_group,
             self.device,
-            is_stopping=lambda: bool(self.stop_signal),
+            is_stopping=lambda: bool(self.stop_signals.stop_signal),
         )
         self._resources.callback(self.loader.close)
         for line in describe_run(self.run, self.device, self.tokenizer, self.loader, self.rank):
@@ -270,8 +261,7 @@ class Trainer:
             )
             # Continue: the loop trains no step, but the hooks still begin and end as usual.
 
-        if self.stop_signals is not None:
-            self.stop_signals.install()
+        self.stop_signals.install()
         for hook in self.hooks:
             hook.train_begins(first_step)
         if first_step == 0:
@@ -329,7 +319,7 @@ class Trainer:
             UserError: If the data ends before the first step.
         """
         data_fails = self._wait_for_data(self.steps_done + 1) is not None
-        exchange.submit(Request(stop=self.stop_signal, data_fails=data_fails))
+        exchange.submit(Request(stop=self.stop_signals.stop_signal, data_fails=data_fails))
         return self._find_end(exchange.receive())
 
     def step(self, has_request: bool = False) -> LoggedStep | None:
@@ -391,8 +381,6 @@ class Trainer:
 
         # Collect the metrics.
         metrics = self.loader.stats()
-        if self.records is not None:
-            metrics |= self.records.stats()
         if self.checkpointer is not None:
             metrics |= self.checkpointer.stats()
         for hook in self.hooks:
@@ -400,8 +388,6 @@ class Trainer:
         entry = self.meter.read(step, lr, losses, **metrics)
 
         # Pass them on.
-        if self.records is not None:
-            self.records.log_step(entry)
         for hook in self.hooks:
             hook.logged(entry)
         return entry
@@ -438,7 +424,7 @@ class Trainer:
         Args:
             request: Combined requests of all ranks.
         """
-        if request.save and self.stop_signals is not None:
+        if request.save:
             # The save also serves signals that have arrived since this rank submitted its request.
             self.stop_signals.clear_save_request()
         is_due = self.checkpointer is not None and self.checkpointer.is_due(self.steps_done)
@@ -456,8 +442,6 @@ class Trainer:
         step = self.steps_done
         with self.evaluation_mode():
             score = self.validator.compute_score()
-            if self.records is not None:
-                self.records.log_validation(step, asdict(score))
             for hook in self.hooks:
                 hook.validated(step, asdict(score))
         self.log(Event(f"validation after step {step}: {score}", "validation", step))
@@ -480,11 +464,6 @@ class Trainer:
                 hook.saving(self.steps_done)  # a guard can raise an error here
             with self.meter.timing("checkpoint"):
                 self.checkpointer.save(self.steps_done, is_last)
-
-    @property
-    def stop_signal(self) -> int:
-        """Number of the last signal that stops this rank, such as 15 for SIGTERM, or 0 if none."""
-        return 0 if self.stop_signals is None else self.stop_signals.stop_signal
 
     def report_progress(self) -> None:
         """Report that this rank is alive.
@@ -594,8 +573,7 @@ class Trainer:
         request = Request(
             save=should_save, validate=should_validate, data_fails=data_error is not None
         )
-        if self.stop_signals is not None:
-            request |= self.stop_signals.take_request()
+        request |= self.stop_signals.take_request()
         for hook in self.hooks:
             request |= hook.wants(step)
         return request
