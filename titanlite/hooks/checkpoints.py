@@ -66,29 +66,12 @@ def build_resumer(trainer: Trainer, job: JobConfig) -> Resumer:
     )
 
 
-class WaitForCopies(Hook):
-    """Delays each weight update until the save in progress has copied the weights to CPU memory.
-
-    This matters only for checkpoint.async_mode = "async_with_pinned_mem", which copies the weights
-    and hook tensors while the next step computes.
-    """
-
-    observes_only = True
-
-    def __init__(self, saver: Saver) -> None:
-        """Store the saver whose copies each weight update waits for."""
-        self._saver = saver
-
-    def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
-        """Wait until the save in progress, if any, has copied the weights and hook tensors."""
-        self._saver.wait_for_copies()
-
-
-class Checkpointer:
+class Checkpointer(Hook):
     """Saves the checkpoints of a run and resumes the run from the newest one.
 
     If checkpoint.enable is true, the trainer creates a Checkpointer on every rank. All ranks must
-    call each method together.
+    call each method together. `before_update` must run before that method of all hooks that change
+    tensors.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -147,10 +130,7 @@ class Checkpointer:
         self._create_saver(context)
 
     def _create_saver(self, context: CheckpointContext) -> None:
-        """Create the `Saver` of the run, which notifies the hooks of the trainer after each save.
-
-        Also add a hook that delays weight updates while a save copies the weights.
-        """
+        """Create the `Saver` of the run, which notifies all hooks after each save."""
         trainer = self._trainer
         max_seq_len = trainer.run.arch.max_seq_len
         write_files = partial(write_tokenizer, trainer.tokenizer, max_seq_len=max_seq_len)
@@ -161,9 +141,14 @@ class Checkpointer:
 
         self._saver = Saver(context, write_files, on_saved=notify_hooks, mirror=self._mirror)
         self._resources.callback(self._saver.close)
-        # This hook must run first, because other hooks may change tensors in `before_update` that a
-        # save is still copying.
-        trainer.hooks.insert(0, WaitForCopies(self._saver))
+
+    def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
+        """Wait until the save in progress, if any, has copied the weights and hook tensors.
+
+        This takes time only with checkpoint.async_mode = "async_with_pinned_mem", which copies them
+        while the next step computes.
+        """
+        self._saver.wait_for_copies()
 
     def save_if_best(self, step: int, loss: float) -> None:
         """Request a save of `step` if its validation loss is lower than for all saved checkpoints.
@@ -221,7 +206,7 @@ class Checkpointer:
             # The trainer changes the weights when it leaves evaluation mode.
             self._saver.wait_for_copies()
 
-    def stats(self) -> dict[str, Any]:
+    def numbers(self, step: int) -> dict[str, Any]:
         """Return metrics about saves since the process started.
 
         Returns:
@@ -234,7 +219,7 @@ class Checkpointer:
             stats["failed_mirrors"] = self._mirror.num_failed
         return stats
 
-    def finish(self, step: int, stopped: str) -> CheckpointError | None:
+    def ended(self, step: int, stopped: str) -> CheckpointError | None:
         """Wait until the last checkpoint of the run is saved, exported and mirrored.
 
         Args:

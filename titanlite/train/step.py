@@ -5,7 +5,7 @@ the loss or the gradient of a step is not finite, weights and optimizer state st
 
 By default, a step causes no host sync. Exceptions are CPU offload, optimizers that cannot skip a
 step on the GPU (see `step_unless`), and async saves while they copy the weights to pinned memory
-(see `WaitForCopies`).
+(see `Checkpointer.before_update`).
 """
 
 from __future__ import annotations

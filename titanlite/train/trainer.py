@@ -152,8 +152,8 @@ class Trainer:
         self.forward_backward = self.train_step.forward_backward
         self.meter = Meter(run, device)
 
-        if standard and self.job.checkpoint.enable:
-            self.checkpointer = Checkpointer(self)
+        if self.checkpointer is not None:
+            # Close it before the other hooks, which it notifies when the last save is complete.
             self._resources.callback(self.checkpointer.close)
         if standard and self.job.validation.freq:
             self.validator = Validator(self)
@@ -190,7 +190,11 @@ class Trainer:
         hooks: list[Hook] = []
         if standard:
             # The hang report covers the other hooks, which use the files of the records.
-            hooks = [*self._open_outputs(), *standard_hooks(self.run)]
+            hooks = self._open_outputs()
+            if self.job.checkpoint.enable:
+                self.checkpointer = Checkpointer(self)
+                hooks.append(self.checkpointer)
+            hooks += standard_hooks(self.run)
         hooks.extend(extra_hooks)
 
         check_hook_names(hooks)
@@ -381,8 +385,6 @@ class Trainer:
 
         # Collect the metrics.
         metrics = self.loader.stats()
-        if self.checkpointer is not None:
-            metrics |= self.checkpointer.stats()
         for hook in self.hooks:
             metrics |= _read_numbers(hook, step)
         entry = self.meter.read(step, lr, losses, **metrics)
@@ -721,7 +723,7 @@ class Trainer:
             self.log(Event(f"Finished after step {step}{ending}", "finish", step))
 
     def _end_hooks(self, end: _LoopEnd) -> list[Exception]:
-        """Call `Hook.ended` of all hooks, and wait for the last save.
+        """Call `Hook.ended` of all hooks. The checkpointer comes last, and waits for the last save.
 
         Returns:
             All errors at the end of the run. The caller raises the first one.
@@ -733,8 +735,6 @@ class Trainer:
 
         errors = [end.data_error]
         errors += [hook.ended(self.steps_done, stopped) for hook in reversed(self.hooks)]
-        if self.checkpointer is not None:
-            errors.append(self.checkpointer.finish(self.steps_done, stopped))
         if stopped and not end.has_finished:  # a signal at the last step is not an error
             errors.append(self._create_stop_error(stopped, end.request.stop))
         return [error for error in errors if error is not None]
