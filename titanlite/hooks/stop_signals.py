@@ -8,11 +8,11 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-from titanlite.hooks.hook import Request
+from titanlite.hooks.hook import Hook, Request
 from titanlite.runtime.process import stop_signals
 
 
-class StopSignals:
+class StopSignals(Hook):
     """Records the signals that this process receives until the training loop reads them.
 
     SIGINT, SIGTERM, SIGHUP and SIGUSR1 stop the run after a save. SIGUSR2 saves a checkpoint and
@@ -25,11 +25,11 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        """Initialize the recorder without any signal. Call `install` to receive signals."""
+        """Initialize the recorder without any signal. `train_begins` installs the handlers."""
         self.stop_signal = 0
         self._has_save_signal = False
 
-    def install(self) -> None:
+    def train_begins(self, step: int) -> None:
         """Install handlers for all signals that stop the run or save a checkpoint."""
         for number in (*stop_signals(), signal.SIGUSR2):
             signal.signal(number, self._receive)
@@ -42,7 +42,7 @@ class StopSignals:
         self.stop_signal = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def take_request(self) -> Request:
+    def wants(self, step: int) -> Request:
         """Return the actions that this rank requests because of received signals.
 
         After a signal that stops the run, every call requests a stop. After SIGUSR2, only the first
@@ -53,6 +53,6 @@ class StopSignals:
             self._has_save_signal = False
         return request
 
-    def clear_save_request(self) -> None:
-        """Discard a received SIGUSR2. Call this before a save that happens anyway."""
+    def saving(self, step: int) -> None:
+        """Discard a SIGUSR2 that arrived since the last request. This save also serves it."""
         self._has_save_signal = False

@@ -22,8 +22,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
 from titanlite.config.errors import UserError
-from titanlite.config.registry import LOSSES
-from titanlite.config.schema import JobConfig
 from titanlite.model.attention import compile_once
 from titanlite.model.llama import soft_cap
 from titanlite.model.microbatch import IGNORE_INDEX
@@ -182,11 +180,6 @@ class Reference(LogitsLoss):
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the cross entropy of each token, shape (N,)."""
         return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
-
-
-def build_loss(job: JobConfig, recipe: LossRecipe) -> Loss:
-    """Build the loss that `training.loss` selects."""
-    return LOSSES.make(job.training.loss, recipe, job=job)
 
 
 def _project(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -20,10 +20,11 @@ from torch.profiler import record_function
 
 from titanlite.config import schema
 from titanlite.config.flavors import Architecture
+from titanlite.config.registry import LOSSES
 from titanlite.config.run import Run
 from titanlite.model.attention import DocumentBounds, document_mask, equal_bounds
 from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
-from titanlite.optim.losses import CrossEntropy, LossRecipe, build_loss
+from titanlite.optim.losses import CrossEntropy, LossRecipe
 from titanlite.parallel.context import flex_mask, local_chunks
 from titanlite.parallel.fsdp import configure_microbatch, reshard_all
 from titanlite.parallel.memory_savers import frees_output_after_forward
@@ -141,7 +142,7 @@ class ForwardBackward:
         recipe = LossRecipe(
             run.job.training.z_loss, run.compiles("loss"), mesh.tensor, run.arch.logit_softcap
         )
-        self.loss_fn: ScaledLoss = build_loss(run.job, recipe)
+        self.loss_fn: ScaledLoss = LOSSES.make(run.job.training.loss, recipe, job=run.job)
         self._cross_entropy = CrossEntropy(recipe)
         self._frees_output_after_forward = frees_output_after_forward(run)
 

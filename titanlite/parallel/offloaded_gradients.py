@@ -23,18 +23,19 @@ class OffloadedGradients:
             parameters: Sharded parameters on the CPU.
         """
         self._parameters = list(parameters)
-        self._sums: list[DTensor | None] = [None] * len(self._parameters)
+        self._sums: dict[nn.Parameter, DTensor] = {}
 
     def add_latest(self) -> None:
         """Add the gradients of the latest microbatch to the sums and clear `parameter.grad`."""
-        for i, parameter in enumerate(self._parameters):
+        for parameter in self._parameters:
             gradient = cast(DTensor | None, parameter.grad)
-            total = self._sums[i]
             parameter.grad = None
-            if total is None:
-                self._sums[i] = gradient
-            elif gradient is not None:
-                total.to_local().add_(gradient.to_local())
+            if gradient is None:
+                continue
+            if parameter in self._sums:
+                self._sums[parameter].to_local().add_(gradient.to_local())
+            else:
+                self._sums[parameter] = gradient
 
     def move_sums_to_parameters(self) -> None:
         """Add the gradients of the last microbatch, then make each sum the `grad` of its parameter.
@@ -42,6 +43,6 @@ class OffloadedGradients:
         Call this after the last of several microbatches of a step, before gradient clipping.
         """
         self.add_latest()
-        for i, parameter in enumerate(self._parameters):
-            parameter.grad = self._sums[i]
-            self._sums[i] = None
+        for parameter, gradient in self._sums.items():
+            parameter.grad = gradient
+        self._sums.clear()

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanlite.config.registry import resolve
+from titanlite.config.registry import LOSSES, resolve
 from titanlite.config.run import Run
 from titanlite.data.loader import Loader
 from titanlite.model.llama import Llama
 from titanlite.model.microbatch import IGNORE_INDEX
-from titanlite.optim.losses import LossRecipe, build_loss
+from titanlite.optim.losses import LossRecipe
 from titanlite.optim.schedule import learning_rate_at
 from titanlite.prove.record import NamedTensors, stack_sequences
 
@@ -216,7 +216,7 @@ def _compute_loss(
     if is_plugin_loss:
         # The formula is unknown, so call the plugin, as training without tensor parallelism does.
         recipe = LossRecipe(z_loss, compiled=False, tensor=None, softcap=softcap)
-        plugin_loss = build_loss(run.job, recipe)
+        plugin_loss = LOSSES.make(run.job.training.loss, recipe, job=run.job)
         return plugin_loss(hidden, weight, labels, torch.tensor(1 / num_valid_tokens))
 
     logits = F.linear(hidden, weight).flatten(0, 1)  # (B * T, V)

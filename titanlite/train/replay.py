@@ -192,9 +192,8 @@ def compare_computations(before: JobConfig, now: JobConfig, first: int, last: in
     if _have_same_learning_rates(before, now, first, last):
         ignored_keys = KEYS_WITHOUT_EFFECT | LEARNING_RATE_KEYS
 
-    # It is enough to exclude keys from one job, because `compare_jobs` compares only shared keys.
     old_values = before.model_dump(mode="json", exclude=ignored_keys)
-    new_values = now.model_dump(mode="json")
+    new_values = now.model_dump(mode="json", exclude=ignored_keys)
     return [line for effect, line in compare_jobs(old_values, new_values) if effect != COMPATIBLE]
 
 

@@ -187,10 +187,10 @@ class Trainer:
             extra_hooks: Hooks of the caller, which follow the standard hooks.
             standard: Whether to create the standard hooks.
         """
-        hooks: list[Hook] = []
+        hooks: list[Hook] = [self.stop_signals]
         if standard:
             # The hang report covers the other hooks, which use the files of the records.
-            hooks = self._open_outputs()
+            hooks += self._open_outputs()
             if self.job.checkpoint.enable:
                 self.checkpointer = Checkpointer(self)
                 hooks.append(self.checkpointer)
@@ -265,7 +265,6 @@ class Trainer:
             )
             # Continue: the loop trains no step, but the hooks still begin and end as usual.
 
-        self.stop_signals.install()
         for hook in self.hooks:
             hook.train_begins(first_step)
         if first_step == 0:
@@ -426,9 +425,6 @@ class Trainer:
         Args:
             request: Combined requests of all ranks.
         """
-        if request.save:
-            # The save also serves signals that have arrived since this rank submitted its request.
-            self.stop_signals.clear_save_request()
         is_due = self.checkpointer is not None and self.checkpointer.is_due(self.steps_done)
         if request.save or is_due:
             self.save(is_last=request.last)
@@ -575,7 +571,6 @@ class Trainer:
         request = Request(
             save=should_save, validate=should_validate, data_fails=data_error is not None
         )
-        request |= self.stop_signals.take_request()
         for hook in self.hooks:
             request |= hook.wants(step)
         return request
