@@ -90,7 +90,7 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
         tensor=shard_mesh["tp"] if degrees.tensor > 1 else None,
         context=context_mesh,
         pipeline=shard_mesh["pp"] if degrees.pipeline > 1 else None,
-        data_rank=_find_data_rank(rank_grid),
+        data_rank=dist.get_rank(data_group),
         data_group=data_group,
         loss_group=loss_group,
         stage_group=stage_group,
@@ -113,18 +113,6 @@ def _build_shard_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
     }
     used = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
     return init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
-
-
-def _find_data_rank(rank_grid: torch.Tensor) -> int:
-    """Return the index of the part of each global batch that this rank reads.
-
-    Ranks with the same coordinates in both data parallel dimensions read the same part.
-
-    Args:
-        rank_grid: Rank numbers, with one dimension for each kind of parallelism.
-    """
-    coordinates = (rank_grid == dist.get_rank()).nonzero()[0].tolist()
-    return coordinates[REPLICATE] * rank_grid.shape[SHARD] + coordinates[SHARD]
 
 
 def _create_group(rank_grid: torch.Tensor, *dims: int) -> dist.ProcessGroup:

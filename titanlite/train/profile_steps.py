@@ -10,8 +10,8 @@ from pathlib import Path
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import make_folder
-from titanlite.config.run import Run
-from titanlite.config.schema import JobConfig, Metrics
+from titanlite.config.run import Run, with_keys
+from titanlite.config.schema import JobConfig
 from titanlite.data.loader import OutOfData
 from titanlite.hooks.profiler import Profiler, StepProfile
 from titanlite.load_run import check_run, read_world_size
@@ -48,16 +48,16 @@ def profile_steps(
     run = job if isinstance(job, Run) else check_run(job, read_world_size())
     folder = make_folder(run.dump_folder if out is None else Path(out))
     num_steps = warmup + steps
-    schedule = {
-        "enable_profiling": True,
-        "profile_freq": num_steps,
-        "profiler_warmup": warmup,
-        "profiler_active": steps,
-        "profiler_repeat": 1,
+    settings = {
+        "metrics.log_freq": num_steps,
+        "profiling.enable_profiling": True,
+        "profiling.profile_freq": num_steps,
+        "profiling.profiler_warmup": warmup,
+        "profiling.profiler_active": steps,
+        "profiling.profiler_repeat": 1,
     }
-    profiler = Profiler(run.job.profiling.model_copy(update=schedule), folder)
-    metrics = Metrics(log_freq=num_steps)
-    run = Run(run.job.model_copy(update={"metrics": metrics}), run.world_size)
+    run = with_keys(run, settings)
+    profiler = Profiler(run.job.profiling, folder)
 
     is_rank0 = os.environ.get("RANK", "0") == "0"
     progress = working("Building the model") if is_rank0 else nullcontext(str)

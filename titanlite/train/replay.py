@@ -7,13 +7,14 @@ run, which may continue in the meantime.
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 from titanlite.config.errors import UserError
 from titanlite.config.job_diff import COMPATIBLE, compare_jobs
 from titanlite.config.registry import HOOKS
-from titanlite.config.run import Run
+from titanlite.config.run import Run, with_keys
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import OutOfData
 from titanlite.hooks.checkpoints import build_resumer
@@ -74,10 +75,9 @@ def read_history(folder: Path) -> History:
     """
     start_events, roll_backs = _read_events(folder)
     starts = []
-    for i, event in enumerate(start_events):
+    for event, next_event in zip_longest(start_events, start_events[1:]):
         # A start trains up to the step from which the next start resumes.
-        is_newest = i + 1 == len(start_events)
-        last_step = NO_LAST_STEP if is_newest else start_events[i + 1]["step"]
+        last_step = NO_LAST_STEP if next_event is None else next_event["step"]
         environment = event["record"]
         job, _ = JobConfig.read(environment["job"])
         hooks = environment.get("hooks", list(job.job.hooks))
@@ -285,7 +285,9 @@ def replay(run: Run, step: int) -> list[LoggedStep]:
     if step > num_steps:
         raise UserError(f"--step {step}: the run has only {num_steps} steps (training.steps)")
 
-    replay_run = Run(_adapt_job(run.job, step), run.world_size)
+    # Log every step. A guard may have ended the run because too many steps were skipped, but the
+    # replay must reach `step` even if it skips all steps.
+    replay_run = with_keys(run, {"metrics.log_freq": 1, "guards.max_skipped": step})
     entries: list[LoggedStep] = []
     with ReplayTrainer(replay_run, run.job, step) as trainer:
         while trainer.steps_done < step:
@@ -296,12 +298,3 @@ def replay(run: Run, step: int) -> list[LoggedStep]:
             assert entry is not None  # because each step is logged
             entries.append(entry)
     return entries
-
-
-def _adapt_job(job: JobConfig, step: int) -> JobConfig:
-    """Return the job of a replay, which logs every step and never stops because of skipped steps.
-
-    A guard may have ended the run because too many steps were skipped. The replay must reach `step`
-    even if it skips all steps.
-    """
-    return job.with_section("metrics", log_freq=1).with_section("guards", max_skipped=step)
