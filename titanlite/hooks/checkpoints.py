@@ -47,7 +47,7 @@ def build_resumer(trainer: Trainer, job: JobConfig) -> Resumer:
     live_state = LiveState(
         model=trainer.model,
         optimizer=trainer.optimizer,
-        new_optimizer=trainer.new_optimizer,
+        new_optimizer=trainer.train_step.new_optimizer,
         hook_tensors=partial(hook_tensors, trainer.hooks),
         prepare_hooks=partial(prepare_hooks, trainer.hooks, trainer.warn),
     )

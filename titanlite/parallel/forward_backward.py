@@ -18,8 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.rnn import pad_sequence
 from torch.profiler import record_function
 
-from titanlite.config import schema
-from titanlite.config.flavors import Architecture
 from titanlite.config.registry import LOSSES
 from titanlite.config.run import Run
 from titanlite.model.attention import DocumentBounds, document_mask, equal_bounds
@@ -136,8 +134,7 @@ class ForwardBackward:
         self._model = model.whole
         self._mesh = mesh
         self._device = device
-        self._arch = run.arch
-        self._job = run.resolve_attention_backend(on_gpu=device.type == "cuda").job
+        self._run = run.resolve_attention_backend(on_gpu=device.type == "cuda")
 
         recipe = LossRecipe(
             run.job.training.z_loss, run.compiles("loss"), mesh.tensor, run.arch.logit_softcap
@@ -195,7 +192,7 @@ class ForwardBackward:
         self, microbatch: Microbatch, loss_fn: ScaledLoss, global_tokens: Tensor
     ) -> Tensor:
         """Return the summed loss of one microbatch, divided by `global_tokens`."""
-        inputs = local_inputs([microbatch], self._mesh, self._arch, self._job.model)
+        inputs = local_inputs([microbatch], self._mesh, self._run)
         head = LossHead(inputs.labels, NormalizedLoss(loss_fn, global_tokens))
         return self._model(inputs.tokens, head=head, **inputs.attention)
 
@@ -292,7 +289,7 @@ class PipelineForwardBackward(ForwardBackward):
             loss_fn: Function that returns a scaled sum of token losses.
             global_tokens: Divisor of the loss, a scalar on the device.
         """
-        inputs = local_inputs(microbatches, self._mesh, self._arch, self._job.model)
+        inputs = local_inputs(microbatches, self._mesh, self._run)
         head = LossHead(inputs.labels, NormalizedLoss(loss_fn, global_tokens))
         # Only the first stage has the embedding. All others get hidden states from other ranks.
         stage_inputs = [] if self._model.tok_embeddings is None else [inputs.tokens]
@@ -357,9 +354,7 @@ class LocalInputs(NamedTuple):
     attention: dict[str, Any]
 
 
-def local_inputs(
-    microbatches: Sequence[Microbatch], mesh: Mesh, arch: Architecture, model: schema.Model
-) -> LocalInputs:
+def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh, run: Run) -> LocalInputs:
     """Concatenate microbatches and select this rank's part of each sequence.
 
     Args:
@@ -367,8 +362,7 @@ def local_inputs(
             `document_ids`.
         mesh: Layout of the ranks. With `mesh.context`, this rank has two chunks of each sequence,
             which attend to whole sequences.
-        arch: Architecture of the model, which defines its sliding windows.
-        model: Section [model] of the job, which determines the kind of attention mask.
+        run: The run, whose attention backend and sliding windows determine the masks.
     """
     batch = _join(microbatches)
     if batch.positions is None and (mesh.context is not None or mesh.pipeline is not None):
@@ -377,16 +371,17 @@ def local_inputs(
         batch = replace(batch, positions=_default_positions(batch.input_ids))
 
     def build_mask(window: int) -> Mask | None:
-        if model.uses_document_bounds:  # variable-length attention needs no other mask
+        if run.job.model.uses_document_bounds:  # variable-length attention needs no other mask
             return _build_bounds(microbatches, window)
-        return _build_mask(batch, mesh.context, window, model.attention_backend == "flex")
+        uses_flex = run.job.model.attention_backend == "flex"
+        return _build_mask(batch, mesh.context, window, uses_flex)
 
     local_batch = batch
     if mesh.context is not None:
         local_batch = _select_local_chunks(batch, mesh.context)
 
-    attention = {"mask": build_mask(arch.sliding_window), "positions": local_batch.positions}
-    if arch.full_attention_interval > 0:  # some layers have no sliding window
+    attention = {"mask": build_mask(run.arch.sliding_window), "positions": local_batch.positions}
+    if run.arch.full_attention_interval > 0:  # some layers have no sliding window
         attention["full_mask"] = build_mask(window=0)
     needed = {name: value for name, value in attention.items() if value is not None}
     return LocalInputs(local_batch.input_ids, local_batch.labels, needed)

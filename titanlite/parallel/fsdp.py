@@ -27,7 +27,7 @@ from titanlite.config.errors import UserError
 from titanlite.config.run import Run
 from titanlite.model.llama import Llama
 from titanlite.parallel import memory_savers
-from titanlite.parallel.memory_savers import ModuleGroups, count_params
+from titanlite.parallel.memory_savers import ModuleGroups, count_params, fsdp_modules
 
 
 def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
@@ -95,13 +95,11 @@ def _prefetch_groups(groups: ModuleGroups) -> None:
 
 def _sum_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     """Configure FSDP to sum gradients over the ranks instead of averaging them."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            if mesh.size() > 1:
-                module.set_gradient_divide_factor(1.0)
-            # Otherwise, for the factor of 1, torch would use PREMUL_SUM, which gloo does not
-            # support.
-            module.set_force_sum_reduction_for_comms(True)
+    for module in fsdp_modules(model):
+        if mesh.size() > 1:
+            module.set_gradient_divide_factor(1.0)
+        # Otherwise, for the factor of 1, torch would use PREMUL_SUM, which gloo does not support.
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def use_symmetric_memory(model: nn.Module, device_type: str) -> None:
@@ -115,9 +113,8 @@ def use_symmetric_memory(model: nn.Module, device_type: str) -> None:
             "parallelism.enable_fsdp_symmetric_memory = true requires GPUs and torch 2.13. "
             "Set it to false."
         )
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_symm_mem_for_comm()
+    for module in fsdp_modules(model):
+        module.set_symm_mem_for_comm()
 
 
 def _build_policies(mesh: DeviceMesh, run: Run) -> dict[str, Any]:
@@ -223,6 +220,5 @@ def reshard_all(model: nn.Module) -> None:
     Call this function after an evaluation, because FSDP frees some parameters only in the backward
     pass.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in fsdp_modules(model):
+        module.reshard()

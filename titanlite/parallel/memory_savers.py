@@ -183,6 +183,11 @@ def count_params(modules: Iterable[nn.Module]) -> int:
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """Return all modules of a model that FSDP shards, which usually includes the model itself."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
 def are_reductions_final(run: Run) -> bool:
     """Return whether FSDP2 uses the result of each reduce-scatter as the gradient, without a copy.
 
@@ -214,14 +219,13 @@ def reduce_in_main_stream(model: Llama, mesh: DeviceMesh, run: Run) -> None:
     if not are_reductions_final(run):
         return
 
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            reduce_scatter: Any
-            if mesh.size() == 1:
-                reduce_scatter = _SingleRankReduceScatter()
-            else:
-                reduce_scatter = _MainStreamReduceScatter(mesh.device_type)
-            module.set_custom_reduce_scatter(reduce_scatter)
+    for module in fsdp_modules(model):
+        reduce_scatter: Any
+        if mesh.size() == 1:
+            reduce_scatter = _SingleRankReduceScatter()
+        else:
+            reduce_scatter = _MainStreamReduceScatter(mesh.device_type)
+        module.set_custom_reduce_scatter(reduce_scatter)
 
 
 class _MainStreamReduceScatter:
@@ -262,9 +266,6 @@ class _SingleRankReduceScatter:
         result = self._input
         self._input = None
         return result
-
-    def __call__(self, *_args: Any, **_kwargs: Any) -> None:
-        raise AssertionError("FSDP2 calls no collectives on a single rank.")
 
 
 def gather_in_main_stream(model: Llama) -> None:

@@ -148,7 +148,6 @@ class Trainer:
         self.train_step = TrainStep(run, self.mesh, sharded_model, device)
         self.model = self.train_step.model
         self.optimizer = self.train_step.optimizer
-        self.new_optimizer = self.train_step.new_optimizer
         self.forward_backward = self.train_step.forward_backward
         self.meter = Meter(run, device)
 
@@ -823,6 +822,7 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
                 # A guard stops all ranks together, so they can complete a save in progress. After
                 # other errors, closing could hang, because other ranks may wait in a collective.
                 trainer.close()
+            # The build of an invalid job fails again, so the command to resume would not help.
             would_fail_again = trainer is None and isinstance(error, UserError)
             if not would_fail_again:
                 error.add_note(resume_hint(run, argv))
