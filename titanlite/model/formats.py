@@ -295,12 +295,10 @@ class _Llama3Rope(_RopeTable):
     """RoPE with the frequency scaling of Llama 3.1."""
 
     rope_type: Literal["llama3"]
-    rope_scaling_factor: Annotated[RopeScalingFactor, Field(alias="factor")]
-    rope_low_freq_factor: Annotated[RopeTurns, Field(alias="low_freq_factor")]
-    rope_high_freq_factor: Annotated[RopeTurns, Field(alias="high_freq_factor")]
-    rope_original_max_seq_len: Annotated[
-        Size | None, Field(alias="original_max_position_embeddings")
-    ] = None
+    rope_scaling_factor: RopeScalingFactor = Field(alias="factor")
+    rope_low_freq_factor: RopeTurns = Field(alias="low_freq_factor")
+    rope_high_freq_factor: RopeTurns = Field(alias="high_freq_factor")
+    rope_original_max_seq_len: Size | None = Field(None, alias="original_max_position_embeddings")
 
 
 class _YarnRope(_RopeTable):
@@ -309,14 +307,10 @@ class _YarnRope(_RopeTable):
     rope_type: Literal["yarn"]
     truncate: Literal[True] = True
     rope_scaling_factor: Annotated[RopeScalingFactor, Field(gt=1.0, alias="factor")]
-    rope_beta_fast: Annotated[RopeTurns, Field(alias="beta_fast")] = 32.0
-    rope_beta_slow: Annotated[RopeTurns, Field(alias="beta_slow")] = 1.0
-    rope_attention_factor: Annotated[
-        float | None, Field(ge=1e-6, le=1e6, alias="attention_factor")
-    ] = None
-    rope_original_max_seq_len: Annotated[
-        Size | None, Field(alias="original_max_position_embeddings")
-    ] = None
+    rope_beta_fast: RopeTurns = Field(32.0, alias="beta_fast")
+    rope_beta_slow: RopeTurns = Field(1.0, alias="beta_slow")
+    rope_attention_factor: float | None = Field(None, ge=1e-6, le=1e6, alias="attention_factor")
+    rope_original_max_seq_len: Size | None = Field(None, alias="original_max_position_embeddings")
 
 
 _AnyRope = _DefaultRope | _Llama3Rope | _YarnRope
@@ -414,16 +408,16 @@ class HFConfig(FileModel):
     names: ClassVar[dict[str, str]] = BLOCK_NAMES
     architecture: ClassVar[type[Architecture]] = Architecture
 
-    vocab_size: Annotated[Size, Field(alias="vocab_size")] = 32000
-    dim: Annotated[Size, Field(alias="hidden_size")] = 4096
-    ffn_dim: Annotated[Size, Field(alias="intermediate_size")] = 11008
-    n_layers: Annotated[Layers, Field(alias="num_hidden_layers")] = 32
-    n_heads: Annotated[Size, Field(alias="num_attention_heads")] = 32
-    n_kv_heads: Annotated[Size | None, Field(alias="num_key_value_heads")] = None
-    max_seq_len: Annotated[Size, Field(alias="max_position_embeddings")] = 2048
-    norm_eps: Annotated[PositiveModerate, Field(alias="rms_norm_eps")] = 1e-6
-    tied_embeddings: Annotated[bool, Field(alias="tie_word_embeddings")] = False
-    head_dim: Annotated[Size | None, Field(alias="head_dim")] = None
+    vocab_size: Size = Field(32000, alias="vocab_size")
+    dim: Size = Field(4096, alias="hidden_size")
+    ffn_dim: Size = Field(11008, alias="intermediate_size")
+    n_layers: Layers = Field(32, alias="num_hidden_layers")
+    n_heads: Size = Field(32, alias="num_attention_heads")
+    n_kv_heads: Size | None = Field(None, alias="num_key_value_heads")
+    max_seq_len: Size = Field(2048, alias="max_position_embeddings")
+    norm_eps: PositiveModerate = Field(1e-6, alias="rms_norm_eps")
+    tied_embeddings: bool = Field(False, alias="tie_word_embeddings")
+    head_dim: Size | None = Field(None, alias="head_dim")
     rope_theta: RopeTheta = 10000.0
     rope_scaling: _Rope = None
     rope_parameters: _Rope = None
