@@ -70,8 +70,8 @@ class Checkpointer(Hook):
     """Saves the checkpoints of a run and resumes the run from the newest one.
 
     If checkpoint.enable is true, the trainer creates a Checkpointer on every rank. All ranks must
-    call each method together. `before_update` must run before that method of all hooks that change
-    tensors.
+    call each method together. Hooks that change tensors in `before_update` must follow it in the
+    list of hooks.
     """
 
     def __init__(self, trainer: Trainer) -> None:

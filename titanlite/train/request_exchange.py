@@ -80,7 +80,7 @@ class RequestExchange:
         the step before the newest one, so the GPU has work during the wait.
         """
         queued = self._queue.popleft()
-        if queued.copied is not None:
+        if queued.copied is not None and not queued.copied.query():
             queued.copied.synchronize()
         if queued.count is not None and queued.count.item() == 0:
             return Request()
