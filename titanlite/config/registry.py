@@ -128,7 +128,7 @@ ARCHITECTURES = Registry(llama="titanlite.config.flavors:Architecture")
 OPTIMIZERS = Registry(
     AdamW="titanlite.optim.build:adamw",
     Muon="titanlite.optim.build:muon",
-    AdamW8bit="titanlite.optim.build:adamw8bit",
+    AdamW8bit="titanlite.optim.adamw8bit:AdamW8bit",
     Lion="titanlite.optim.adamw:Lion",
     SGD="titanlite.optim.adamw:SGD",
 )

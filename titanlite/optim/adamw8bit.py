@@ -7,14 +7,13 @@ therefore quantize identically on any number of ranks.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torchao.optim
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titanlite.optim.adamw import wrap_shard
+from titanlite.optim.recipe import Groups, Recipe
 
 MIN_ELEMENTS = 4096  # torchao keeps smaller moments in fp32
 BLOCK_SIZE = 256  # elements that share a quantization scale
@@ -26,8 +25,10 @@ class AdamW8bit(torchao.optim.AdamW8bit):
     Each step synchronizes with the GPU once, because the CPU reads whether to skip the step.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args, block_size=BLOCK_SIZE)
+    def __init__(self, groups: Groups, recipe: Recipe) -> None:
+        config = recipe.config
+        betas = (config.beta1, config.beta2)
+        super().__init__(groups, config.lr, betas, config.eps, block_size=BLOCK_SIZE)
         # torchao computes its quantization codes on first use, which fails under the fake tensors
         # of `titanlite plan`. Compute them now.
         for signed in (True, False):

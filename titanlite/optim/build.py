@@ -200,11 +200,3 @@ def _select_parameters(groups: Groups, selected: set[nn.Parameter]) -> list[dict
         if parameters:
             selected_groups.append(group | {"params": parameters})
     return selected_groups
-
-
-def adamw8bit(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
-    """Build AdamW with 8-bit moments."""
-    from titanlite.optim.adamw8bit import AdamW8bit  # torchao takes a second to import
-
-    config = recipe.config
-    return AdamW8bit(groups, config.lr, (config.beta1, config.beta2), config.eps)
