@@ -280,9 +280,10 @@ def prepare_targets(labels: Tensor, scale: Tensor, first_class: int, num_classes
     column = labels - first_class
     is_local = (column >= 0) & (column < num_classes)
     column = column.clamp(0, num_classes - 1)  # any valid column, because `gather` must not fail
-    factor = torch.where(labels == IGNORE_INDEX, 0.0, scale)
+
     # The loss is `factor * (logsumexp(logits) - logit of the label)`. `softmax_loss` computes the
     # gradient of the first term, and adds the gradient of the second term, `-factor`.
+    factor = torch.where(labels == IGNORE_INDEX, 0.0, scale)
     label_grad = torch.where(is_local, -factor, 0.0)
     return Targets(
         column=column[:, None], is_local=is_local, factor=factor, label_grad=label_grad[:, None]

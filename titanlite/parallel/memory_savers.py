@@ -115,7 +115,9 @@ def regroup_norm(
     """Separate the final norm from the output projection, so that FSDP frees the projection early.
 
     FSDP frees all weights of a group together. The backward pass reads the weight of the norm, but
-    not the projection.
+    not the projection. The norm joins the group of the last block: the groups [block 0], [block 1],
+    [norm, projection] become [block 0], [block 1, norm], [projection]. If `separates_norm` returns
+    True, it becomes a separate group instead.
 
     Args:
         blocks: Modules of each FSDP group of blocks, in forward order.
@@ -133,8 +135,6 @@ def regroup_norm(
     if not blocks or separates_norm(blocks, projection, mesh, run):
         return blocks, [[norm], [projection]]
 
-    # Move the norm to the group of the last block: the groups [block 0], [block 1],
-    # [norm, projection] become [block 0], [block 1, norm], [projection].
     *first_groups, last_group = blocks
     return [*first_groups, [*last_group, norm]], [[projection]]
 
