@@ -1,12 +1,16 @@
 """A catalog of mistakes in parallel training, each as a small patch of one function.
 
 `titanlite prove` must find every one, and its first line must point to the cause. Many are modelled
-on bugs of real frameworks (`like`). A mutant is a function without arguments. It runs in each rank
-before the command starts, and replaces a function of titanlite or torch, also in the one-rank run
-of the proof. To add one, write such a function with the decorator `mutant`:
+on bugs of real frameworks (`like`). Mutants are applied in each rank before the command starts, so
+they also change the one-rank run of the proof. To add one, write the function that replaces a
+function of titanlite or torch:
 
-    @mutant(FSDP, r"gradient .* all parameters differ: 0.5 times")
-    def gradients_averaged_twice() -> None: ...
+    @mutant(
+        FSDP,
+        r"gradient .* all parameters differ: 0.5 times",
+        replaces="torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor",
+    )
+    def gradients_averaged_twice(original, self, factor): ...
 
 tests/mutants/test_mutants.py runs the catalog, a sample without --long. A single mutant:
 
@@ -15,13 +19,18 @@ tests/mutants/test_mutants.py runs the catalog, a sample without --long. A singl
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-Apply = Callable[[], None]
+import torch
+import torch.distributed as dist
+
+Function = Callable[..., Any]
 
 
 class Layout(NamedTuple):
@@ -68,31 +77,37 @@ class Mutant(NamedTuple):
     """A planted mistake.
 
     Attributes:
-        apply: Function that plants it.
+        apply: Function without arguments that plants it.
         layout: Layout in which it matters.
         expected: Regular expression that the reported first difference must match.
         like: Issue or pull request of another framework with such a bug, or "".
     """
 
-    apply: Apply
+    name: str
+    apply: Function
     layout: Layout
     expected: str
-    like: str = ""
-
-    @property
-    def name(self) -> str:
-        return self.apply.__name__
+    like: str
 
 
 CATALOG: dict[str, Mutant] = {}
 
 
-def mutant(layout: Layout, expected: str, like: str = "") -> Callable[[Apply], Apply]:
-    """Add the decorated function to the catalog."""
+def mutant(
+    layout: Layout, expected: str, like: str = "", *, replaces: str = ""
+) -> Callable[[Function], Function]:
+    """Add the decorated function to the catalog.
 
-    def add(apply: Apply) -> Apply:
-        CATALOG[apply.__name__] = Mutant(apply, layout, expected, like)
-        return apply
+    Args:
+        replaces: Function that the decorated function replaces. The original becomes its first
+            argument. If empty, the decorated function has no arguments and plants the mistake.
+    """
+
+    def add(function: Function) -> Function:
+        name = function.__name__
+        apply = partial(wrap, replaces, function) if replaces else function
+        CATALOG[name] = Mutant(name, apply, layout, expected, like)
+        return function
 
     return add
 
@@ -102,18 +117,14 @@ def swap(target: str, new: Any) -> None:
     patch(target, new).start()
 
 
-def wrap(target: str, wrapper: Callable[..., Any]) -> None:
+def wrap(target: str, wrapper: Function) -> None:
     """Replace a function by `wrapper`, which receives the original as its first argument."""
-    import pkgutil
-
     original = pkgutil.resolve_name(target)
     swap(target, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
 
 
 def is_parallel() -> bool:
     """Return whether this process is one of several ranks, and not the one-rank run."""
-    import torch.distributed as dist
-
     return dist.get_world_size() > 1
 
 
@@ -121,7 +132,7 @@ def is_parallel() -> bool:
 
 
 @mutant(DDP, r"gradient norm .* the square root of the .*number of replicas", "torchtitan#2318")
-def norm_counts_replicas_twice() -> None:
+def norm_counts_replicas_twice():
     swap("titanlite.optim.clip.count_replicas", lambda tensor: 1)
 
 
@@ -130,53 +141,56 @@ def norm_counts_replicas_twice() -> None:
     r"gradient norm of rank 0 .* the square root of the tensor-parallel degree",
     "torchtitan#2318",
 )
-def norm_without_shards_of_other_ranks() -> None:
+def norm_without_shards_of_other_ranks():
     swap("titanlite.optim.clip.count_replicas", lambda tensor: 2 if is_parallel() else 1)
 
 
 @mutant(FSDP, r"loss .* 2 times the expected value = the data-parallel degree", "torchtitan#2206")
-def loss_divided_by_local_tokens() -> None:
+def loss_divided_by_local_tokens():
     local = SimpleNamespace(all_reduce=lambda tensor, *_: tensor)
     swap("titanlite.train.step.collectives", local)
 
 
 @mutant(TP, r"loss of .* look at tensor parallelism")
-def softmax_over_the_local_vocabulary() -> None:
+def softmax_over_the_local_vocabulary():
     swap("titanlite.optim.losses._all_reduce", lambda tensor, *_: tensor)
 
 
-@mutant(FSDP, r"optimizer state of .*exp_avg .* times the expected value")
-def clipping_with_the_wrong_norm() -> None:
-    def scale(original: Callable[..., None], gradients: Any, max_norm: float, norm: Any) -> None:
-        original(gradients, max_norm * 0.5, norm)
+@mutant(
+    FSDP,
+    r"optimizer state of .*exp_avg .* times the expected value",
+    replaces="titanlite.optim.clip._scale_to_norm_",
+)
+def clipping_with_the_wrong_norm(original, gradients, max_norm, norm):
+    original(gradients, max_norm * 0.5, norm)
 
-    wrap("titanlite.optim.clip._scale_to_norm_", scale)
 
-
-@mutant(ONE, r"gradient of layers.* computes no gradient")
-def attention_is_detached() -> None:
-    def forward(original: Callable[..., Any], self: Any, *inputs: Any) -> Any:
-        return original(self, *inputs).detach()
-
-    wrap("titanlite.model.llama.Attention.forward", forward)
+@mutant(
+    ONE,
+    r"gradient of layers.* computes no gradient",
+    replaces="titanlite.model.llama.Attention.forward",
+)
+def attention_is_detached(original, self, *inputs):
+    return original(self, *inputs).detach()
 
 
 # Accumulation and reduction
 
 
-@mutant(FSDP.plus(ACCUMULATED), r"loss .* do not contribute \(microbatches 0 of")
-def accumulation_forgets_a_microbatch() -> None:
-    def run(original: Callable[..., Any], self: Any, microbatches: Any, tokens: Any) -> Any:
-        return original(self, microbatches[1:] if is_parallel() else microbatches, tokens)
-
-    wrap("titanlite.parallel.forward_backward.ForwardBackward.__call__", run)
+@mutant(
+    FSDP.plus(ACCUMULATED),
+    r"loss .* do not contribute \(microbatches 0 of",
+    replaces="titanlite.parallel.forward_backward.ForwardBackward.__call__",
+)
+def accumulation_forgets_a_microbatch(original, self, microbatches, tokens):
+    return original(self, microbatches[1:] if is_parallel() else microbatches, tokens)
 
 
 @mutant(FSDP.plus(ACCUMULATED), r"replicas of gradients .* \(shard\)")
-def last_microbatch_is_not_reduced() -> None:
+def last_microbatch_is_not_reduced():
     calls: list[int] = []
 
-    def configure(original: Callable[..., None], model: Any, **options: bool) -> None:
+    def configure(original, model, **options):
         calls.append(0)
         if is_parallel():
             is_first = len(calls) % 2 == 1
@@ -186,252 +200,255 @@ def last_microbatch_is_not_reduced() -> None:
     wrap("titanlite.parallel.forward_backward.configure_microbatch", configure)
 
 
-@mutant(FSDP, r"gradient .* all parameters differ: 0.5 times .* data-parallel degree")
-def gradients_averaged_twice() -> None:
-    def set_factor(original: Callable[..., None], self: Any, factor: float) -> None:
-        original(self, 2.0 * factor if is_parallel() else factor)
+@mutant(
+    FSDP,
+    r"gradient .* all parameters differ: 0.5 times .* data-parallel degree",
+    replaces="torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor",
+)
+def gradients_averaged_twice(original, self, factor):
+    original(self, 2.0 * factor if is_parallel() else factor)
 
-    wrap("torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor", set_factor)
+
+GRADIENT = "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._get_grad_inner_tensor"
 
 
-def change_partial_gradients(change: Callable[[Any, Any], Any]) -> None:
-    """Replace the gradients that tensor parallelism still has to sum up."""
+def is_partial(grad: Any) -> bool:
+    """Return whether tensor parallelism still has to sum up a gradient."""
     from torch.distributed.tensor import DTensor
 
-    def get_gradient(original: Callable[..., Any], self: Any, grad: Any) -> Any:
-        result = original(self, grad)
-        is_partial = isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
-        return change(grad, result) if is_partial else result
-
-    parameter = "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam"
-    wrap(f"{parameter}._get_grad_inner_tensor", get_gradient)
+    return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
 
 
-@mutant(TP, r"replicas of gradients of .*norm.* \(tensor\)", "Megatron-LM#1446")
-def norm_gradients_not_reduced_over_tensor_ranks() -> None:
-    change_partial_gradients(lambda grad, reduced: grad.to_local())
+@mutant(
+    TP,
+    r"replicas of gradients of .*norm.* \(tensor\)",
+    "Megatron-LM#1446",
+    replaces=GRADIENT,
+)
+def norm_gradients_not_reduced_over_tensor_ranks(original, self, grad):
+    reduced = original(self, grad)
+    return grad.to_local() if is_partial(grad) else reduced
 
 
-@mutant(TP, r"gradient .* tensor-parallel degree")
-def norm_gradients_summed_twice_over_tensor_ranks() -> None:
-    change_partial_gradients(lambda grad, reduced: 2 * reduced)
+@mutant(TP, r"gradient .* tensor-parallel degree", replaces=GRADIENT)
+def norm_gradients_summed_twice_over_tensor_ranks(original, self, grad):
+    reduced = original(self, grad)
+    return 2 * reduced if is_partial(grad) else reduced
 
 
 @mutant(
     FSDP.plus("--model.tied_embeddings"),
     r"gradient .* only parameters of the kind tok_embeddings.weight",
     "piper#13",
+    replaces="titanlite.parallel.forward_backward.LossHead.__call__",
 )
-def gradient_of_the_tied_output_is_lost() -> None:
-    def head(original: Callable[..., Any], self: Any, hidden: Any, weight: Any) -> Any:
-        return original(self, hidden, weight.detach())
-
-    wrap("titanlite.parallel.forward_backward.LossHead.__call__", head)
+def gradient_of_the_tied_output_is_lost(original, self, hidden, weight):
+    return original(self, hidden, weight.detach())
 
 
 # Context parallelism and masks
 
 
-@mutant(CP, r"gradient .* only attention.wk.weight, .*attention.wv.weight|gradient of ")
-def gradients_of_keys_not_reduced() -> None:
-    import torch
-    import torch.distributed as dist
+@mutant(
+    CP,
+    r"gradient .* only attention.wk.weight, .*attention.wv.weight|gradient of ",
+    replaces="titanlite.parallel.context.all_gather_autograd",
+)
+def gradients_of_keys_not_reduced(original, x, dim, group):
     from torch.distributed import _functional_collectives as collectives
 
-    def gather(x: Any, dim: int, group: Any) -> Any:
-        size = dist.get_world_size(group)
-        gathered = collectives.all_gather_tensor(x.detach(), dim, group)
-        parts = list(gathered.chunk(size, dim))
-        parts[dist.get_rank(group)] = x
-        return torch.cat(parts, dim)
-
-    swap("titanlite.parallel.context.all_gather_autograd", gather)
+    size = dist.get_world_size(group)
+    gathered = collectives.all_gather_tensor(x.detach(), dim, group)
+    parts = list(gathered.chunk(size, dim))
+    parts[dist.get_rank(group)] = x
+    return torch.cat(parts, dim)
 
 
-@mutant(CP, r"positions restart in each context-parallel rank", "Seq1F1B#6")
-def positions_of_context_ranks_start_at_zero() -> None:
-    def positions(original: Callable[..., Any], tokens: Any) -> Any:
-        return original(tokens) % (tokens.shape[1] // 2) if is_parallel() else original(tokens)
-
-    wrap("titanlite.parallel.forward_backward._default_positions", positions)
-
-
-@mutant(CP.plus(DOCUMENTS), r"look at context parallelism")
-def mask_of_context_ranks_shows_the_future() -> None:
-    def chunks(original: Callable[..., Any], x: Any, mesh: Any, dim: int = 1) -> Any:
-        result = original(x, mesh, dim)
-        is_mask = dim == 2
-        return result.fill_(True) if is_mask else result
-
-    wrap("titanlite.parallel.forward_backward.local_chunks", chunks)
+@mutant(
+    CP,
+    r"positions restart in each context-parallel rank",
+    "Seq1F1B#6",
+    replaces="titanlite.parallel.forward_backward._default_positions",
+)
+def positions_of_context_ranks_start_at_zero(original, tokens):
+    return original(tokens) % (tokens.shape[1] // 2) if is_parallel() else original(tokens)
 
 
-@mutant(CP, r"look at context parallelism")
-def second_context_chunk_is_off_by_one() -> None:
-    import torch
-
-    def chunks(
-        original: Callable[..., Any],
-        x: Any,
-        mesh: Any,
-        dim: int = 1,
-    ) -> Any:
-        parts = x.chunk(2 * mesh.size(), dim)
-        rank = mesh.get_local_rank()
-        second = parts[2 * mesh.size() - 2 - rank]
-        return torch.cat((parts[rank], second), dim)
-
-    wrap("titanlite.parallel.forward_backward.local_chunks", chunks)
+@mutant(
+    CP.plus(DOCUMENTS),
+    r"look at context parallelism",
+    replaces="titanlite.parallel.forward_backward.local_chunks",
+)
+def mask_of_context_ranks_shows_the_future(original, x, mesh, dim=1):
+    result = original(x, mesh, dim)
+    is_mask = dim == 2
+    return result.fill_(True) if is_mask else result
 
 
-@mutant(FSDP.plus(DOCUMENTS), r"tokens attend to other documents", "axolotl#3796")
-def document_mask_leaks() -> None:
-    def mask(original: Callable[..., Any], document_ids: Any, window: int = 0) -> Any:
-        return original(document_ids * 0, window)
+@mutant(
+    CP,
+    r"look at context parallelism",
+    replaces="titanlite.parallel.forward_backward.local_chunks",
+)
+def second_context_chunk_is_off_by_one(original, x, mesh, dim=1):
+    parts = x.chunk(2 * mesh.size(), dim)
+    rank = mesh.get_local_rank()
+    second = parts[2 * mesh.size() - 2 - rank]
+    return torch.cat((parts[rank], second), dim)
 
-    wrap("titanlite.parallel.forward_backward.document_mask", mask)
+
+@mutant(
+    FSDP.plus(DOCUMENTS),
+    r"tokens attend to other documents",
+    "axolotl#3796",
+    replaces="titanlite.parallel.forward_backward.document_mask",
+)
+def document_mask_leaks(original, document_ids, window=0):
+    return original(document_ids * 0, window)
 
 
-@mutant(FSDP, r"look at the model and its precision", "transformers#29285")
-def rope_angles_in_bfloat16() -> None:
-    def frequencies(original: Callable[..., Any], *args: Any) -> Any:
-        return original(*args).bfloat16().float()
-
-    wrap("titanlite.model.llama.rope_frequencies", frequencies)
+@mutant(
+    FSDP,
+    r"look at the model and its precision",
+    "transformers#29285",
+    replaces="titanlite.model.llama.rope_frequencies",
+)
+def rope_angles_in_bfloat16(original, *args):
+    return original(*args).bfloat16().float()
 
 
 # Pipeline parallelism
 
 
-@mutant(PP, r"the labels belong to another microbatch")
-def labels_of_pipeline_microbatches_are_swapped() -> None:
-    def inputs(original: Callable[..., Any], microbatches: Any, *args: Any) -> Any:
-        result = original(microbatches, *args)
-        size = len(result.labels) // len(microbatches)
-        return result._replace(labels=result.labels.roll(size, 0))
-
-    wrap("titanlite.parallel.forward_backward.local_inputs", inputs)
+@mutant(
+    PP,
+    r"the labels belong to another microbatch",
+    replaces="titanlite.parallel.forward_backward.local_inputs",
+)
+def labels_of_pipeline_microbatches_are_swapped(original, microbatches, *args):
+    result = original(microbatches, *args)
+    size = len(result.labels) // len(microbatches)
+    return result._replace(labels=result.labels.roll(size, 0))
 
 
 # Data, weights and optimizer
 
 
-@mutant(FSDP_TP, r"sequences of rank \d .* instead of")
-def data_rank_of_the_wrong_dimension() -> None:
-    def build(original: Callable[..., Any], *args: Any) -> Any:
-        mesh = original(*args)
-        if mesh.tensor is None:
-            return mesh
-        return replace(mesh, data_rank=mesh.tensor.get_local_rank())
+@mutant(
+    FSDP_TP,
+    r"sequences of rank \d .* instead of",
+    replaces="titanlite.train.trainer.build_mesh",
+)
+def data_rank_of_the_wrong_dimension(original, *args):
+    mesh = original(*args)
+    if mesh.tensor is None:
+        return mesh
+    return replace(mesh, data_rank=mesh.tensor.get_local_rank())
 
-    wrap("titanlite.train.trainer.build_mesh", build)
 
-
-def keep_first_shard(original: Callable[..., None], parameter: Any, full: Any) -> None:
+@mutant(FSDP, r"initial weights of ", replaces="titanlite.parallel.init_weights.keep_shard")
+def every_rank_has_the_first_shard(original, parameter, full):
     local = parameter.to_local()
     local.copy_(full[tuple(slice(size) for size in local.shape)])
 
 
-@mutant(FSDP, r"initial weights of ")
-def every_rank_has_the_first_shard() -> None:
-    wrap("titanlite.parallel.init_weights.keep_shard", keep_first_shard)
-
-
-@mutant(TP, r"initial weights of ", "ms-swift#7944")
-def tensor_ranks_draw_the_same_weights() -> None:
+@mutant(
+    TP,
+    r"initial weights of ",
+    "ms-swift#7944",
+    replaces="titanlite.parallel.init_weights.keep_shard",
+)
+def tensor_ranks_draw_the_same_weights(original, parameter, full):
     """Draw shards with the same seed on all ranks instead of cutting the whole matrix."""
-    wrap("titanlite.parallel.init_weights.keep_shard", keep_first_shard)
+    every_rank_has_the_first_shard(original, parameter, full)
 
 
-@mutant(FSDP, r"weight update of .*norm.weight", "Fast-LLM#545")
-def weight_decay_on_norms() -> None:
-    def build(
-        original: Callable[..., Any],
-        model: Any,
-        config: Any,
-        *args: Any,
-    ) -> Any:
-        optimizer = original(model, config, *args)
-        for group in optimizer.param_groups:
-            group["weight_decay"] = config.weight_decay
-        return optimizer
-
-    wrap("titanlite.train.step.build_optimizer", build)
+@mutant(
+    FSDP,
+    r"weight update of .*norm.weight",
+    "Fast-LLM#545",
+    replaces="titanlite.train.step.build_optimizer",
+)
+def weight_decay_on_norms(original, model, config, *args):
+    optimizer = original(model, config, *args)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = config.weight_decay
+    return optimizer
 
 
-@mutant(FSDP.plus("--optimizer.name Muon"), r"weight update of layers\.", "DeepSpeed#8437")
-def muon_orthogonalizes_shards() -> None:
-    import torch
-
-    def orthogonalize(original: Callable[..., Any], matrix: Any) -> Any:
-        if not is_parallel():
-            return original(matrix)
-        return torch.cat([original(part) for part in matrix.chunk(2)])
-
-    wrap("titanlite.optim.muon.orthogonalize", orthogonalize)
-
-
-@mutant(FSDP.plus("--ema.decay 0.9"), r"weight average of ")
-def average_of_the_gathered_weights() -> None:
-    def updated(self: Any, step: int) -> None:
-        for name, weight in self._weights.items():
-            average = self._averages[name].to_local()
-            gathered = weight.full_tensor().detach()
-            first_part = gathered[: len(average)].float()
-            average.lerp_(first_part, 1 - self._decay)
-
-    swap("titanlite.hooks.ema.Ema.updated", updated)
+@mutant(
+    FSDP.plus("--optimizer.name Muon"),
+    r"weight update of layers\.",
+    "DeepSpeed#8437",
+    replaces="titanlite.optim.muon.orthogonalize",
+)
+def muon_orthogonalizes_shards(original, matrix):
+    if not is_parallel():
+        return original(matrix)
+    return torch.cat([original(part) for part in matrix.chunk(2)])
 
 
-@mutant(HSDP, r"replicas of weights of .* \(replicate\)")
-def a_bit_changes_in_one_replica() -> None:
-    import torch
-    import torch.distributed as dist
+@mutant(
+    FSDP.plus("--ema.decay 0.9"),
+    r"weight average of ",
+    replaces="titanlite.hooks.ema.Ema.updated",
+)
+def average_of_the_gathered_weights(original, self, step):
+    for name, weight in self._weights.items():
+        average = self._averages[name].to_local()
+        gathered = weight.full_tensor().detach()
+        first_part = gathered[: len(average)].float()
+        average.lerp_(first_part, 1 - self._decay)
 
-    def step(original: Callable[..., Any], self: Any) -> Any:
-        entry = original(self)
-        if self.steps_done == 2 and dist.get_rank() == 3:
-            bits = self.model.norm.weight.to_local().detach().view(torch.int32)
-            bits[0] ^= 1
-        return entry
 
-    wrap("titanlite.train.trainer.Trainer.step", step)
+@mutant(
+    HSDP,
+    r"replicas of weights of .* \(replicate\)",
+    replaces="titanlite.train.trainer.Trainer.step",
+)
+def a_bit_changes_in_one_replica(original, self):
+    entry = original(self)
+    if self.steps_done == 2 and dist.get_rank() == 3:
+        bits = self.model.norm.weight.to_local().detach().view(torch.int32)
+        bits[0] ^= 1
+    return entry
 
 
 # Checkpoints
 
 
-@mutant(FSDP, r"resume: loaded state of optimizer\.")
-def optimizer_state_of_one_rank_on_all() -> None:
-    import torch.distributed as dist
+@mutant(
+    FSDP,
+    r"resume: loaded state of optimizer\.",
+    replaces="titanlite.train.trainer.Trainer.load_checkpoint",
+)
+def optimizer_state_of_one_rank_on_all(original, self):
+    original(self)
+    for state in self.optimizer.state.values():
+        for value in state.values():
+            if value.ndim and is_parallel():
+                dist.broadcast(value.to_local(), 0)
 
-    def load(original: Callable[..., None], self: Any) -> None:
-        original(self)
-        for state in self.optimizer.state.values():
-            for value in state.values():
-                if value.ndim and is_parallel():
-                    dist.broadcast(value.to_local(), 0)
 
-    wrap("titanlite.train.trainer.Trainer.load_checkpoint", load)
-
-
-@mutant(FSDP, r"resume: sequences of rank 0", "accelerate#4071")
-def resume_skips_a_batch() -> None:
-    def load(original: Callable[..., None], self: Any, state: Any) -> None:
-        original(self, state)
-        self.next_global_batch()
-
-    wrap("titanlite.data.loader.Loader.load_state_dict", load)
+@mutant(
+    FSDP,
+    r"resume: sequences of rank 0",
+    "accelerate#4071",
+    replaces="titanlite.data.loader.Loader.load_state_dict",
+)
+def resume_skips_a_batch(original, self, state):
+    original(self, state)
+    self.next_global_batch()
 
 
 # FP8
 
 
 @mutant(FSDP.plus(FLOAT8), r"FP8 scale of ")
-def float8_scales_are_a_step_old() -> None:
+def float8_scales_are_a_step_old():
     calls: list[int] = []
 
-    def precompute(original: Callable[..., None], *args: Any) -> None:
+    def precompute(original, *args):
         calls.append(0)
         # The first two calls happen before the first step.
         if len(calls) <= 2 or not is_parallel():
@@ -440,19 +457,19 @@ def float8_scales_are_a_step_old() -> None:
     wrap("titanlite.train.step.precompute_scales", precompute)
 
 
-@mutant(FSDP.plus(FLOAT8), r"FP8 scale of ", "Megatron-LM#442")
-def float8_scales_of_the_own_shard() -> None:
-    def precompute(original: Callable[..., None], model: Any, config: Any) -> None:
-        import torch
-
-        original(model, config)
-        shards = [parameter._local_tensor for parameter in model.parameters()]
-        for shard in shards:
-            if is_parallel() and getattr(shard, "_precomputed_scale", None) is not None:
-                largest = shard._tensor.detach().abs().max().float()
-                shard._precomputed_scale = torch.finfo(torch.float8_e4m3fn).max / largest
-
-    wrap("titanlite.train.step.precompute_scales", precompute)
+@mutant(
+    FSDP.plus(FLOAT8),
+    r"FP8 scale of ",
+    "Megatron-LM#442",
+    replaces="titanlite.train.step.precompute_scales",
+)
+def float8_scales_of_the_own_shard(original, model, config):
+    original(model, config)
+    shards = [parameter._local_tensor for parameter in model.parameters()]
+    for shard in shards:
+        if is_parallel() and getattr(shard, "_precomputed_scale", None) is not None:
+            largest = shard._tensor.detach().abs().max().float()
+            shard._precomputed_scale = torch.finfo(torch.float8_e4m3fn).max / largest
 
 
 # Plugins
@@ -467,70 +484,66 @@ def plugin(architecture: str) -> str:
     FSDP.plus(plugin("dropout_blocks"), "--activation_checkpoint.mode full"),
     r"activation checkpointing of .* another dropout",
     "OLMo-core#828",
+    replaces="titanlite.parallel.activation_checkpoint.checkpoint",
 )
-def recomputation_draws_other_random_numbers() -> None:
-    def recompute(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        return original(*args, **options | {"preserve_rng_state": False})
-
-    wrap("titanlite.parallel.activation_checkpoint.checkpoint", recompute)
+def recomputation_draws_other_random_numbers(original, *args, **options):
+    return original(*args, **options | {"preserve_rng_state": False})
 
 
 @mutant(TP.plus(plugin("concatenated_projections")), r"the architecture concatenated_projections")
-def fused_projection_cut_across_its_parts() -> None:
+def fused_projection_cut_across_its_parts():
     """Use a plugin in which tensor-parallel ranks cut [queries, keys, values] into two halves."""
 
 
 # Further mistakes in optimizers, resume and masks
 
 
-@mutant(FSDP, r"optimizer state of .*exp_avg_sq|weight update of ")
-def bias_correction_is_a_step_late() -> None:
-    def allocate(original: Callable[..., None], optimizer: Any) -> None:
-        original(optimizer)
-        for state in optimizer.state.values():
-            state["step"].add_(1)
-
-    wrap("titanlite.train.step.allocate_moments", allocate)
-
-
-@mutant(FSDP.plus("--optimizer.name Lion"), r"optimizer state of .*exp_avg|weight update of ")
-def lion_uses_one_beta() -> None:
-    def build(original: Callable[..., Any], *args: Any) -> Any:
-        optimizer = original(*args)
-        for group in optimizer.param_groups:
-            group["betas"] = (group["betas"][0], group["betas"][0])
-        return optimizer
-
-    wrap("titanlite.train.step.build_optimizer", build)
+@mutant(
+    FSDP,
+    r"optimizer state of .*exp_avg_sq|weight update of ",
+    replaces="titanlite.train.step.allocate_moments",
+)
+def bias_correction_is_a_step_late(original, optimizer):
+    original(optimizer)
+    for state in optimizer.state.values():
+        state["step"].add_(1)
 
 
-@mutant(HSDP, r"replicas of gradients of .* \(replicate\)")
-def gradients_not_reduced_over_replicas() -> None:
-    import torch.distributed as dist
-
-    def reduce(
-        original: Callable[..., Any],
-        tensor: Any,
-        *args: Any,
-        **options: Any,
-    ) -> Any:
-        is_gradient = is_parallel() and tensor.dim() == 1 and tensor.numel() > 1000
-        return dist.barrier() if is_gradient else original(tensor, *args, **options)
-
-    wrap("torch.distributed.all_reduce", reduce)
+@mutant(
+    FSDP.plus("--optimizer.name Lion"),
+    r"optimizer state of .*exp_avg|weight update of ",
+    replaces="titanlite.train.step.build_optimizer",
+)
+def lion_uses_one_beta(original, *args):
+    optimizer = original(*args)
+    for group in optimizer.param_groups:
+        group["betas"] = (group["betas"][0], group["betas"][0])
+    return optimizer
 
 
-@mutant(FSDP.plus("--model.sliding_window 24"), r"the sliding window is ignored")
-def window_is_ignored() -> None:
-    def mask(original: Callable[..., Any], document_ids: Any, window: int = 0) -> Any:
-        return original(document_ids, 0)
+@mutant(
+    HSDP,
+    r"replicas of gradients of .* \(replicate\)",
+    replaces="torch.distributed.all_reduce",
+)
+def gradients_not_reduced_over_replicas(original, tensor, *args, **options):
+    is_gradient = is_parallel() and tensor.dim() == 1 and tensor.numel() > 1000
+    return dist.barrier() if is_gradient else original(tensor, *args, **options)
 
-    wrap("titanlite.parallel.forward_backward.document_mask", mask)
+
+@mutant(
+    FSDP.plus("--model.sliding_window 24"),
+    r"the sliding window is ignored",
+    replaces="titanlite.parallel.forward_backward.document_mask",
+)
+def window_is_ignored(original, document_ids, window=0):
+    return original(document_ids, 0)
 
 
-@mutant(FSDP.plus("--training.z_loss 0.01"), r"the z-loss is left out")
-def z_loss_is_left_out() -> None:
-    def loss(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        return original(*args, **options | {"z_loss": 0.0})
-
-    wrap("titanlite.optim.losses.linear_cross_entropy_sum", loss)
+@mutant(
+    FSDP.plus("--training.z_loss 0.01"),
+    r"the z-loss is left out",
+    replaces="titanlite.optim.losses.linear_cross_entropy_sum",
+)
+def z_loss_is_left_out(original, *args, **options):
+    return original(*args, **options | {"z_loss": 0.0})
