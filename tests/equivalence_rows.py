@@ -5,12 +5,12 @@
 
 from collections.abc import Iterable
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tomli
 import torch
 from ranks import run_ranks
-from train_variants import merge, train_variants
+from train_variants import Options, Results, merge, train_variants
 
 # No degree divides the vocabulary of 97 tokens. At this learning rate, ten steps of Adam roughly
 # halve the loss.
@@ -56,12 +56,12 @@ class Row(NamedTuple):
 
     name: str
     ranks: int
-    overrides: dict[str, Any]
+    overrides: Options
     reference: str = "one process"
     tolerance: Numbers = EXACT
 
 
-def options(*lines: str) -> dict[str, Any]:
+def options(*lines: str) -> Options:
     """Parse options, written as in a job file."""
     return tomli.loads("\n".join(lines))
 
@@ -73,7 +73,7 @@ def layout(
     tp: int = 1,
     schedule: str = "1F1B",
     batch: int | None = None,
-) -> dict[str, Any]:
+) -> Options:
     """Return the options of a layout. The remaining ranks shard the model.
 
     Args:
@@ -97,10 +97,10 @@ SCHEDULES = [
     "InterleavedZeroBubble",
     "ZBVZeroBubble",
 ]
-PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {}
+PIPELINES: dict[str, tuple[int, Options]] = {}
 for schedule in SCHEDULES:
     PIPELINES[f"pp2 {schedule}"] = 2, layout(pp=2, schedule=schedule, batch=1)
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks and overrides
+LAYOUTS: dict[str, tuple[int, Options]] = {  # ranks and overrides
     "fsdp2": (2, layout(batch=4)),
     "replicate2": (2, layout(replicate=2, batch=4)),
     "tp2": (2, layout(tp=2)),
@@ -150,7 +150,7 @@ SWITCHES = {  # features of other model families
     ),
 }
 # These options change when and where tensors are computed, but not the results.
-SCHEDULING: dict[str, dict[str, Any]] = {
+SCHEDULING: dict[str, Options] = {
     "accumulation 2": options("training.local_batch_size = 2"),
     "accumulation 4": options("training.local_batch_size = 1"),
     "accumulation 4, each reduced": options(
@@ -177,7 +177,7 @@ SCHEDULING: dict[str, dict[str, Any]] = {
     "reshard always": options("parallelism.fsdp_reshard_after_forward = 'always'"),
 }
 FLOAT8 = options("float8.enable = true")
-PRECISION: dict[str, tuple[dict[str, Any], Numbers]] = {
+PRECISION: dict[str, tuple[Options, Numbers]] = {
     "bf16": (options("training.mixed_precision_param = 'bfloat16'"), BF16),
     "bf16 weights, stochastic rounding": (
         options("training.dtype = 'bfloat16'", "optimizer.stochastic_rounding = true"),
@@ -192,14 +192,10 @@ PRECISION: dict[str, tuple[dict[str, Any], Numbers]] = {
         ),
         FP8,
     ),
-    **{
-        f"float8 {recipe}": (
-            options("float8.enable = true", f"float8.recipe_name = '{recipe}'"),
-            FP8,
-        )
-        for recipe in ("rowwise", "rowwise_with_gw_hp")
-    },
 }
+for recipe in ("rowwise", "rowwise_with_gw_hp"):
+    recipe_options = options("float8.enable = true", f"float8.recipe_name = '{recipe}'")
+    PRECISION[f"float8 {recipe}"] = recipe_options, FP8
 # Halves of the key and value heads must be multiples of 32.
 MXFP8 = merge(
     FLOAT8,
@@ -216,7 +212,7 @@ MODELS = {
 }
 COMPILED = options("compile.enable = true", "compile.components = ['model']")
 # The table of combinations: feature -> (overrides, row on one process to compare with, tolerance)
-FEATURES: dict[str, tuple[dict[str, Any], str, Numbers]] = {}
+FEATURES: dict[str, tuple[Options, str, Numbers]] = {}
 for name in ("AC full", "AC op", "CPU offload", "one group"):
     FEATURES[name] = SCHEDULING[name], "one process", EXACT
 for name, (overrides, tolerance) in PRECISION.items():
@@ -244,7 +240,7 @@ REJECTED = {  # by titanlite.load_run
 def row_of(
     layout_name: str,
     suffix: str,
-    extra: dict[str, Any],
+    extra: Options,
     reference: str = "one process",
     tolerance: Numbers = EXACT,
 ) -> Row:
@@ -374,22 +370,22 @@ class Difference(NamedTuple):
         return self.same_start and all(number <= limit for number, limit in pairs)
 
 
-def run(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
+def run(rows: Iterable[Row]) -> dict[str, Results]:
     """Train all rows, and return the results by name.
 
     Rows on the same number of ranks share processes.
     """
-    by_ranks: dict[int, dict[str, Any]] = {}
+    by_ranks: dict[int, dict[str, Options]] = {}
     for row in rows:
         base = {"model": MODEL, "training": TRAINING, "optimizer": {"lr": LEARNING_RATE}}
         by_ranks.setdefault(row.ranks, {})[row.name] = merge(base, row.overrides)
-    results: dict[str, dict[str, Any]] = {}
+    results: dict[str, Results] = {}
     for ranks, variants in sorted(by_ranks.items()):
         results |= run_ranks(ranks, train_variants, variants, timeout=1200)[0]
     return results
 
 
-def compare(result: dict[str, Any], reference: dict[str, Any]) -> Difference:
+def compare(result: Results, reference: Results) -> Difference:
     """Measure how far a result is from the result of the reference."""
 
     def relative(name: str) -> float:

@@ -5,7 +5,6 @@ on the number of ranks, so results are comparable across world sizes.
 """
 
 import hashlib
-from contextlib import ExitStack
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -24,7 +23,11 @@ from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
 from titanlite.parallel.mesh import build_mesh
 from titanlite.train import trainer as trainer_module
 
-TINY: dict[str, Any] = tomli.loads("""
+Options = dict[str, Any]
+"""Tables of a job file: options by section and name."""
+Results = dict[str, Any]
+
+TINY: Options = tomli.loads("""
 [model]
 dim = 64
 n_layers = 3
@@ -89,9 +92,9 @@ def weights_hash(weights: dict[str, Tensor]) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def merge(*tables: dict[str, Any]) -> dict[str, Any]:
+def merge(*tables: Options) -> Options:
     """Merge option tables. Later values override earlier ones."""
-    merged: dict[str, Any] = {}
+    merged: Options = {}
     for table in tables:
         for key, value in table.items():
             if isinstance(value, dict):
@@ -113,7 +116,7 @@ def global_batch(job: JobConfig, vocab_size: int, documents: bool) -> dict[str, 
     """
     length = job.training.seq_len
     generator = torch.Generator().manual_seed(7)
-    sequences = torch.randint(0, vocab_size, (GLOBAL_BATCH, length + 1), generator=generator)
+    sequences = torch.randint(vocab_size, (GLOBAL_BATCH, length + 1), generator=generator)
     labels = sequences[:, 1:].clone()
     for k in range(GLOBAL_BATCH):
         labels[k, : 3 * k] = IGNORE_INDEX
@@ -125,7 +128,7 @@ def global_batch(job: JobConfig, vocab_size: int, documents: bool) -> dict[str, 
     return batch
 
 
-def train(job: JobConfig, documents: bool) -> dict[str, Any]:
+def train(job: JobConfig, documents: bool) -> Results:
     """Train on the same sequences in each step, and return the results to compare."""
     run = Run(job, dist.get_world_size())
     mesh = build_mesh(run.degrees, "cpu")
@@ -150,15 +153,12 @@ def train(job: JobConfig, documents: bool) -> dict[str, Any]:
         next_global_batch=lambda: share,
     )
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(trainer_module, "build_mesh", lambda *_: mesh))
-        stack.enter_context(
-            patch.object(trainer_module, "Loader", lambda *_args, **_options: loader)
-        )
-        log = stack.enter_context(patch.object(trainer_module.Trainer, "log"))
-        trainer = stack.enter_context(
-            trainer_module.Trainer(run, torch.device("cpu"), standard=False)
-        )
+    with (
+        patch.object(trainer_module, "build_mesh", lambda *_: mesh),
+        patch.object(trainer_module, "Loader", lambda *_args, **_options: loader),
+        patch.object(trainer_module.Trainer, "log") as log,
+        trainer_module.Trainer(run, torch.device("cpu"), standard=False) as trainer,
+    ):
         result = train_and_record(trainer)
         loss_sum = trainer.forward_backward.evaluate(microbatches)
         dist.all_reduce(loss_sum, group=trainer.mesh.loss_group)
@@ -167,7 +167,7 @@ def train(job: JobConfig, documents: bool) -> dict[str, Any]:
         return result | {"notes": [str(call.args[0]) for call in log.mock_calls]}
 
 
-def train_and_record(trainer: trainer_module.Trainer) -> dict[str, Any]:
+def train_and_record(trainer: trainer_module.Trainer) -> Results:
     """Train to the last step, and record losses, norms, dtypes and weights."""
     job = trainer.job
     model = trainer.model
@@ -202,9 +202,7 @@ def train_and_record(trainer: trainer_module.Trainer) -> dict[str, Any]:
     }
 
 
-def train_variants(
-    variants: dict[str, dict[str, Any]],
-) -> dict[str, dict[str, Any]]:
+def train_variants(variants: dict[str, Options]) -> dict[str, Results]:
     """Train all variants, and return the results of the first rank by name.
 
     A variant overrides TINY. "documents" is not a job key.
