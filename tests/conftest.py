@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from small_runs import SMALL_WITHOUT_WORKERS
 
 # The tests in tests/gpu also run without hypothesis.
 with suppress(ImportError):
@@ -114,6 +115,26 @@ def restore_process_state() -> Iterator[None]:
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    """Write the small job."""
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL_WITHOUT_WORKERS)
+    return path
+
+
+@pytest.fixture
+def write_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Return a function that writes a module which this process and its ranks can import."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+    def write(name: str, source: str) -> None:
+        (tmp_path / f"{name}.py").write_text(source)
+
+    return write
 
 
 @pytest.fixture

@@ -194,6 +194,11 @@ def start_small(
     return start_titanlite("train", *files, *split_words(options), ranks=ranks, before=before)
 
 
+def run_small(out: Path, *options: object, ranks: int = 1, code: int = 0, **keys: Any) -> str:
+    """Train like `start_small`, check the exit codes, and return the output."""
+    return start_small(out, *options, ranks=ranks, **keys).wait_for_exit(code)
+
+
 def split_words(options: Sequence[object]) -> list[object]:
     """Split strings at spaces, and keep other objects, such as paths."""
     parts: list[object] = []
@@ -202,10 +207,10 @@ def split_words(options: Sequence[object]) -> list[object]:
     return parts
 
 
-def small_trainer(folder: str, hooks: Hook | list[Hook], *options: str) -> Trainer:
+def small_trainer(folder: str | Path, hooks: Hook | list[Hook], *options: object) -> Trainer:
     """Return a trainer of the small job with additional hooks and the output folder `out`.
 
-    `options` are split at spaces.
+    Strings in `options` are split at spaces.
     """
     import torch
 
@@ -213,13 +218,20 @@ def small_trainer(folder: str, hooks: Hook | list[Hook], *options: str) -> Train
     from titanlite.train.trainer import Trainer
 
     job = Path(folder, f"{os.environ['RANK']}.toml")
-    job.parent.mkdir(exist_ok=True)
+    job.parent.mkdir(parents=True, exist_ok=True)
     job.write_text(SMALL_WITHOUT_WORKERS)
     files = ["--job.config_file", str(job), "--job.dump_folder", f"{folder}/out"]
-    arguments = [*files, *" ".join(options).split()]
+    arguments = [*files, *map(str, split_words(options))]
     run = load_run(arguments, int(os.environ["WORLD_SIZE"]))
     hooks = hooks if isinstance(hooks, list) else [hooks]
     return Trainer(run, torch.device("cpu"), hooks)
+
+
+def train_small(folder: str | Path, hooks: Hook | list[Hook], *options: object) -> Trainer:
+    """Train like `small_trainer` to the end, and return the closed trainer."""
+    trainer = small_trainer(folder, hooks, *options)
+    trainer.train()
+    return trainer
 
 
 def free_port() -> int:

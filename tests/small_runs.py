@@ -11,6 +11,7 @@ from typing import Any
 
 import tomli
 
+ROOT = Path(__file__).resolve().parents[1]
 SMALL = """
 [model]
 dim = 64
@@ -78,6 +79,25 @@ def launch_job(
     return out + err
 
 
+def run_program(
+    *command: object,
+    folder: Path | None = None,
+    variables: dict[str, str] | None = None,
+    code: int = 0,
+) -> "subprocess.CompletedProcess[str]":
+    """Run a program with additional environment variables, and check its exit code."""
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=folder,
+        env=os.environ | (variables or {}),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
 def wait_for_step(process: "subprocess.Popen[str]", step: int) -> None:
     assert process.stdout is not None
     deadline = time.monotonic() + 120
@@ -110,6 +130,38 @@ def read_metrics(folder: Path) -> dict[int, dict[str, Any]]:
 def read_losses(folder: Path) -> dict[int, float]:
     """Return the loss of each step."""
     return {step: entry["loss"] for step, entry in read_metrics(folder).items()}
+
+
+def read_log(folder: Path) -> str:
+    """Return the text of train.log."""
+    return (folder / "train.log").read_text()
+
+
+def read_tensorboard(folder: Path) -> Any:
+    """Return the metrics that a run has written for TensorBoard."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(folder / "tb"))
+    board.Reload()
+    return board
+
+
+def read_events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the entries of events.jsonl of one kind."""
+    return [event for event in read_jsonl(folder / "events.jsonl") if event["event"] == kind]
+
+
+def list_saved_steps(folder: Path) -> list[int]:
+    """Return the steps of all checkpoints. Fail if their folder contains anything else."""
+    names = sorted(path.name for path in folder.glob("checkpoint/*"))
+    return [int(name.removeprefix("step-")) for name in names]
+
+
+def read_documented_program(page: str, title: str) -> str:
+    """Return the Python program with a title on a page in docs/reference."""
+    text = (ROOT / f"docs/reference/{page}.md").read_text()
+    (program,) = re.findall(rf'```python title="{title}"\n(.*?)```', text, flags=re.DOTALL)
+    return program
 
 
 def indent_like_log(text: str) -> str:
