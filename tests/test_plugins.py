@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks, titanlite
-from small_runs import SMALL_WITHOUT_WORKERS, read_losses
+from small_runs import ROOT, SMALL_WITHOUT_WORKERS, read_documented_program, read_losses
 
 from titanlite.config.certificate import hash_job
 from titanlite.load_run import load_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gemma")]
-EXAMPLE = Path(__file__).parents[1] / "examples" / "gemma"
+EXAMPLE = ROOT / "examples" / "gemma"
 
 GEMMA = '[job]\nplugins = ["gemma"]\n[gemma]\nhidden_act = "relu"\n[model]\narchitecture = "gemma"'
 JOB = SMALL_WITHOUT_WORKERS.replace("[model]", GEMMA).replace("n_kv_heads = 1", "n_kv_heads = 2")
@@ -62,16 +62,20 @@ def assert_same_losses(a: Path, b: Path) -> None:
     ],
 )
 def test_the_example_has_the_same_losses_in_each_layout(layout, trained):
-    options = [f"--parallelism.{layout}_degree", 2, "--training.local_batch_size", 1]
+    options = f"--parallelism.{layout}_degree 2 --training.local_batch_size 1".split()
     titanlite(*train_options(trained.parent, layout, *options), ranks=2)
     assert_same_losses(trained.parent / layout, trained)
 
 
+def prove(folder: Path) -> str:
+    options = f"--job.config_file {folder}/job.toml --job.dump_folder {folder}/proven"
+    options += " --parallelism.tensor_parallel_degree 2 --activation_checkpoint.mode full"
+    return titanlite("prove", *options.split(), ranks=4)
+
+
 @pytest.mark.long
-def test_the_example_is_proven(trained, tmp_path):
-    files = ("--job.config_file", trained.parent / "job.toml", "--job.dump_folder", tmp_path)
-    command = ("prove", *files, "--parallelism.tensor_parallel_degree", 2)
-    assert "Proven" in titanlite(*command, ranks=4)
+def test_the_example_is_proven(trained):
+    assert "Proven" in prove(trained.parent)
 
 
 @pytest.mark.parametrize(
@@ -129,12 +133,9 @@ params = ["tok_*", "*norm.weight", "*.wo.weight", "output.weight"]
 
 
 @pytest.fixture
-def fused(tmp_path, monkeypatch) -> Path:
+def fused(tmp_path, write_plugin) -> Path:
     """Create a job whose model has the fused projections of docs/reference/plugin_models.md."""
-    page = (EXAMPLE.parents[1] / "docs" / "reference" / "plugin_models.md").read_text()
-    source = page.partition('title="my_fused.py"\n')[2].partition("```")[0]
-    (tmp_path / "my_fused.py").write_text(source)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    write_plugin("my_fused", read_documented_program("plugin_models", "my_fused.py"))
     model = '[job]\nplugins = ["my_fused"]\n[model]\narchitecture = "fused"'
     job = SMALL_WITHOUT_WORKERS.replace("[model]", model).replace(
         "n_heads = 2\nn_kv_heads = 1", "n_heads = 4\nn_kv_heads = 2"
@@ -147,6 +148,11 @@ def test_a_model_with_fused_projections_has_the_same_losses_with_tensor_parallel
     titanlite(*train_options(fused, "alone"))
     titanlite(*train_options(fused, "two", "--parallelism.tensor_parallel_degree", 2), ranks=2)
     assert_same_losses(fused / "two", fused / "alone")
+
+
+@pytest.mark.long
+def test_a_model_with_fused_projections_is_proven(fused):
+    assert "Proven" in prove(fused)
 
 
 def test_groups_match_the_parameters_of_a_plugin(fused):
@@ -210,26 +216,25 @@ class Copy(Hook):
 """
 
 
-def test_a_plugin_may_have_the_name_of_an_attribute_of_the_job(tmp_path, monkeypatch):
-    (tmp_path / "named_plugin.py").write_text(NAMES_OF_JOB_ATTRIBUTES)
-    monkeypatch.syspath_prepend(str(tmp_path))
+@pytest.fixture
+def named(tmp_path, write_plugin) -> Path:
+    """Create a job whose plugin has the names of attributes of the job."""
+    write_plugin("named_plugin", NAMES_OF_JOB_ATTRIBUTES)
     job = '[job]\nplugins = ["named_plugin"]\nhooks = ["copy"]\n[model]\narchitecture = "dropped"'
     (tmp_path / "job.toml").write_text(SMALL_WITHOUT_WORKERS.replace("[model]", job))
-
-    assert "value 7" in titanlite(*train_options(tmp_path, "run"), "--copy.value", 7)
-    assert "default: 1" in titanlite(*train_options(tmp_path, "run"), "--help", "copy.value")
+    return tmp_path
 
 
-def test_the_hash_of_a_certificate_covers_the_options_of_plugins(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "named_plugin.py").write_text(NAMES_OF_JOB_ATTRIBUTES)
-    job = '[job]\nplugins = ["named_plugin"]\nhooks = ["copy"]\n[model]'
-    (tmp_path / "job.toml").write_text(SMALL_WITHOUT_WORKERS.replace("[model]", job))
-    options = list(map(str, train_options(tmp_path, "run")[1:]))
+def test_a_plugin_may_have_the_name_of_an_attribute_of_the_job(named):
+    assert "value 7" in titanlite(*train_options(named, "run"), "--copy.value", 7)
+    assert "default: 1" in titanlite(*train_options(named, "run"), "--help", "copy.value")
 
+
+def test_the_hash_of_a_certificate_covers_the_options_of_plugins(named):
     def hash_with(value: int) -> str:
         # Each call needs a new process, because a plugin registers its options only once.
-        return run_ranks(1, hash_options, [*options, "--copy.value", str(value)])[0]
+        options = f"--job.config_file {named}/job.toml --copy.value {value}"
+        return run_ranks(1, hash_options, options.split())[0]
 
     assert hash_with(1) == hash_with(1)
     assert hash_with(1) != hash_with(2)

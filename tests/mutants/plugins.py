@@ -1,4 +1,4 @@
-"""Plugin architectures with dropout, parallel blocks and fused projections."""
+"""Plugin architectures with dropout, parallel blocks and concatenated projections."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -63,8 +63,12 @@ class ParallelArchitecture(Architecture):
     architecture: str = "parallel_blocks"
 
 
-class FusedAttention(Attention):
-    """Attention with one matrix for queries, keys and values, ordered by key head."""
+class ConcatenatedAttention(Attention):
+    """Attention with one matrix for all queries, then all keys, then all values.
+
+    Tensor parallelism that cuts this matrix is wrong. See docs/reference/plugin_models.md for a
+    matrix that can be cut.
+    """
 
     def __init__(self, arch: Architecture) -> None:
         super().__init__(arch)
@@ -72,59 +76,24 @@ class FusedAttention(Attention):
         self.wqkv = nn.Linear(arch.dim, arch.q_dim + 2 * arch.kv_dim, bias=False)
         self.group_size = arch.n_heads // arch.n_kv_heads
 
-    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split (B, T, ...) into queries (B, T, H, D), and keys and values (B, T, H_kv, D)."""
-        groups = qkv.unflatten(-1, (-1, self.group_size + 2, self.head_dim))
-        q, k, v = groups.split((self.group_size, 1, 1), dim=-2)
-        return q.flatten(2, 3), k.squeeze(-2), v.squeeze(-2)
-
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Any,
-        cache: Any,
-    ) -> Tensor:
-        q, k, v = self.split(self.wqkv(x))
+    def forward(self, x, cos, sin, mask, cache):
+        heads = self.wqkv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 * H_kv, D)
+        num_kv_heads = heads.shape[2] // (self.group_size + 2)
+        sizes = [self.group_size * num_kv_heads, num_kv_heads, num_kv_heads]
+        q, k, v = torch.split(heads, sizes, dim=2)
         q = apply_rope(q, cos, sin)
         k = apply_rope(k, cos, sin)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         if cache is not None:
             k, v = cache.append(k, v)
-        heads = self.attend(q, k, v, mask)
-        return self.wo(heads.transpose(1, 2).flatten(-2))
+        attended = self.attend(q, k, v, mask)
+        return self.wo(attended.transpose(1, 2).flatten(-2))
 
 
-class ConcatenatedAttention(FusedAttention):
-    """Attention with one matrix for all queries, then all keys, then all values.
-
-    Tensor parallelism that cuts this matrix is wrong.
-    """
-
-    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        heads = qkv.unflatten(-1, (-1, self.head_dim))
-        num_kv_heads = heads.shape[2] // (self.group_size + 2)
-        sizes = [self.group_size * num_kv_heads, num_kv_heads, num_kv_heads]
-        q, k, v = torch.split(heads, sizes, dim=2)
-        return q, k, v
-
-
-class FusedBlock(TransformerBlock):
-    attention_class: ClassVar[type[FusedAttention]] = FusedAttention
-
+class ConcatenatedBlock(TransformerBlock):
     def __init__(self, arch: Architecture) -> None:
         super().__init__(arch)
-        self.attention = self.attention_class(arch)
-
-
-class ConcatenatedBlock(FusedBlock):
-    attention_class = ConcatenatedAttention
-
-
-class FusedLlama(Llama):
-    block = FusedBlock
-    draws_random_numbers = False
+        self.attention = ConcatenatedAttention(arch)
 
 
 class ConcatenatedLlama(Llama):
@@ -132,24 +101,16 @@ class ConcatenatedLlama(Llama):
     draws_random_numbers = False
 
 
-def fused_plan(arch: Architecture) -> list[dict[str, Any]]:
+def cut_concatenated(arch: Architecture) -> list[dict[str, Any]]:
     (plan,) = block_plan(arch)
     for name in ("wq", "wk", "wv"):
         del plan[f"attention.{name}"]
     return [plan | {"attention.wqkv": ColwiseParallel()}]
 
 
-@register("architecture", "fused_projections")
-@dataclass(frozen=True)
-class FusedArchitecture(Architecture):
-    model: ClassVar = "mutants.plugins:FusedLlama"
-    tensor_parallel: ClassVar = "mutants.plugins:fused_plan"
-    architecture: str = "fused_projections"
-
-
 @register("architecture", "concatenated_projections")
 @dataclass(frozen=True)
 class ConcatenatedArchitecture(Architecture):
     model: ClassVar = "mutants.plugins:ConcatenatedLlama"
-    tensor_parallel: ClassVar = "mutants.plugins:fused_plan"
+    tensor_parallel: ClassVar = "mutants.plugins:cut_concatenated"
     architecture: str = "concatenated_projections"

@@ -18,7 +18,7 @@ def make_param(mutant: Mutant) -> object:
 
 
 @pytest.mark.parametrize("mutant", map(make_param, CATALOG.values()))
-def test_a_mistake_is_detected_and_explained(mutant: Mutant, tmp_path):
+def test_a_mistake_is_detected_and_explained(mutant, tmp_path):
     layout = mutant.layout
     command = ("prove", "--job.dump_folder", tmp_path / "out", *FP32, *layout.words)
     world = start_titanlite(*command, ranks=layout.ranks, before=mutant.apply)
