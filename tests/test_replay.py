@@ -1,28 +1,24 @@
 """`titanlite replay` rejects steps that it cannot reproduce. See test_guards for replayed steps."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks, small_trainer, start_small, titanlite
-from small_runs import read_jsonl, read_metrics
+from ranks import run_ranks, run_small, titanlite, train_small
+from small_runs import read_events, read_metrics, read_printed_json
 
 from titanlite.hooks.hook import Hook
 
 pytestmark = pytest.mark.slow
-WORDS = ("--checkpoint.interval", 2, "--lr_scheduler.decay_ratio", 0, "--training.steps")
+OPTIONS = "--checkpoint.interval 2 --lr_scheduler.decay_ratio 0 --training.steps"
 
 
 def replay(out: Path, step: int, *options: object) -> bool:
     """Replay a step, and return whether its values equal the logged ones bitwise."""
-    result = json.loads(
-        titanlite("replay", out, "--step", step, "--json", *options).splitlines()[-1]
-    )
-    return (
-        result["now"] == result["logged"]
-        and result["now"]["loss"] == read_metrics(out)[step]["loss"]
-    )
+    output = titanlite("replay", out, "--step", step, "--json", *options)
+    result = read_printed_json(output)
+    assert result["logged"]["loss"] == read_metrics(out)[step]["loss"]
+    return result["now"] == result["logged"]
 
 
 def replay_rejected_step(out: Path, step: int) -> str:
@@ -45,11 +41,9 @@ def test_a_step_after_a_rollback_needs_its_checkpoint(tmp_path):
         "--guards.on_spike roll_back --guards.spike_history 3 --guards.spike_deviations 1e-6 "
         f"--guards.max_roll_backs 9 --dataset.source text --dataset.path {data}"
     )
-    start_small(out, *WORDS, 5, *options.split()).wait_for_exit(0)
-    events = read_jsonl(out / "events.jsonl")
-    roll_backs = [event["step"] for event in events if event["event"] == "roll back"]
+    run_small(out, OPTIONS, 5, options)
 
-    assert roll_backs[0] == 4
+    assert read_events(out, "roll back")[0]["step"] == 4
     assert replay(out, 5)
 
     remove_checkpoints(out, 4)
@@ -59,7 +53,7 @@ def test_a_step_after_a_rollback_needs_its_checkpoint(tmp_path):
 
 def test_a_run_without_recorded_events_is_replayed(tmp_path):
     out = tmp_path / "out"
-    start_small(out, *WORDS, 4).wait_for_exit(0)
+    run_small(out, OPTIONS, 4)
     (out / "events.jsonl").unlink()
 
     assert replay(out, 4)
@@ -67,8 +61,8 @@ def test_a_run_without_recorded_events_is_replayed(tmp_path):
 
 def test_a_step_of_an_earlier_start_needs_its_options(tmp_path):
     out = tmp_path / "out"
-    start_small(out, *WORDS, 4).wait_for_exit(0)
-    start_small(out, *WORDS, 7, "--optimizer.lr", 3e-3).wait_for_exit(0)
+    run_small(out, OPTIONS, 4)
+    run_small(out, OPTIONS, 7, "--optimizer.lr 3e-3")
 
     assert replay(out, 7)
 
@@ -92,15 +86,12 @@ class Changer(Hook):
     pass
 
 
-def train(folder: str) -> None:
-    for hook in (Observer(), Changer()):
-        with small_trainer(
-            f"{folder}/{type(hook).__name__}", hook, *map(str, WORDS), "3"
-        ) as trainer:
-            trainer.train()
+def train(folder: Path) -> None:
+    train_small(folder / "observed", Observer(), OPTIONS, 3)
+    train_small(folder / "changed", Changer(), OPTIONS, 3)
 
 
 def test_a_step_with_a_hook_that_may_change_training_is_rejected(tmp_path):
-    run_ranks(1, train, str(tmp_path))
-    assert replay(tmp_path / "Observer" / "out", 3)
-    assert "Changer" in replay_rejected_step(tmp_path / "Changer" / "out", 3)
+    run_ranks(1, train, tmp_path)
+    assert replay(tmp_path / "observed" / "out", 3)
+    assert "Changer" in replay_rejected_step(tmp_path / "changed" / "out", 3)

@@ -1,11 +1,12 @@
 """The exponential moving average of the weights is exact on each layout and across resumes."""
 
 import math
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
-from ranks import run_ranks, small_trainer, titanlite
+from ranks import run_ranks, titanlite, train_small
 from safetensors.torch import load_file
 from test_guards import Fault
 
@@ -25,26 +26,22 @@ STARTS = {
 }
 
 
-def train(folder: str) -> None:
+def train(folder: Path) -> None:
     common = (
         "--model.n_kv_heads 2 --lr_scheduler.decay_ratio 0 "
-        "--checkpoint.interval 1 --checkpoint.keep_latest_k 0"
+        "--checkpoint.interval 1 --checkpoint.keep_latest_k 0 --training.steps"
     )
     for until, layout in STARTS.items():
         # The first checkpoint with an average has the hook name of an earlier version.
         saved_name = "Ema" if until == 4 else "ema"
         decay = "" if "ema" in layout else "--ema.decay 0.75"
-        options = f"{common} --training.steps {until} {decay} {layout}".split()
         fault = Fault({3: math.nan, 7: math.nan})
-        with (
-            patch.object(Ema, "name", saved_name),
-            small_trainer(folder, fault, *options) as trainer,
-        ):
-            trainer.train()
+        with patch.object(Ema, "name", saved_name):
+            train_small(folder, fault, common, until, decay, layout)
 
 
 def test_the_average_is_exact_on_any_layout_and_export_and_eval_use_it(tmp_path):
-    run_ranks(2, train, str(tmp_path))
+    run_ranks(2, train, tmp_path)
 
     out = tmp_path / "out"
     checkpoints = {step: out / "checkpoint" / f"step-{step:08}" for step in range(2, 11)}

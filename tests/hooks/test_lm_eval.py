@@ -6,19 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import start_small, titanlite
-from small_runs import read_losses, read_metrics, read_printed_json
+from ranks import run_small, titanlite
+from small_runs import ROOT, read_losses, read_metrics, read_printed_json
 
 from titanlite import LoadedCheckpoint, load_checkpoint
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("lm_eval")
-EXAMPLE = Path(__file__).parents[2] / "examples" / "lm_eval"
+EXAMPLE = ROOT / "examples" / "lm_eval"
 OPTIONS = (
-    "--model.n_kv_heads=2",
-    "--training.steps=6",
-    "--metrics.log_freq=2",
-    "--training.local_batch_size=1",
+    "--model.n_kv_heads 2 --training.steps 6 --metrics.log_freq 2 --training.local_batch_size 1"
 )
 TASK = """\
 dataset_path: json
@@ -71,7 +68,7 @@ def test_every_layout_scores_tasks_like_its_checkpoint_and_with_the_same_losses(
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    start_small(tmp_path / "none", *OPTIONS, ranks=2).wait_for_exit(0)
+    run_small(tmp_path / "none", OPTIONS, ranks=2)
     checkpoint = load_checkpoint(tmp_path / "none")
     tokenizer = checkpoint.tokenizer
     prompt = [tokenizer.bos_id or 0, *tokenizer.encode("import os")]
@@ -93,7 +90,7 @@ def test_every_layout_scores_tasks_like_its_checkpoint_and_with_the_same_losses(
     ):
         out = tmp_path / degree
         options = f"{evaluation} rolling pairs --parallelism.{degree}_degree 2"
-        start_small(out, *OPTIONS, options, ranks=2).wait_for_exit(0)
+        run_small(out, OPTIONS, options, ranks=2)
 
         metrics = read_metrics(out)
         benchmarks = {}
@@ -114,4 +111,4 @@ def test_every_layout_scores_tasks_like_its_checkpoint_and_with_the_same_losses(
 
     # Unsupported and unknown tasks are errors before training.
     for name in ("written", "unknown"):
-        assert name in start_small(tmp_path / name, *OPTIONS, evaluation, name).wait_for_exit(2)
+        assert name in run_small(tmp_path / name, OPTIONS, evaluation, name, code=2)

@@ -1,23 +1,21 @@
 """Gradient norms and update ratios of parameter groups are the same in every layout."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks, small_trainer, start_small
-from small_runs import read_metrics
-from torch.distributed.tensor import DTensor
+from ranks import run_ranks, run_small, small_trainer, train_small
+from small_runs import read_metrics, read_tensorboard
+from train_variants import all_weights
 
 from titanlite.hooks.hook import Hook
 from titanlite.optim.clip import StepSums
-from titanlite.train.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 
-Ratios = dict[str, float]
-
-ALL_ON = ("--metrics.details", "gradients", "updates", "--metrics.enable_tensorboard")
+ALL_ON = "--metrics.details gradients updates --metrics.enable_tensorboard"
 GROUPS = {
     *("tok_embeddings", "norm", "output", "attention_norm", "ffn_norm"),
     *(f"attention.{name}" for name in ("wq", "wk", "wv", "wo")),
@@ -29,9 +27,9 @@ def test_all_layouts_log_the_same_norms_and_norms_do_not_change_training(tmp_pat
     # Each of the two tensor-parallel ranks needs a key head.
     options = "--training.steps 4 --checkpoint.no-enable --model.n_kv_heads 2"
     layout = "--parallelism.pipeline_parallel_degree 2 --parallelism.tensor_parallel_degree 2"
-    start_small(tmp_path / "off", options).wait_for_exit(0)
-    start_small(tmp_path / "one", options, *ALL_ON).wait_for_exit(0)
-    start_small(tmp_path / "both", options, *ALL_ON, layout, ranks=4).wait_for_exit(0)
+    run_small(tmp_path / "off", options)
+    run_small(tmp_path / "one", options, ALL_ON)
+    run_small(tmp_path / "both", options, ALL_ON, layout, ranks=4)
 
     off, one, both = (read_metrics(tmp_path / name) for name in ("off", "one", "both"))
     for step, entry in one.items():
@@ -48,15 +46,12 @@ def test_all_layouts_log_the_same_norms_and_norms_do_not_change_training(tmp_pat
             assert both[step][key] == pytest.approx(entry[key], rel=1e-5)
         assert both[step]["source_tokens"] == entry["source_tokens"]
 
-    check_histograms(tmp_path / "both" / "tb", both[4]["grad_norms"])
+    check_histograms(tmp_path / "both", both[4]["grad_norms"])
 
 
 def check_histograms(folder: Path, grad_norms: dict[str, float]) -> None:
     """Check that TensorBoard has a histogram over both blocks for each group in blocks."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = EventAccumulator(str(folder))
-    board.Reload()
+    board = read_tensorboard(folder)
     tags = board.Tags()["histograms"]
     in_blocks = [group for group in GROUPS if "." in group or "_norm" in group]
 
@@ -69,55 +64,39 @@ def check_histograms(folder: Path, grad_norms: dict[str, float]) -> None:
         assert norm / math.sqrt(2) * 0.999 <= last.max <= norm * 1.001
 
 
-def copy_weights(trainer: Trainer) -> list[torch.Tensor]:
-    """Return copies of the unsharded weights."""
-    weights = []
-    for weight in trainer.model.parameters():
-        full = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        weights.append(full.detach().clone())
-    return weights
-
-
 def find_group(name: str) -> str:
-    """Return the name of a parameter without the block that it belongs to."""
-    if name.startswith("layers."):
-        return name.split(".", 2)[-1]
-    return name
+    """Return the group of a weight, its name without the block that it belongs to."""
+    return re.sub(r"^layers\.\d+\.", "", name.removesuffix(".weight"))
 
 
-def measure_updates(folder: str, *options: str) -> list[tuple[Ratios, Ratios]]:
-    """Return logged update ratios, and ratios computed from the weights around each step."""
-    ratios = []
-    with small_trainer(folder, Hook(), *options) as trainer:
-        names = [name.removesuffix(".weight") for name, _ in trainer.model.named_parameters()]
-        groups = [find_group(name) for name in names]
+def compare_updates(folder: Path, options: str, tolerance: float) -> None:
+    """Compare logged update ratios with ratios computed from the weights around each step."""
+    with small_trainer(folder, Hook(), options) as trainer:
         for _ in range(3):
-            before = copy_weights(trainer)
+            before = all_weights(trainer.model)
             entry = trainer.step()
-            after = copy_weights(trainer)
+            after = all_weights(trainer.model)
             assert entry is not None
             changes = dict.fromkeys(GROUPS, 0.0)
             sizes = dict.fromkeys(GROUPS, 0.0)
-            for group, old, new in zip(groups, before, after, strict=True):
-                changes[group] += (new - old).double().square().sum().item()
+            for name, new in after.items():
+                group = find_group(name)
+                changes[group] += (new - before[name]).double().square().sum().item()
                 sizes[group] += new.double().square().sum().item()
             computed = {group: math.sqrt(changes[group] / sizes[group]) for group in GROUPS}
-            ratios.append((entry.update_ratios, computed))
-    return ratios
+            assert entry.update_ratios == pytest.approx(computed, rel=tolerance)
 
 
 @pytest.mark.parametrize("own_adamw", [False, True])
-def test_logged_update_ratios_equal_the_change_of_the_weights(tmp_path, own_adamw: bool):
-    options = "--checkpoint.no-enable --optimizer.weight_decay 0 --metrics.details updates".split()
-    options += ["--optimizer.state_dtype", "bfloat16"] if own_adamw else []
+def test_logged_update_ratios_equal_the_change_of_the_weights(tmp_path, own_adamw):
+    options = "--checkpoint.no-enable --optimizer.weight_decay 0 --metrics.details updates"
+    if own_adamw:
+        options += " --optimizer.state_dtype bfloat16"
     # The change of an fp32 weight is rounded to 6e-8 of the weight; changes are about 1e-3.
     # Moments in bfloat16 are rounded to 2**-9 after the update is computed from them.
     tolerance = 5e-3 if own_adamw else 1e-3
 
-    (ratios,) = run_ranks(1, measure_updates, str(tmp_path), *options)
-
-    for logged, computed in ratios:
-        assert logged == pytest.approx(computed, rel=tolerance)
+    run_ranks(1, compare_updates, tmp_path, options, tolerance)
 
 
 class SkipSteps(Hook):
@@ -127,14 +106,13 @@ class SkipSteps(Hook):
         skip.fill_(float(step in (1, 3)))
 
 
-def train_with_skipped_steps(folder: str) -> None:
-    options = ["--training.steps", "4", "--checkpoint.no-enable", "--metrics.details", "updates"]
-    with small_trainer(folder, SkipSteps(), *options) as trainer:
-        trainer.train()
+def train_with_skipped_steps(folder: Path) -> None:
+    options = "--training.steps 4 --checkpoint.no-enable --metrics.details updates"
+    train_small(folder, SkipSteps(), options)
 
 
 def test_a_skipped_step_logs_no_update_ratios(tmp_path):
-    run_ranks(1, train_with_skipped_steps, str(tmp_path))
+    run_ranks(1, train_with_skipped_steps, tmp_path)
 
     logged = {}
     for step, entry in read_metrics(tmp_path / "out").items():

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import start_small, start_titanlite
-from small_runs import read_jsonl, read_metrics
+from ranks import run_small, start_small, start_titanlite
+from small_runs import ROOT, read_events, read_metrics, read_printed_json
 
 from titanlite.config.schema import Profiling
 from titanlite.hooks.profiler import Profiler
 
-GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+GUIDES = ROOT / "docs" / "guides"
 PAGE = (GUIDES / "profiling.md").read_text()
 ALL = """
 --profiling.enable_profiling --profiling.enable_memory_snapshot --profiling.profile_freq 6
@@ -37,7 +37,7 @@ def fill_disk_once() -> None:
 @pytest.mark.slow
 def test_a_profiled_run_writes_scheduled_traces_and_the_metrics_of_an_unprofiled_run(tmp_path):
     """The disk is full at the first trace, which must not end the run."""
-    start_small(tmp_path / "plain", ranks=2).wait_for_exit(0)
+    run_small(tmp_path / "plain", ranks=2)
     world = start_small(tmp_path / "profiled", ALL, ranks=2, before=fill_disk_once)
     output = world.wait_for_exit(0)
 
@@ -47,9 +47,8 @@ def test_a_profiled_run_writes_scheduled_traces_and_the_metrics_of_an_unprofiled
     plain = read_metrics(tmp_path / "plain")
     profiled = read_metrics(tmp_path / "profiled")
     for name in ("loss", "grad_norm", "tokens"):
-        plain_values = [line[name] for line in plain.values()]
-        profiled_values = [line[name] for line in profiled.values()]
-        assert plain_values == profiled_values
+        for step, line in plain.items():
+            assert line[name] == profiled[step][name]
 
     folder = tmp_path / "profiled" / "profile"
     prefixes = sorted(path.name[:20] for path in folder.iterdir())
@@ -63,11 +62,10 @@ def test_a_profiled_run_writes_scheduled_traces_and_the_metrics_of_an_unprofiled
     assert sum(name.startswith("ProfilerStep#") for name in ranges) == 2
     assert {"data", "forward", "loss", "backward", "clipping", "optimizer", "[memory]"} <= {*ranges}
 
-    events = read_jsonl(tmp_path / "profiled" / "events.jsonl")
-    assert [event["step"] for event in events if event["event"] == "profile"] == [12]
+    (event,) = read_events(tmp_path / "profiled", "profile")
+    assert event["step"] == 12
 
-    go_back = ("--checkpoint.load_step", "5")
-    start_small(tmp_path / "profiled", ALL, *go_back, ranks=2).wait_for_exit(0)
+    run_small(tmp_path / "profiled", ALL, "--checkpoint.load_step 5", ranks=2)
     # The earlier profile of the step is kept.
     assert len([*folder.glob("step-00000012-rank-0-*")]) == 2
     # The warmup of this profile would have begun before step 5.
@@ -79,7 +77,7 @@ def test_a_profiled_run_writes_scheduled_traces_and_the_metrics_of_an_unprofiled
     "command", re.findall(r"```bash\n(titanlite profile .*)\n```", PAGE), ids=["short", "trace"]
 )
 def test_documented_profile_commands_write_one_trace_and_print_a_table(
-    command: str, tmp_path, monkeypatch
+    command, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     is_json = "--out" not in command
@@ -93,8 +91,7 @@ def test_documented_profile_commands_write_one_trace_and_print_a_table(
 
     (trace,) = folder.iterdir()
     if is_json:
-        (line,) = [line for line in table.splitlines() if line.startswith("{")]
-        (profile,) = json.loads(line)["profiles"]
+        (profile,) = read_printed_json(table)["profiles"]
         assert (profile["rank"], profile["last_step"]) == (0, 6)
         assert Path(profile["trace"]).name == trace.name
         assert profile["operators"]["aten::mm"] > 0

@@ -2,21 +2,19 @@
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import start_small
+from ranks import run_small
+from small_runs import read_events, read_log, run_program
 
 from titanlite.hooks.records import describe_code
 
 
 def read_last_start(folder: Path) -> dict[str, Any]:
     """Return the last start event in events.jsonl."""
-    lines = (folder / "events.jsonl").read_text().splitlines()
-    events = [json.loads(line) for line in lines if line[-1] == "}"]
-    return [event for event in events if event["event"] == "start"][-1]
+    return read_events(folder, "start")[-1]
 
 
 def change_record(path: Path) -> None:
@@ -44,11 +42,11 @@ def test_a_start_lists_what_has_changed_since_the_previous_start(tmp_path):
     out = tmp_path / "out"
     text = tmp_path / "text.jsonl"
     text.write_text((json.dumps({"text": "some words to learn from. " * 20}) + "\n") * 40)
-    options = [out, "--dataset.source", "jsonl", "--dataset.path", text]
-    options += ["--dataset.on_change", "warn", "--training.steps"]
+    options = f"--dataset.source jsonl --dataset.path {text} --dataset.on_change warn"
+    options += " --training.steps"
 
     def train_until(step: int) -> str:
-        return start_small(*options, step).wait_for_exit(0)
+        return run_small(out, options, step)
 
     assert "Training starts from scratch\n" in train_until(2)
     assert "changed" not in read_last_start(out)
@@ -69,14 +67,14 @@ def test_a_start_lists_what_has_changed_since_the_previous_start(tmp_path):
     changed = read_last_start(out)["changed"]
     for beginning in (*CHANGES, f"data.jsonl {text}: "):
         assert any(line.startswith(beginning) for line in changed)
-    assert "    world_size: 64 -> 1" in (out / "train.log").read_text()
+    assert "    world_size: 64 -> 1" in read_log(out)
 
     # Files of earlier versions have fewer keys.
     (out / "environment.json").write_text('{"python": "3.11", "packages": {}}')
     assert "Training starts after step 3\n" in train_until(3)
 
     (out / "tb").write_text("in the way")
-    output = start_small(*options, 3, "--metrics.enable_tensorboard").wait_for_exit(2)
+    output = run_small(out, options, 3, "--metrics.enable_tensorboard", code=2)
     assert f"{out}/tb" in output
     assert "Traceback" not in output
 
@@ -91,10 +89,13 @@ def test_the_record_of_a_clone_has_its_commit_and_whether_files_differ(tmp_path,
     before = describe_code(package)
     assert list(before) == ["files"]
 
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x"]
-    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
-        subprocess.run([*git, *command], check=True)
-    commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
+    def git(command: str) -> str:
+        options = f"git -C {tmp_path} -c user.name=x -c user.email=x@x {command}"
+        return run_program(*options.split()).stdout.strip()
+
+    for command in ("init -q", "add .", "commit -q -m first"):
+        git(command)
+    commit = git("rev-parse HEAD")
     monkeypatch.setenv("GIT_DIR", "/nowhere")
     assert describe_code(package) == before | {"commit": commit}
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from ranks import titanlite
-from small_runs import SMALL_WITHOUT_WORKERS, read_jsonl, read_losses, read_printed_json
+from small_runs import SMALL_WITHOUT_WORKERS, read_jsonl, read_log, read_losses, read_printed_json
 
 pytestmark = pytest.mark.slow
 
@@ -42,14 +42,14 @@ def alone(job: Path, tmp_path_factory) -> tuple[Path, list[dict]]:
     return folder, train(job, folder)
 
 
-def test_each_prompt_is_completed_every_few_steps_as_by_generate(alone: tuple[Path, list[dict]]):
+def test_each_prompt_is_completed_every_few_steps_as_by_generate(alone):
     folder, samples = alone
     prompts = ("def f", "import os, sys", "")
     expected = [(step, prompt) for step in (4, 8, 12) for prompt in prompts]
 
     assert [(line["step"], line["prompt"]) for line in samples] == expected
     assert all(line["tokens"] == 6 or line["end"] == "document" for line in samples)
-    assert "sample after step 8: def f" in (folder / "train.log").read_text()
+    assert "sample after step 8: def f" in read_log(folder)
 
     options = ("--checkpoint", folder, "--temperature", 0, "--max-new-tokens", 6, "--json")
     output = titanlite("generate", *options, "--prompt", samples[-2]["prompt"])
@@ -57,9 +57,7 @@ def test_each_prompt_is_completed_every_few_steps_as_by_generate(alone: tuple[Pa
     assert generated == {name: samples[-2][name] for name in generated}
 
 
-def test_samples_change_no_loss_and_are_repeated_when_a_run_goes_back(
-    job: Path, alone: tuple[Path, list[dict]], tmp_path
-):
+def test_samples_change_no_loss_and_are_repeated_when_a_run_goes_back(job, alone, tmp_path):
     """The earlier samples are archived."""
     folder, samples = alone
     without = tmp_path / "none"
@@ -84,11 +82,8 @@ def test_samples_change_no_loss_and_are_repeated_when_a_run_goes_back(
         pytest.param(4, "tensor", marks=pytest.mark.long),
     ],
 )
-def test_every_layout_writes_the_same_text(
-    job: Path, alone: tuple[Path, list[dict]], tmp_path, ranks: int, degree: str
-):
-    layout = [f"--parallelism.{degree}_parallel_degree", 2]
-    batch = ["--training.local_batch_size", 1, "--training.global_batch_size", 4]
+def test_every_layout_writes_the_same_text(job, alone, tmp_path, ranks, degree):
+    options = f"--parallelism.{degree}_parallel_degree 2 --training.local_batch_size 1"
 
     _, samples = alone
-    assert train(job, tmp_path, *layout, *batch, ranks=ranks) == samples
+    assert train(job, tmp_path, *options.split(), ranks=ranks) == samples

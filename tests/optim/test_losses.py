@@ -5,14 +5,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks, small_trainer
-from small_runs import read_metrics
+from ranks import run_ranks, train_small
+from small_runs import read_documented_program, read_log, read_metrics
 
 from titanlite.config.errors import UserError
 from titanlite.hooks.hook import Hook
 
 pytestmark = pytest.mark.slow
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "plugin_optimizers.md"
 OPTIONS = (
     "--training.steps 2 --checkpoint.no-enable --model.n_kv_heads 2 --training.z_loss 1e-3 "
     "--validation.freq 9 --validation.holdout 0.1 --validation.sequences 2 "
@@ -34,47 +33,35 @@ LAYOUTS = {
 }
 
 
-def train(folder: str, losses: Iterable[str], layouts: Iterable[str]) -> None:
+def train(folder: Path, losses: Iterable[str], layouts: Iterable[str]) -> None:
     for loss in losses:
         for layout in layouts:
-            options = f"{OPTIONS} {LOSSES[loss]} {LAYOUTS.get(layout, '')}".split()
-            with small_trainer(f"{folder}/{loss}-{layout}", Hook(), *options) as trainer:
-                trainer.train()
+            options = (OPTIONS, LOSSES[loss], LAYOUTS.get(layout, ""))
+            train_small(folder / f"{loss}-{layout}", Hook(), *options)
 
 
-def train_summed(folder: str) -> None:
-    options = f"{OPTIONS} summed --job.plugins my_summed_loss"
-    with (
-        small_trainer(f"{folder}/summed", Hook(), *options.split()) as trainer,
-        pytest.raises(UserError, match="per token"),
-    ):
-        trainer.train()
+def train_summed(folder: Path) -> None:
+    with pytest.raises(UserError, match="per token"):
+        train_small(folder, Hook(), OPTIONS, "label_smoothing")
 
 
 @pytest.fixture
-def plugin(tmp_path, monkeypatch) -> None:
-    """Make the plugin from the documentation importable."""
-    (source,) = re.findall(r'```python title="my_loss.py"\n(.*?)```', PAGE.read_text(), flags=re.S)
-    (tmp_path / "my_loss.py").write_text(source)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def source(write_plugin) -> str:
+    """Make the plugin from the documentation importable, and return its source."""
+    source = read_documented_program("plugin_optimizers", "my_loss.py")
+    write_plugin("my_loss", source)
+    return source
 
 
-@pytest.mark.usefixtures("plugin")
-def test_a_loss_that_is_not_per_token_is_an_error(tmp_path):
-    source = tmp_path / "my_loss.py"
-    code = source.read_text()
+def test_a_loss_that_is_not_per_token_is_an_error(tmp_path, source, write_plugin):
+    summed = source.replace('reduction="none"', 'reduction="sum"')
+    assert summed != source
+    write_plugin("my_loss", summed)
 
-    assert 'reduction="none"' in code
-
-    code = code.replace('"label_smoothing"', '"summed"').replace(
-        'reduction="none"', 'reduction="sum"'
-    )
-    (tmp_path / "my_summed_loss.py").write_text(code)
-
-    run_ranks(1, train_summed, str(tmp_path))
+    run_ranks(1, train_summed, tmp_path)
 
 
-@pytest.mark.usefixtures("plugin")
+@pytest.mark.usefixtures("source")
 @pytest.mark.parametrize(
     "computed",
     [
@@ -83,15 +70,15 @@ def test_a_loss_that_is_not_per_token_is_an_error(tmp_path):
     ],
 )
 def test_each_loss_is_the_same_on_each_layout(tmp_path, computed):
-    run_ranks(1, train, str(tmp_path), LOSSES, ["alone"])
-    run_ranks(2, train, str(tmp_path), computed, LAYOUTS)
+    run_ranks(1, train, tmp_path, LOSSES, ["alone"])
+    run_ranks(2, train, tmp_path, computed, LAYOUTS)
 
     def measured(loss: str, layout: str) -> list[float]:
         entries = read_metrics(tmp_path / f"{loss}-{layout}" / "out")
         return [entries[step][key] for step in (1, 2) for key in ("loss", "grad_norm")]
 
     def validated(loss: str) -> str:
-        log = (tmp_path / f"{loss}-alone" / "out" / "train.log").read_text()
+        log = read_log(tmp_path / f"{loss}-alone" / "out")
         return re.findall(r"validation after step 0: (.*)", log)[0]
 
     pairs = [(loss, layout) for loss in computed for layout in LAYOUTS]

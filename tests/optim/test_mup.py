@@ -68,9 +68,8 @@ def test_mup_is_bitwise_equal_to_explicit_multipliers(keys):
         for name, parameter in explicit.named_parameters():
             parameter.copy_(model.get_parameter(name) / multipliers[name])
 
-    groups: list[dict[str, Any]]
-    groups = [{"params": HIDDEN, "lr_factor": 1 / WIDER, "weight_decay": 0.1 * WIDER}]
-    groups.append({"params": OTHERS})
+    hidden = {"params": HIDDEN, "lr_factor": 1 / WIDER, "weight_decay": 0.1 * WIDER}
+    groups = [hidden, {"params": OTHERS}]
     config = Optimizer.model_validate({"lr": LR, "eps": EPS, "groups": groups})
     logits = train(model, optimizer, output_factor=1.0)
     expected = train(explicit, build_optimizer(explicit, config), output_factor=1 / WIDER)

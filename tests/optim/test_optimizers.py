@@ -2,10 +2,11 @@
 
 import re
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks, small_trainer
+from ranks import run_ranks, train_small
 from torch.distributed.tensor import DTensor
 from train_variants import all_weights, weights_hash
 
@@ -53,40 +54,35 @@ class RandomGradients(Hook):
             keep_shard(parameter.grad, torch.randn(parameter.shape, generator=generator))
 
 
-def weights_after(folder: str, jobs: list[str]) -> list[str]:
+def weights_after(folder: Path, jobs: list[str]) -> list[str]:
     """Run jobs, and return a hash of all weights at the end of each."""
     hashes = []
     for number, options in enumerate(jobs):
-        with small_trainer(
-            f"{folder}-{number}", RandomGradients(), *f"{MODEL}{options}".split()
-        ) as trainer:
-            trainer.train()
-            hashes.append(weights_hash(all_weights(trainer.model)))
+        trainer = train_small(folder / str(number), RandomGradients(), MODEL, options)
+        hashes.append(weights_hash(all_weights(trainer.model)))
     return hashes
 
 
 @pytest.mark.long
 def test_muon_is_bitwise_equal_on_any_layout(tmp_path):
     muon = "Muon --model.ffn_dim 88 --training.steps 3 --checkpoint.no-enable "
-    (alone,) = run_ranks(1, weights_after, f"{tmp_path}/1", [muon])[0]
+    (alone,) = run_ranks(1, weights_after, tmp_path / "1", [muon])[0]
     for ranks, layouts in LAYOUTS.items():
         jobs = [muon + layout for layout in layouts]
-        hashes = run_ranks(ranks, weights_after, f"{tmp_path}/{ranks}", jobs)
+        hashes = run_ranks(ranks, weights_after, tmp_path / str(ranks), jobs)
         assert hashes == [[alone] * len(layouts)] * ranks
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_resume_on_another_number_of_ranks_is_bitwise_equal(tmp_path):
     # Rows consist of whole blocks of AdamW8bit.
     sizes = "--model.n_layers 1 --model.dim 256 --model.ffn_dim 256 --training.steps"
     jobs = [f"{name} {sizes}" for name in ("Muon", "AdamW8bit")]
-    expected = run_ranks(
-        1, weights_after, f"{tmp_path}/straight", [f"{options} 4" for options in jobs]
-    )
+    straight = [f"{options} 4" for options in jobs]
+    expected = run_ranks(1, weights_after, tmp_path / "straight", straight)
     for ranks, steps in (2, 2), (1, 3), (2, 4):
         parts = [f"{options} {steps}" for options in jobs]
-        resumed = run_ranks(ranks, weights_after, f"{tmp_path}/resumed", parts)
+        resumed = run_ranks(ranks, weights_after, tmp_path / "resumed", parts)
 
     assert resumed == expected * 2
 
@@ -116,7 +112,7 @@ class TorchMuon(RandomGradients):
 def test_muon_on_one_process_is_close_to_torch(tmp_path):
     """titanlite rounds momentum twice and torch once, so elements can differ by 2^-8 in bf16."""
     hook = TorchMuon()
-    run = load_run([*TINY.split(), "Muon", "--job.dump_folder", str(tmp_path)], 1)
+    run = load_run(f"--job.dump_folder {tmp_path} {TINY} Muon".split(), 1)
     with Trainer(run, None, [hook]) as trainer:
         for _ in range(4):
             trainer.step()
@@ -130,7 +126,7 @@ def test_muon_on_one_process_is_close_to_torch(tmp_path):
     ("name", "decayed"), [("AdamW", True), ("Muon", False), ("AdamW8bit", True)]
 )
 def test_parameter_groups_use_their_learning_rates_and_weight_decays(tmp_path, name, decayed):
-    job = load_run([*TINY.split(), name, "--job.dump_folder", str(tmp_path)], 1).job
+    job = load_run(f"--job.dump_folder {tmp_path} {TINY} {name}".split(), 1).job
     still = ParameterGroup(params=("tok_embeddings.*", "layers.0.*"), lr_factor=0.0)
     updated_names = ("layers.1.*", "norm.weight", "output.weight")
     updated = ParameterGroup(params=updated_names, weight_decay=0.3)

@@ -1,10 +1,11 @@
 """Validation, saves and resumes use the evaluation weights of a schedule-free optimizer."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks, small_trainer
+from ranks import run_ranks, train_small
 from small_runs import read_losses
 from torch import Tensor
 
@@ -18,7 +19,7 @@ OPTIONS = (
     "--lr_scheduler.decay_ratio 0 --checkpoint.interval 2 --validation.freq 1 "
     "--validation.holdout 0.1 --validation.sequences 2 --samples.freq 2 --samples.prompts def "
     "--training.steps"
-).split()
+)
 
 
 class CheckMean(Hook):
@@ -51,26 +52,22 @@ class CheckMean(Hook):
             self._compare()
 
 
-def train(folder: str) -> list[bool]:
-    """Train six steps at once and in two starts, and return all comparisons of the first run."""
+def train(folder: Path) -> None:
+    """Train six steps at once and in two starts, and compare their weights."""
     mean = CheckMean()
-    with small_trainer(f"{folder}/whole", mean, *OPTIONS, "6") as trainer:
-        trainer.train()
-    for steps in ("4", "6"):
-        with small_trainer(f"{folder}/parts", Hook(), *OPTIONS, steps) as trainer:
-            trainer.train()
+    train_small(folder / "whole", mean, OPTIONS, 6)
+    for steps in (4, 6):
+        train_small(folder / "parts", Hook(), OPTIONS, steps)
 
-    whole = load_checkpoint(f"{folder}/whole/out").model.state_dict()
-    parts = load_checkpoint(f"{folder}/parts/out").model.state_dict()
+    num_saves = 3
+    num_validations = 6
+    assert mean.evaluated_mean == [True] * (num_saves + num_validations)
+    whole = load_checkpoint(folder / "whole/out").model.state_dict()
+    parts = load_checkpoint(folder / "parts/out").model.state_dict()
     torch.testing.assert_close(whole, parts, rtol=0, atol=0)
-    return mean.evaluated_mean
 
 
 def test_evaluation_weights_are_validated_and_saved_and_a_run_resumes_from_them(tmp_path):
-    saves = 3
-    validations = 6
+    run_ranks(2, train, tmp_path)
 
-    ranks = run_ranks(2, train, str(tmp_path))
-
-    assert ranks == [[True] * (saves + validations)] * 2
     assert read_losses(tmp_path / "whole/out") == read_losses(tmp_path / "parts/out")
