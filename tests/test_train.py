@@ -13,21 +13,19 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from ranks import descendants, run_ranks, small_trainer, start_small, titanlite
+from ranks import descendants, run_ranks, run_small, small_trainer, start_small, titanlite
 from small_runs import (
-    SMALL,
-    SMALL_WITHOUT_WORKERS,
     indent_like_log,
     launch_job,
+    list_saved_steps,
     read_jsonl,
+    read_log,
     read_metrics,
     start,
     wait_for_step,
@@ -48,60 +46,11 @@ from titanlite.train.trainer import Trainer
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def job_file(tmp_path) -> Path:
-    path = tmp_path / "small.toml"
-    path.write_text(SMALL_WITHOUT_WORKERS)
-    return path
-
-
-def run(
-    job_file: Path,
-    folder: Path,
-    *options: str,
-    ranks: int = 1,
-    code: int = 0,
-) -> str:
-    """Train on each rank, check the exit codes, and return the output."""
-    command = ("train", "--job.config_file", job_file, "--job.dump_folder", folder, *options)
-    return titanlite(*command, ranks=ranks, code=code)
-
-
-def read_curve(folder: Path) -> dict[int, tuple[float, float, float, int]]:
-    """Return loss, gradient norm, learning rate and number of tokens of each step."""
-    return {
-        step: (entry["loss"], entry["grad_norm"], entry["lr"], entry["tokens"])
-        for step, entry in read_metrics(folder).items()
-    }
-
-
-def test_a_killed_run_resumes_bitwise_and_logs_each_step_once(job_file, tmp_path):
-    """This tests invariant 4 for the logged values. test_kill.py compares the weights."""
-    validation = "--validation.freq 5 --validation.holdout 0.02 --validation.sequences 2"
-    fixed = "--lr_scheduler.decay_ratio 0 --dataset.num_workers 1"
-    options = (*fixed.split(), *validation.split(), "--training.steps")
-    resumed = tmp_path / "killed"
-    reference = tmp_path / "reference"
-
-    killed = start_small(resumed, *options, "200")
-    killed.wait_for("step +7/")
-    killed.kill(0, signal.SIGKILL)
-
-    assert killed.wait() == [-signal.SIGKILL]
-    assert "Resumed after step 5" in run(job_file, resumed, *options, "30")
-
-    run(job_file, reference, *options, "30")
-    assert read_curve(resumed) == read_curve(reference)
-    assert sorted(read_curve(resumed)) == list(range(1, 31))
-
-    validations = [(folder / "validation.jsonl").read_text() for folder in (resumed, reference)]
-    assert validations[0] == validations[1]
-
-
 def test_usr2_saves_without_stopping_and_a_run_stopped_by_ctrl_c_resumes(job_file, tmp_path):
     out = tmp_path / "stopped"
-    interval = ["--checkpoint.interval", "1000"]
-    process = start(job_file, out, "--training.steps", "500", *interval, ranks=2)
+    interval = "--checkpoint.interval 1000"
+    options = f"--training.steps 500 {interval}"
+    process = start(job_file, out, *options.split(), ranks=2)
     wait_for_step(process, 4)
     process.send_signal(signal.SIGUSR2)
     wait_for_step(process, 9)
@@ -112,25 +61,25 @@ def test_usr2_saves_without_stopping_and_a_run_stopped_by_ctrl_c_resumes(job_fil
     assert "Traceback" not in output + errors
 
     last = max(read_metrics(out))
-    first, saved = sorted((out / "checkpoint").glob("step-*"))
-    assert first.name < saved.name == f"step-{last:08d}"
+    first, second = list_saved_steps(out)
+    assert first < second == last
 
-    options = f"--job.config_file {job_file} --job.dump_folder {out} --training.steps 500"
-    command = f"NGPU=2 titanlite launch {options} {' '.join(interval)}"
+    files = f"--job.config_file {job_file} --job.dump_folder {out}"
+    command = f"NGPU=2 titanlite launch {files} {options}"
+    saved = out / "checkpoint" / f"step-{last:08d}"
     closing = f"The newest checkpoint is step {last} in {saved}. To resume: {command}\n"
-    log = (out / "train.log").read_text()
+    log = read_log(out)
     assert errors.endswith(closing)
     assert log.endswith(closing)
     assert log.count(f"Stopped by SIGINT after step {last}: saved.") == 1
 
-    output = run(job_file, out, *interval, "--training.steps", str(last + 2))
+    output = run_small(out, interval, "--training.steps", last + 2)
     assert f"Resumed after step {last}" in output
     assert sorted(read_metrics(out)) == list(range(1, last + 3))
 
-    events = read_jsonl(out / "events.jsonl")
     starts_and_ends = [
         (event["event"], event["step"])
-        for event in events
+        for event in read_jsonl(out / "events.jsonl")
         # On a busy machine, any rank can be a straggler.
         if event["event"] not in ("save", "data", "straggler")
     ]
@@ -158,20 +107,19 @@ def signal_while_flags_are_read():
 
 def test_usr2_that_arrives_while_signals_are_read_saves_after_the_next_step(tmp_path):
     options = "--training.steps 4 --checkpoint.interval 900"
-    start_small(tmp_path / "out", options, before=signal_while_flags_are_read).wait_for_exit(0)
+    run_small(tmp_path / "out", options, before=signal_while_flags_are_read)
 
-    saved = sorted(path.name for path in (tmp_path / "out" / "checkpoint").iterdir())
-    assert saved == ["step-00000002", "step-00000004"]
+    assert list_saved_steps(tmp_path / "out") == [2, 4]
 
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_failed_last_save_is_reported_and_the_next_start_trains_to_the_end(tmp_path, stopped):
-    options = [tmp_path / "out", "--checkpoint.interval", 900]
+    options = [tmp_path / "out", "--checkpoint.interval 900"]
     # A limit on the file size has the effect of a full disk.
     limit_file_size = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (50_000, 50_000))
 
-    steps = ["--training.steps", 5000] if stopped else []
-    world = start_small(*options, *steps, before=limit_file_size)
+    steps = "--training.steps 5000" if stopped else ""
+    world = start_small(*options, steps, before=limit_file_size)
     if stopped:
         world.wait_for("step +6/")
         world.kill(0, signal.SIGINT)
@@ -182,8 +130,8 @@ def test_a_failed_last_save_is_reported_and_the_next_start_trains_to_the_end(tmp
     assert "Traceback" not in output
     assert f"Saving step {last} FAILED (OSError: [Errno 27] File too large" in output
     assert f"Saving the last step, {last}, FAILED" in output
-    assert not list((tmp_path / "out" / "checkpoint").glob("step-*"))
-    assert "Saved step 12" in start_small(*options).wait_for_exit(0)
+    assert list_saved_steps(tmp_path / "out") == []
+    assert "Saved step 12" in run_small(*options)
 
 
 @pytest.mark.parametrize(
@@ -193,9 +141,9 @@ def test_a_failed_last_save_is_reported_and_the_next_start_trains_to_the_end(tmp
 def test_a_run_whose_terminal_closes_saves_its_last_step(job_file, tmp_path, signalled):
     ours, theirs = pty.openpty()
     out = tmp_path / "out"
-    options = ["--job.config_file", str(job_file), "--job.dump_folder", str(out)]
-    options += ["--training.steps", "5000" if signalled else "50"]
-    command = [sys.executable, "-m", "titanlite", "launch", *options]
+    steps = 5000 if signalled else 50
+    options = f"--job.config_file {job_file} --job.dump_folder {out} --training.steps {steps}"
+    command = [sys.executable, "-m", "titanlite", "launch", *options.split()]
     # If the tests run under nohup, the process would inherit that SIGHUP is ignored.
     handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
@@ -210,7 +158,7 @@ def test_a_run_whose_terminal_closes_saves_its_last_step(job_file, tmp_path, sig
         process.send_signal(signal.SIGHUP)
 
     assert process.wait(timeout=60) == (75 if signalled else 0)
-    assert (out / "checkpoint" / f"step-{max(read_metrics(out)):08d}").is_dir()
+    assert list_saved_steps(out)[-1] == max(read_metrics(out))
 
 
 def delay_requests_as_on_a_gpu():
@@ -233,15 +181,12 @@ def test_a_signal_to_one_rank_or_every_process_stops_all_ranks_at_the_same_step(
     tmp_path, number, rank, saves, code, before
 ):
     out = tmp_path / "out"
-    options = ["--dataset.num_workers 1"] if saves else ["--checkpoint.no-enable"]
-    world = start_small(out, "--training.steps", "5000", *options, ranks=2, before=before)
+    options = "--dataset.num_workers 1" if saves else "--checkpoint.no-enable"
+    world = start_small(out, "--training.steps 5000", options, ranks=2, before=before)
     world.wait_for("step +6/")
 
     ranks = [process.pid for process in world.processes if process.pid is not None]
-    pids = [ranks[rank]] if rank is not None else list(ranks)
-    if rank is None:
-        for pid in ranks:
-            pids += descendants(pid)
+    pids = [ranks[rank]] if rank is not None else [*descendants(ranks[0]), *descendants(ranks[1])]
     for pid in pids:
         os.kill(pid, number)
     output = world.wait_for_exit(code)
@@ -250,42 +195,37 @@ def test_a_signal_to_one_rank_or_every_process_stops_all_ranks_at_the_same_step(
     ending = "saved." if saves else "nothing saved"
     assert "Traceback" not in output
     assert f"Stopped by {number.name} after step {last}: {ending}" in output
-    assert (out / "checkpoint" / f"step-{last:08d}").is_dir() == saves
-    assert "ERROR" not in (out / "train.log").read_text()
+    assert (last in list_saved_steps(out)) == saves
+    assert "ERROR" not in read_log(out)
 
 
-def test_config_toml_loads_to_the_same_job_and_a_finished_run_does_not_train(job_file, tmp_path):
+def test_config_toml_loads_to_the_same_job_and_a_finished_run_does_not_train(tmp_path):
     out = tmp_path / "out"
     # "auto" would be replaced in config.toml.
-    options = ["--model.vocab_size", "65536", "--model.attention_backend", "sdpa"]
-    options.append("--training.steps")
+    options = "--model.vocab_size 65536 --model.attention_backend sdpa --training.steps"
 
     # The default tokenizer has only 4,096 tokens, so a warning suggests a larger one.
-    assert "titanlite get tokenizer" in run(job_file, out, *options, "2")
-
-    environment = json.loads((out / "environment.json").read_text())
-    assert environment["world_size"] == 1
-    assert environment["packages"]["torch"] == version("torch")
-    assert "Training: debugmodel" in (out / "train.log").read_text()
+    assert "titanlite get tokenizer" in run_small(out, options, 2)
+    assert "Training: debugmodel" in read_log(out)
 
     # Files of a run that was killed after it had logged, but not saved, step 3.
     metrics = '{"step": 3, "loss": 8.0, "grad_norm": 1.0}\n'
     (out / "metrics.jsonl").write_text(metrics)
-    assert "Nothing to do: step 2 is done" in run(job_file, out, *options, "1")
+    assert "Nothing to do: step 2 is done" in run_small(out, options, 1)
     assert (out / "metrics.jsonl").read_text() == metrics
 
-    reloaded = load_job(["--job.config_file", str(out / "config.toml")])
-    files = ["--job.config_file", str(job_file), "--job.dump_folder", str(out)]
-    assert reloaded == load_run([*files, *options, "2"], 1).job
+    reloaded = load_job(f"--job.config_file {out}/config.toml".split())
+    files = f"--job.config_file {out}.toml --job.dump_folder {out}"
+    assert reloaded == load_run(f"{files} {options} 2".split(), 1).job
 
 
-def test_a_second_start_in_a_used_folder_fails_and_changes_no_file_of_the_first(job_file, tmp_path):
+def test_a_second_start_in_a_used_folder_fails_and_changes_no_file_of_the_first(tmp_path):
     out = tmp_path / "out"
-    first = start_small(out, "--training.steps", "5000")
+    first = start_small(out, "--training.steps 5000")
     first.wait_for("step +6/")
-    options = ["--training.steps", "5000", "--comm.init_timeout_seconds", "2"]
+    options = "--training.steps 5000 --comm.init_timeout_seconds 2 --checkpoint.no-enable"
 
-    output = run(job_file, out, *options, "--checkpoint.no-enable", code=2)
+    output = run_small(out, options, code=2)
 
     assert re.search(r"is in use by process \d+ on \S+; waiting up to 1 s", output)
     assert "choose another job.dump_folder" in output
@@ -293,7 +233,7 @@ def test_a_second_start_in_a_used_folder_fails_and_changes_no_file_of_the_first(
 
     first.kill(0, signal.SIGINT)
     first.wait_for_exit(75)
-    assert "is using it" not in (out / "train.log").read_text()
+    assert "is using it" not in read_log(out)
     assert not list(out.glob("archived*"))
 
 
@@ -317,10 +257,10 @@ class LockProbe(logging.Handler):
         self.results.append(process.returncode == 0)
 
 
-def probe_lock(folder: str) -> list[bool]:
+def probe_lock(folder: Path) -> list[bool]:
     """Try to lock the output folder when the end of the run is logged, and after the run."""
-    trainer = small_trainer(folder, Hook(), "--training.steps", "2")
-    probe = LockProbe(Path(folder, "out/.run.lock"))
+    trainer = small_trainer(folder, Hook(), "--training.steps 2")
+    probe = LockProbe(folder / "out/.run.lock")
     logging.getLogger("titanlite").addHandler(probe)
     trainer.train()
     probe.try_lock()
@@ -328,7 +268,7 @@ def probe_lock(folder: str) -> list[bool]:
 
 
 def test_a_run_logs_its_end_before_the_next_run_may_use_the_folder(tmp_path):
-    assert run_ranks(1, probe_lock, str(tmp_path)) == [[False, True]]
+    assert run_ranks(1, probe_lock, tmp_path) == [[False, True]]
 
 
 def test_a_failed_start_creates_no_folder_and_keeps_the_checkpoints_of_a_finished_run(
@@ -336,14 +276,14 @@ def test_a_failed_start_creates_no_folder_and_keeps_the_checkpoints_of_a_finishe
 ):
     bad_file = tmp_path / "bad.jsonl"
     bad_file.write_text("no JSON\n" * 50)
-    bad_data = ["--dataset.source", "jsonl", "--dataset.path", str(bad_file)]
+    bad_data = f"--dataset.source jsonl --dataset.path {bad_file}".split()
     out = tmp_path / "new" / "out"
 
     assert "bad.jsonl, line 1" in launch_job(job_file, out, *bad_data, ranks=2, code=2)
     assert not out.parent.exists()
 
-    run(job_file, out, "--training.steps", "2")
-    job = ["--job.config_file", str(job_file), "--job.dump_folder", str(out)]
+    job = f"--job.config_file {job_file} --job.dump_folder {out}".split()
+    titanlite("train", *job, "--training.steps", 2)
     check.main(job)
     assert str(out / "checkpoint") in capsys.readouterr().out
 
@@ -355,7 +295,7 @@ def test_a_failed_start_creates_no_folder_and_keeps_the_checkpoints_of_a_finishe
     status = read_status(out)
     assert (status.state, status.step) == ("finished", 2)
     assert "bad.jsonl, line 1" in status.exit_reason
-    assert (out / "checkpoint" / "step-00000002").is_dir()
+    assert list_saved_steps(out) == [2]
 
 
 REFUSING_HOOK = """
@@ -373,12 +313,11 @@ class Refusing(Hook):
 """
 
 
-def test_a_refused_start_deletes_nothing_that_it_did_not_write(job_file, tmp_path, monkeypatch):
-    (tmp_path / "refusing_hook.py").write_text(REFUSING_HOOK)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_a_refused_start_deletes_nothing_that_it_did_not_write(tmp_path, write_plugin):
+    write_plugin("refusing_hook", REFUSING_HOOK)
     out = tmp_path / "out"
 
-    run(job_file, out, "--job.plugins", "refusing_hook", "--job.hooks", "refusing", code=2)
+    run_small(out, "--job.plugins refusing_hook --job.hooks refusing", code=2)
 
     assert (out / "other_run" / "model.bin").read_text() == "not of this run"
 
@@ -392,21 +331,15 @@ from titanlite.hooks.hook import Hook
 class Leaving(Hook):
     def after_step(self, step, result):
         if step == 2 and os.environ["RANK"] == "1":
-            {call}
+            sys.exit(0)
 """
 
 
-@pytest.mark.parametrize(
-    "call", ["sys.exit(0)", pytest.param("os._exit(0)", marks=pytest.mark.long)]
-)
-def test_a_rank_that_exits_with_0_during_training_has_crashed(
-    job_file, tmp_path, monkeypatch, call: str
-):
-    (tmp_path / "leaving_hook.py").write_text(LEAVING_HOOK.format(call=call))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    options = ["--job.plugins", "leaving_hook", "--job.hooks", "leaving"]
+def test_a_rank_that_exits_with_0_during_training_has_crashed(job_file, tmp_path, write_plugin):
+    write_plugin("leaving_hook", LEAVING_HOOK)
+    options = "--job.plugins leaving_hook --job.hooks leaving"
 
-    output = launch_job(job_file, tmp_path / "out", *options, ranks=2, code=1)
+    output = launch_job(job_file, tmp_path / "out", *options.split(), ranks=2, code=1)
 
     assert "Rank 1 failed first" in output
     assert read_status(tmp_path / "out").state == "crashed"
@@ -416,46 +349,26 @@ def test_a_rank_that_exits_with_0_during_training_has_crashed(
     "name",
     ["train.log", "events.jsonl", "metrics.jsonl", "config.toml", ".run.lock", ".checkpoint.lock"],
 )
-def test_a_run_never_writes_through_a_symbolic_link(job_file, tmp_path, name: str):
+def test_a_run_never_writes_through_a_symbolic_link(tmp_path, name):
     target = tmp_path / "precious"
     target.write_text("mine")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).symlink_to(target)
 
-    assert name in run(job_file, tmp_path / "out", code=2)
+    assert name in run_small(tmp_path / "out", code=2)
 
     assert target.read_text() == "mine"
 
 
-@pytest.mark.parametrize("create", [os.mkfifo, os.mkdir])
-def test_a_run_refuses_an_output_file_that_is_not_regular(
-    job_file, tmp_path, create: Callable[[Path], None]
-):
-    (tmp_path / "out").mkdir()
-    create(tmp_path / "out" / "train.log")
-
-    assert "train.log" in run(job_file, tmp_path / "out", code=2)
-
-
-def test_a_run_does_not_overwrite_a_job_file_in_its_output_folder(tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "config.toml").write_text(SMALL)
-
-    run(out / "config.toml", out, code=2)
-
-    assert (out / "config.toml").read_text() == SMALL
-
-
 def test_non_finite_gradients_stop_the_run_with_exit_code_3_and_without_a_save(job_file, tmp_path):
-    diverging = ["--optimizer.name", "SGD", "--optimizer.lr", "1e30", "--training.max_norm", "0"]
-    options = [*diverging, "--metrics.log_freq", "100"]
+    options = "--optimizer.name SGD --optimizer.lr 1e30 --training.max_norm 0"
+    options += " --metrics.log_freq 100"
 
-    output = launch_job(job_file, tmp_path / "out", *options, ranks=2, code=3)
+    output = launch_job(job_file, tmp_path / "out", *options.split(), ranks=2, code=3)
 
-    log = (tmp_path / "out" / "train.log").read_text()
+    log = read_log(tmp_path / "out")
     assert "Traceback" not in output
-    assert not list((tmp_path / "out" / "checkpoint").glob("step-*"))
+    assert list_saved_steps(tmp_path / "out") == []
     assert log.count("ERROR: Step 5:") == 1
     assert "Nothing is saved. To start again: NGPU=2 titanlite launch" in log
 
@@ -464,28 +377,26 @@ def test_non_finite_gradients_stop_the_run_with_exit_code_3_and_without_a_save(j
     assert log.rpartition("ERROR: ")[2] == indent_like_log(message)
 
 
-def test_a_run_whose_data_ends_saves_and_its_validation_does_not_depend_on_the_ranks(
-    job_file, tmp_path
-):
-    lines = []
-    for i in range(200):
-        words = "some words to learn from, again and again. " * (5 + i % 7)
-        lines.append(json.dumps({"text": f"document {i}: {words}"}) + "\n")
-    (tmp_path / "text.jsonl").write_text("".join(lines))
-    source = f'[dataset]\nsource = "jsonl"\npath = "{tmp_path}/text.jsonl"\nmax_epochs = 1\n'
-    job_file.write_text(SMALL + source + "[validation]\nfreq = 20\nsequences = 5\nholdout = 0.2\n")
+def write_documents(file: Path, texts: list[str]) -> str:
+    """Write a file for the source jsonl, and return the options that read it once."""
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return f"--dataset.source jsonl --dataset.path {file} --dataset.max_epochs 1"
 
-    def train_to_end(
-        name: str,
-        *options: str,
-        ranks: int = 1,
-    ) -> list[dict[str, Any]]:
+
+def test_a_run_whose_data_ends_saves_and_its_validation_does_not_depend_on_the_ranks(tmp_path):
+    sentence = "some words to learn from, again and again. "
+    texts = [f"document {i}: " + sentence * (5 + i % 7) for i in range(200)]
+    data = write_documents(tmp_path / "text.jsonl", texts)
+    data += " --dataset.num_workers 1"
+    data += " --validation.freq 20 --validation.sequences 5 --validation.holdout 0.2"
+
+    def train_to_end(name: str, *options: object, ranks: int = 1) -> list[dict[str, Any]]:
         """Train until the data ends, and return the lines of validation.jsonl."""
         out = tmp_path / name
-        output = run(job_file, out, "--training.steps", "1000", *options, ranks=ranks)
+        output = run_small(out, data, "--training.steps 1000", *options, ranks=ranks)
         last = max(read_metrics(out))
         assert f"The data ends after step {last}:" in output
-        assert (out / "checkpoint" / f"step-{last:08d}").is_dir()
+        assert list_saved_steps(out)[-1] == last
         return read_jsonl(out / "validation.jsonl")
 
     one = train_to_end("one")
@@ -501,26 +412,22 @@ def test_a_run_whose_data_ends_saves_and_its_validation_does_not_depend_on_the_r
 
     # A validation that is due at the last step runs once.
     last = one[-1]["step"]
-    due_at_end = train_to_end("due", "--validation.freq", str(last))
+    due_at_end = train_to_end("due", "--validation.freq", last)
     assert [entry["step"] for entry in due_at_end] == [0, last]
 
-    too_large = ("--training.global_batch_size", "4000")
-    output = run(job_file, tmp_path / "none", *too_large, ranks=2, code=2)
+    too_large = "--training.global_batch_size 4000"
+    output = run_small(tmp_path / "none", data, too_large, ranks=2, code=2)
     assert "Traceback" not in output
     assert "smaller than one global batch: jsonl" in output
-    assert not list((tmp_path / "none" / "checkpoint").glob("step-*"))
+    assert list_saved_steps(tmp_path / "none") == []
 
 
 def test_delayed_requests_do_not_change_the_step_at_which_the_data_ends(tmp_path):
-    file = tmp_path / "text.jsonl"
-    lines = [json.dumps({"text": f"{i} and more. " * 40}) for i in range(30)]
-    file.write_text("\n".join(lines))
-    data = f"--dataset.source jsonl --dataset.path {file} --dataset.max_epochs 1".split()
-    options = [*data, "--training.steps", "5000"]
+    data = write_documents(tmp_path / "text.jsonl", [f"{i} and more. " * 40 for i in range(30)])
 
     for name, before in (("cpu", None), ("gpu", delay_requests_as_on_a_gpu)):
-        world = start_small(tmp_path / name, *options, ranks=2, before=before)
-        assert "The data ends after step" in world.wait_for_exit(0)
+        output = run_small(tmp_path / name, data, "--training.steps 5000", ranks=2, before=before)
+        assert "The data ends after step" in output
 
     assert 3 < max(read_metrics(tmp_path / "cpu")) == max(read_metrics(tmp_path / "gpu"))
 
@@ -556,19 +463,19 @@ def step_without_reading(self, **arguments):
     [
         (
             step_without_reading,
-            ["--training.mixed_precision_param", "bfloat16", "--optimizer.state_dtype", "bfloat16"],
+            "--training.mixed_precision_param bfloat16 --optimizer.state_dtype bfloat16",
         ),
         (
             step_without_reading,
-            ["--float8.enable", "--float8.min_features", "0", "--dataset.document_mask"],
+            "--float8.enable --float8.min_features 0 --dataset.document_mask",
         ),
         (
             step_without_recompiling,
-            ["--compile.enable", "--compile.components", "model", "loss", "optimizer", "clip"],
+            "--compile.enable --compile.components model loss optimizer clip",
         ),
     ],
 )
 def test_a_step_neither_syncs_with_the_device_nor_recompiles(tmp_path, step, options):
     before = functools.partial(setattr, Trainer, "step", step)
-    start_small(tmp_path / "out", "--metrics.log_freq", 4, *options, before=before).wait_for_exit(0)
+    run_small(tmp_path / "out", "--metrics.log_freq 4", options, before=before)
     assert list(read_metrics(tmp_path / "out")) == [1, 4, 8, 12]

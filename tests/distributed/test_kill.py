@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from ranks import World, descendants, start_small
-from small_runs import read_losses
+from small_runs import list_saved_steps, read_jsonl, read_metrics
 
 from titanlite.checkpoint import dcp_writer, manifest
 from titanlite.config.files import INCOMPLETE
@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kill")]
 OPTIONS = (
     "--training.steps 8 --training.seq_len 32 --training.local_batch_size 1 "
     "--training.global_batch_size 2 --checkpoint.interval 2 --checkpoint.keep_latest_k 1 "
+    "--validation.freq 2 --validation.holdout 0.02 --validation.sequences 2 "
     "--dataset.num_workers 1"
 )
 LONG = "TITANLITE_KILLS" in os.environ
@@ -58,7 +59,7 @@ def wrap(
 ) -> None:
     original = getattr(owner, name)
 
-    def wrapped(*args: Any, **keys: Any) -> Any:
+    def wrapped(*args, **keys):
         before(*args)
         result = original(*args, **keys)
         after(*args)
@@ -121,11 +122,11 @@ class Run:
         self.folder = folder
         self.ranks = ranks
         self.seconds = 0.0
-        self.options = [*OPTIONS.split(), "--checkpoint.async_mode", mode]
+        self.options = f"{OPTIONS} --checkpoint.async_mode {mode}"
 
     def start(self, point: str = "") -> World:
         before = functools.partial(prepare_kill, point)
-        return start_small(self.folder, *self.options, ranks=self.ranks, before=before)
+        return start_small(self.folder, self.options, ranks=self.ranks, before=before)
 
     def finish(self, point: str = "") -> str:
         started = time.monotonic()
@@ -152,6 +153,12 @@ class Run:
         world.close()
         return is_running
 
+    def read_curve(self) -> dict[int, list[float]]:
+        """Return the metrics of each step that must not depend on kills."""
+        keys = ("loss", "grad_norm", "lr", "tokens")
+        metrics = read_metrics(self.folder)
+        return {step: [entry[key] for key in keys] for step, entry in metrics.items()}
+
     def final_state(self) -> dict[str, str]:
         """Return the checksums of the data files in the last checkpoint."""
         files = manifest.check_checkpoint(self.folder / "checkpoint" / "step-00000008")["files"]
@@ -159,11 +166,13 @@ class Run:
 
 
 def assert_undisturbed(run: Run, reference: Run) -> None:
-    assert read_losses(run.folder) == read_losses(reference.folder)
-    assert sorted(read_losses(run.folder)) == list(range(1, 9))
+    assert run.read_curve() == reference.read_curve()
+    assert sorted(run.read_curve()) == list(range(1, 9))
+    validations = read_jsonl(run.folder / "validation.jsonl")
+    assert validations == read_jsonl(reference.folder / "validation.jsonl")
     assert run.final_state() == reference.final_state()
     assert len(run.final_state()) == run.ranks
-    assert os.listdir(run.folder / "checkpoint") == ["step-00000008"]
+    assert list_saved_steps(run.folder) == [8]
 
 
 @pytest.fixture(scope="module")
