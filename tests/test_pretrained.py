@@ -1,8 +1,6 @@
 """`titanlite train --from` starts from a model folder, a Hub model or another run."""
 
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,11 +8,10 @@ import pytest
 import tomli
 import torch
 from hub import Hub
-from ranks import start_small, titanlite
-from small_runs import read_losses, read_metrics
+from ranks import run_small, titanlite
+from small_runs import read_losses, read_metrics, run_program
 from torch.nn import functional as F
 
-from titanlite.config.errors import UserError
 from titanlite.data.loader import Loader
 from titanlite.load_run import load_run
 
@@ -30,7 +27,7 @@ ROWS = (
 def model(tmp_path_factory) -> Path:
     """Train a small run, and return its Hugging Face model."""
     out = tmp_path_factory.mktemp("model") / "out"
-    start_small(out, "--training.steps", 3, "--checkpoint.last_save_in_hf").wait_for_exit(0)
+    run_small(out, "--training.steps 3 --checkpoint.last_save_in_hf")
     return out / "final_hf"
 
 
@@ -75,12 +72,12 @@ def test_training_steps_of_olmo3_equal_those_of_transformers_and_adamw(model, tm
     reference = Olmo3ForCausalLM(config)
     reference.save_pretrained(tmp_path / "olmo3")
     shutil.copy(model / "tokenizer.json", tmp_path / "olmo3")
-    arguments = ["--from", str(tmp_path / "olmo3"), *ROWS, "--training.local_batch_size", "2"]
-    arguments += "--training.steps 4 --training.max_norm 1000".split()
-    arguments += (
-        "--optimizer.lr 1e-3 --optimizer.weight_decay 0 --lr_scheduler.warmup_steps 0".split()
+    changed = (
+        f"--from {tmp_path}/olmo3 --training.local_batch_size 2 --training.steps 4 "
+        "--training.max_norm 1000 --optimizer.lr 1e-3 --optimizer.weight_decay 0 "
+        "--lr_scheduler.warmup_steps 0 --lr_scheduler.decay_ratio 0"
     )
-    arguments += ["--lr_scheduler.decay_ratio", "0"]
+    arguments = [*ROWS, *changed.split()]
 
     titanlite("train", *arguments, "--job.dump_folder", tmp_path / "out")
 
@@ -104,38 +101,19 @@ def test_training_steps_of_olmo3_equal_those_of_transformers_and_adamw(model, tm
 
 
 def test_a_model_on_a_hub_is_downloaded_once_and_trained_by_all_ranks(model, tmp_path):
-    def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    def run(command: str, folder: Path, code: int = 0) -> str:
+        """Run a command, and return its errors."""
         options = [sys.executable, "-m", "titanlite", command, "--from", "someone/small", *ROWS]
-        environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
-        environment |= {"NO_PROXY": "127.0.0.1", "NGPU": "2"}
-        return subprocess.run(options, cwd=folder, env=environment, capture_output=True, text=True)
+        variables = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+        variables["NGPU"] = "2"
+        return run_program(*options, folder=folder, variables=variables, code=code).stderr
 
     files = {file.name: file.read_bytes() for file in model.iterdir()}
     with Hub({"models/someone/small": files}) as hub:
-        assert run("launch", tmp_path).returncode == 0
+        run("launch", tmp_path)
         assert list(read_losses(tmp_path / "outputs/someone-small")) == [1, 2]
         assert [name for name, _ in hub.requests].count("model.safetensors") == 1
         hub.gated.add("models/someone/small")
-        assert "license" in run("check", model.parent).stderr
+        assert "license" in run("check", model.parent, code=2)
 
-    assert run("check", tmp_path).returncode == 0  # the hub is gone
-
-
-@pytest.mark.parametrize(
-    ("config", "problem"),
-    [
-        ("", "neither a config.json"),
-        ('{"model_type": "gpt2"}', "gpt2"),
-        ('{"model_type": "llama", "is_causal": false}', "is_causal"),
-    ],
-)
-def test_a_folder_without_a_supported_model_is_rejected(config, problem, tmp_path):
-    (tmp_path / ("config.json" if config else "readme")).write_text(config)
-    with pytest.raises(UserError, match=problem):
-        load_run(["--from", str(tmp_path)], 1)
-
-
-@pytest.mark.parametrize("options", ["--from a --from b", "--from="])
-def test_two_models_or_none_to_start_from_are_rejected(options):
-    with pytest.raises(UserError, match="takes one folder"):
-        load_run(options.split(), 1)
+    run("check", tmp_path)  # the hub is gone

@@ -27,7 +27,7 @@ TEXT = "".join(
 
 
 class Case(NamedTuple):
-    """A shell command with variables, text that the error must contain, and a file to create."""
+    """A shell command with variables, text that the error must contain, and another file."""
 
     command: str
     named: str
@@ -259,6 +259,9 @@ MASTER = "NNODES=2 MASTER_ADDR=localhost"
 COMMANDS = f"""
 => titanlite COMMAND
 trane => titanlite train
+plan --wirte=plan.toml => Did you mean --write?
+check --from a --from b => takes one folder
+check --from= => takes one folder
 llama_8b.toml => titanlite llama_8b.toml
 --training.steps 5 => `titanlite train ...`
 help nothing_at_all => nothing_at_all
@@ -320,6 +323,16 @@ prepare --out x --workers 1 --dataset.source tokens --dataset.path text.jsonl \
 prepare --out x --workers 1 --dataset.source jsonl --dataset.path text.jsonl \
 --dataset.loss_mask_column x => dataset.loss_mask_column
 {PREPARE} text.jsonl --out text.jsonl => text.jsonl
+{PREPARE} bad_end.jsonl --out x => bad_end.jsonl
+{PREPARE} cut.jsonl.gz --out x => cut.jsonl.gz
+{PREPARE} no.jsonl.zst --out x => no.jsonl.zst
+{LOOK} jsonl --dataset.path no.jsonl.gz => no.jsonl.gz
+{LOOK} jsonl --dataset.path empty_texts.jsonl --validation.holdout 0.1 => text_column
+{LOOK} parquet --dataset.path no.parquet => no.parquet
+{LOOK} text --dataset.path binary.txt => binary.txt
+{LOOK} shards --dataset.path broken_shards => broken_shards
+{LOOK} arrow --dataset.path no_arrow => no_arrow
+{SHOW} short.jsonl => fewer than one
 {PREPARE} text.jsonl --out run/checkpoint/step-00000010/x => step-00000010
 {PREPARE} text.jsonl --out /proc/x => /proc/x
 data list => list
@@ -360,6 +373,16 @@ export --checkpoint run/checkpoint --out x --tokenizer nowhere.json => nowhere.j
 import --out x => --hf
 import --out x --hf a --meta b => --hf
 import --hf nowhere --out x => nowhere
+import --hf empty --out x => empty
+import --hf broken --out x => config.json
+import --hf other_model --out x => config.json
+import --meta broken --out x => broken
+check --from empty => neither a config.json
+check --from other_model => gpt2
+check --from encoder => is_causal
+train --job.dump_folder blocked => checkpoint
+train --job.dump_folder folders => train.log
+train --job.dump_folder pipes => train.log
 verify => PATH
 tokenizer => --vocab-size
 tokenizer train --vocab-size 5 --out x => --vocab-size must be greater than 512
@@ -373,6 +396,8 @@ check --model.dim 1000000000 => model.dim = 1000000000
 check --model.dim 1000000000 --world-size 64 --training.enable_cpu_offload => model.dim = 1000000000
 eval --checkpoint run --data no*.md => no*.md
 report => titanlite report DIR
+plan --gpu A100-80 => --gpu A100-80: unknown. Use one of
+plan --gpu none.toml => none.toml
 plan --memory 1e300 => memory
 plan --memory 80GB => --memory 80GB
 plan --tokens 10X => --tokens 10X
@@ -413,11 +438,13 @@ LOCAL_WORLD_SIZE=0 check => LOCAL_WORLD_SIZE
 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=http eval --checkpoint run --data text.jsonl \
 => 'http'
 WORLD_SIZE=2 MASTER_PORT=29500 eval --checkpoint run --data text.jsonl => variable MASTER_ADDR
+WORLD_SIZE=2 MASTER_ADDR=localhost eval --checkpoint run --data text.jsonl => variable MASTER_PORT
 LOG_RANK=7 launch => LOG_RANK
 NGPU=all launch => NGPU
 NGPU=999999999999 launch => NGPU
 NNODES=many launch => NNODES
 NNODES=2 launch => MASTER_ADDR
+NNODES=2 MASTER_ADDR=no-such-node.invalid launch => no-such-node.invalid
 {MASTER} NODE_RANK=-1 launch => NODE_RANK
 {MASTER} NODE_RANK=2 launch => NODE_RANK
 NNODES=2:1 launch => NNODES=2:1
@@ -428,6 +455,34 @@ profile --steps 1e9 => --steps 1e9
 profile --out /proc/none => /proc/none
 launch --nproc_per_node 2 => NGPU=N
 """
+
+# Files in the working folder of each case
+FILES: dict[str, str | bytes] = {
+    "job.toml": JOB,
+    "text.jsonl": TEXT,
+    "packed.gz": "",
+    "short.jsonl": '{"text": "a"}',
+    "empty_texts.jsonl": '{"text": ""}\n' * 9,
+    "bad_end.jsonl": TEXT + "no\n",
+    "cut.jsonl.gz": gzip.compress(TEXT.encode())[:-20],
+    "no.jsonl.gz": "no",
+    "no.jsonl.zst": "no",
+    "no.parquet": "no",
+    "binary.txt": bytes(range(256)),
+    "broken_shards/manifest.json": "{",
+    "no_arrow/dataset_info.json": "{}",
+    "empty/readme": "",
+    "broken/config.json": "{",
+    "broken/params.json": "{",
+    "broken/step-00000010/manifest.json": "{",
+    "list/step-00000010/manifest.json": "[]",
+    "other_model/config.json": '{"model_type": "gpt2"}',
+    "encoder/config.json": '{"model_type": "llama", "is_causal": false}',
+    "moved/checkpoint/step-00000010.damaged/x": "",
+    "blocked/checkpoint": "",
+    "folders/train.log/x": "",
+    "pipes/x": "",
+}
 
 # Lines that are invalid TOML -> text in the suggested fix
 NO_TOML = {
@@ -461,30 +516,6 @@ BAD_TEXT: list[str | bytes] = [
     ("[" * 100000 + "]" * 100000 + "\n") * 2,
     b"PK\x03\x04" + bytes(range(256)) * 9,
 ]
-DATA = [
-    Case(f"{SHOW} bad.jsonl", "fewer than one", "bad.jsonl", '{"text": "a"}'),
-    Case(
-        f"{LOOK} jsonl --dataset.path bad.jsonl --validation.holdout 0.1",
-        "text_column",
-        "bad.jsonl",
-        '{"text": ""}\n' * 9,
-    ),
-    Case(f"{PREPARE} bad.jsonl --out x", "bad.jsonl", "bad.jsonl", TEXT + "no\n"),
-    Case(
-        f"{PREPARE} bad.jsonl.gz --out x",
-        "bad.jsonl.gz",
-        "bad.jsonl.gz",
-        gzip.compress(TEXT.encode())[:-20],
-    ),
-    Case(f"{PREPARE} bad.jsonl.zst --out x", "bad.jsonl.zst", "bad.jsonl.zst", "no"),
-    Case(f"{LOOK} jsonl --dataset.path bad.jsonl.gz", "bad.jsonl.gz", "bad.jsonl.gz", "no"),
-    Case(f"{LOOK} parquet --dataset.path bad.parquet", "bad.parquet", "bad.parquet", "no"),
-    Case(f"{LOOK} text --dataset.path bad.txt", "bad.txt", "bad.txt", bytes(range(256))),
-    Case(f"{LOOK} shards --dataset.path bad", "bad", "bad/manifest.json", "{"),
-    Case(f"{LOOK} arrow --dataset.path bad", "bad", "bad/dataset_info.json", "{}"),
-]
-
-
 BAD_TOKENIZERS: list[tuple[str, str | bytes]] = [
     ("bad.model", ""),
     ("bad.model", b"\n\x0e\n\x05<unk>\x15\0\0\0\0"),
@@ -496,26 +527,16 @@ BAD_TOKENIZERS: list[tuple[str, str | bytes]] = [
     ("bad.json", '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'),
     ("bad.json", "[" * 100_000),
 ]
-CHECKPOINTS = [
-    Case("verify empty", "empty", "empty/x", code=4),
-    Case("verify out", "damaged", "out/checkpoint/step-00000010.damaged/x", code=4),
-    Case("check --job.dump_folder a", "damaged", "a/checkpoint/step-00000010.damaged/x", code=4),
-    Case("verify hurt/checkpoint/step-00000020", "damaged", code=4),
-    Case("generate --checkpoint hurt/checkpoint/step-00000020", "damaged", code=4),
-    Case(
-        "generate --checkpoint bad/step-00000010",
-        "damaged",
-        "bad/step-00000010/manifest.json",
-        "{",
-        code=4,
-    ),
-    Case("verify bad", "step-00000010", "bad/step-00000010/manifest.json", "[]", code=4),
-    Case("import --hf empty --out x", "empty", "empty/x"),
-    Case("import --hf bad --out x", "config.json", "bad/config.json", "{"),
-    Case("import --hf bad --out x", "config.json", "bad/config.json", '{"model_type": "gpt2"}'),
-    Case("import --meta bad --out x", "bad", "bad/params.json", "{"),
-    Case("train --job.dump_folder out", "checkpoint", "out/checkpoint"),
-]
+# Commands that end with exit code 4
+DAMAGED = """
+verify empty => empty
+verify moved => damaged
+check --job.dump_folder moved => damaged
+verify hurt/checkpoint/step-00000020 => damaged
+generate --checkpoint hurt/checkpoint/step-00000020 => damaged
+generate --checkpoint broken/step-00000010 => damaged
+verify list => step-00000010
+"""
 # Files for `titanlite migrate`.
 OTHERS = [
     b'[job]\ndescription = "\xe9"',
@@ -532,8 +553,7 @@ CASES = [
     *job_cases(JOBS, "check --job.config_file bad.toml --world-size {}"),
     *job_cases(THEIRS, "migrate bad.toml"),
     *(Case(command, named) for command, named in lines(COMMANDS)),
-    *DATA,
-    *CHECKPOINTS,
+    *(Case(command, named, code=4) for command, named in lines(DAMAGED)),
 ]
 CHECK_JOB = "check --job.config_file bad.toml"
 CASES += [Case(CHECK_JOB, "bad.toml", "bad.toml", content) for content in BAD_FILES]
@@ -565,16 +585,21 @@ VARIABLES = (
 ).split()
 
 
+def write_file(path: Path, content: str | bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
 @pytest.fixture
 def folder(runs, tmp_path, monkeypatch) -> Iterator[Path]:
     """Create the working folder of a case, and fail the case after a minute."""
     for name in ("run", "hurt"):
         shutil.copytree(runs / name, tmp_path / name, copy_function=os.link)
-    (tmp_path / "job.toml").write_text(JOB)
-    (tmp_path / "text.jsonl").write_text(TEXT)
+    for name, content in FILES.items():
+        write_file(tmp_path / name, content)
     (tmp_path / "dangling").symlink_to("nowhere")
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "packed.gz").touch()
+    os.mkfifo(tmp_path / "pipes" / "train.log")
     monkeypatch.chdir(tmp_path)
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -594,9 +619,7 @@ def folder(runs, tmp_path, monkeypatch) -> Iterator[Path]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.command[:50]} {case.named[:30]}")
 def test_a_wrong_input_is_an_error_that_names_it(case, folder, monkeypatch, capsys):
     if case.file:
-        content = case.content.encode() if isinstance(case.content, str) else case.content
-        (folder / case.file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / case.file).write_bytes(content)
+        write_file(folder / case.file, case.content)
     options = shlex.split(case.command)
     while options and re.match(r"[A-Z_]+=", options[0]):
         monkeypatch.setenv(*options.pop(0).split("=", 1))
@@ -616,6 +639,6 @@ def test_a_wrong_input_is_an_error_that_names_it(case, folder, monkeypatch, caps
 
 
 @pytest.mark.parametrize("setting", ["topk", "stop"], ids=["unknown", "removed"])
-def test_a_setting_that_generate_does_not_have_is_named(setting: str):
+def test_a_setting_that_generate_does_not_have_is_named(setting):
     with pytest.raises(UserError, match=setting):
         Generation.model_validate({setting: 1})

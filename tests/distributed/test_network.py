@@ -28,16 +28,16 @@ LISTENS = "0A"  # in /proc/net/tcp
 
 
 def launch(
-    folder: Path, *options: str, log: str = "log", **variables: str
+    folder: Path, options: str = "", log: str = "log", **variables: str
 ) -> "subprocess.Popen[str]":
     """Start a launcher whose run continues until it is stopped."""
     (folder / "job.toml").write_text(SMALL_WITHOUT_WORKERS)
-    command = [sys.executable, "-P", "-m", "titanlite", "launch", "--job.config_file", "job.toml"]
-    command += ["--job.dump_folder", "out", "--training.steps", "100000", *options]
+    command = f"{sys.executable} -P -m titanlite launch --job.config_file job.toml"
+    command += f" --job.dump_folder out --training.steps 100000 {options}"
     with (folder / log).open("w") as out:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
         return subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=out, stderr=out, text=True
+            command.split(), cwd=folder, env=environment, stdout=out, stderr=out, text=True
         )
 
 
@@ -96,8 +96,8 @@ def test_a_run_on_one_node_opens_no_port_to_other_nodes(tmp_path):
     # Users set this variable for runs on several nodes.
     interfaces = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
     cluster = {"NGPU": "2", "MASTER_ADDR": socket.gethostname(), **interfaces}
-    options = ("--checkpoint.async_mode", "async", "--dataset.num_workers", "1")
-    run = launch(tmp_path, *options, **cluster)
+    options = "--checkpoint.async_mode async --dataset.num_workers 1"
+    run = launch(tmp_path, options, **cluster)
     try:
         wait_for("Saved step 5 ", tmp_path, [run])
         pids = descendants(run.pid)
@@ -112,10 +112,12 @@ def test_a_run_on_one_node_opens_no_port_to_other_nodes(tmp_path):
     assert all(is_loopback(address) for address in addresses)
 
 
-def start_two_nodes(folder: Path, *options: str, **variables: str) -> list["subprocess.Popen[str]"]:
+def start_two_nodes(
+    folder: Path, options: str = "", **variables: str
+) -> list["subprocess.Popen[str]"]:
     cluster = {"NGPU": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | variables
     nodes = ("0", "1")
-    return [launch(folder, *options, log=f"log{n}", **cluster, NODE_RANK=n) for n in nodes]
+    return [launch(folder, options, f"log{n}", **cluster, NODE_RANK=n) for n in nodes]
 
 
 def test_a_crash_on_one_node_restarts_all_and_a_signal_to_one_saves_and_stops_all(tmp_path):
@@ -160,7 +162,7 @@ def test_a_run_continues_after_the_loss_of_a_node(tmp_path):
 
 
 @pytest.mark.long
-def test_a_hook_that_exits_with_0_fails_the_run_on_both_nodes(tmp_path):
+def test_a_hook_that_exits_with_0_fails_the_run_on_both_nodes(tmp_path, write_plugin):
     hook = """
 import os
 from titanlite import register
@@ -172,9 +174,9 @@ class Leaving(Hook):
         if step == 2 and os.environ["RANK"] == "1":
             os._exit(0)
 """
-    (tmp_path / "leaving_hook.py").write_text(hook)
-    plugin = ["--job.plugins", "leaving_hook", "--job.hooks", "leaving"]
-    running = start_two_nodes(tmp_path, *plugin, NNODES="2", PYTHONPATH=str(tmp_path))
+    write_plugin("leaving_hook", hook)
+    plugin = "--job.plugins leaving_hook --job.hooks leaving"
+    running = start_two_nodes(tmp_path, plugin, NNODES="2")
     with kill_at_exit(running):
         assert [process.wait(180) for process in running] == [1, 1]
 
@@ -182,8 +184,8 @@ class Leaving(Hook):
 @pytest.mark.long
 def test_a_node_that_loses_the_other_ends_soon_after_the_timeout(tmp_path):
     """A stopped node looks like a broken link: its connections stay open."""
-    timeouts = ["--comm.train_timeout_seconds", "20", "--checkpoint.timeout_seconds", "20"]
-    running = start_two_nodes(tmp_path, *timeouts, NNODES="2", MAX_RESTARTS="0")
+    timeouts = "--comm.train_timeout_seconds 20 --checkpoint.timeout_seconds 20"
+    running = start_two_nodes(tmp_path, timeouts, NNODES="2")
     lost = []
     try:
         wait_for("Saved step 5 ", tmp_path, running)
@@ -208,16 +210,10 @@ def test_the_node_with_the_master_address_hosts_the_store(tmp_path):
             pytest.skip("this machine has no network")
         address = probe.getsockname()[0]
     cluster = {"NGPU": "1", "NNODES": "2", "MASTER_ADDR": address, "MASTER_PORT": str(free_port())}
-    options = ("--training.steps", "2")
-    running = [launch(tmp_path, *options, log=f"log{n}", **cluster) for n in (0, 1)]
+    options = "--training.steps 2"
+    running = [launch(tmp_path, options, f"log{n}", **cluster) for n in (0, 1)]
     with kill_at_exit(running):
         assert [process.wait(180) for process in running] == [0, 0]
-
-
-def test_an_address_that_cannot_be_resolved_is_an_error(tmp_path):
-    run = launch(tmp_path, NGPU="1", NNODES="2", MASTER_ADDR="no-such-node.invalid")
-    assert run.wait(60) == 2
-    assert "no-such-node.invalid" in (tmp_path / "log").read_text()
 
 
 def test_a_node_that_waits_logs_what_is_missing(tmp_path):

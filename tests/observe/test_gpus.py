@@ -1,6 +1,7 @@
 """GPUs are found by device names, by names as users write them, and in user files."""
 
 import pytest
+from small_runs import job_tables
 
 from titanlite.config.errors import UserError
 from titanlite.config.run import Run
@@ -36,7 +37,7 @@ gpus_per_node = 2
         ("H1000", None, None),
     ],
 )
-def test_a_gpu_is_found_by_its_device_name(device: str, name: str | None, tera: float | None):
+def test_a_gpu_is_found_by_its_device_name(device, name, tera):
     assert getattr(gpu_of_device(device), "name", None) == name
     assert peak_flops(device) == (None if tera is None else tera * 1e12)
 
@@ -51,8 +52,6 @@ def test_a_gpu_is_found_by_any_spelling_and_never_mistaken_for_a_similar_one():
 
     for name in (*names, "h100", "H100-PCIe", "h100 pcie", "A100-80GB", "RTX-4090"):
         assert normalize(find_gpu(name).name) == normalize(name)
-    with pytest.raises(UserError, match=r"--gpu A100-80: unknown\. Use one of .*H100, "):
-        find_gpu("A100-80")
 
 
 def test_a_gpu_file_with_former_key_names_is_read(tmp_path, caplog):
@@ -74,16 +73,12 @@ def test_a_gpu_file_with_former_key_names_is_read(tmp_path, caplog):
         (("bf16 = 100.0", "bf16 = "), "not valid TOML"),
     ],
 )
-def test_a_mistake_in_a_gpu_file_is_an_error_that_names_it(
-    tmp_path, change: tuple[str, str], problem: str
-):
+def test_a_mistake_in_a_gpu_file_is_an_error_that_names_it(tmp_path, change, problem):
     file = tmp_path / "mine.toml"
     file.write_text(GPU_FILE.replace(*change))
 
     with pytest.raises(UserError, match=problem):
         find_gpu(str(file))
-    with pytest.raises(UserError, match=r"none\.toml"):
-        find_gpu(str(tmp_path / "none.toml"))
 
 
 def test_an_offloaded_run_needs_cpu_memory_even_if_the_memory_of_the_gpu_is_unknown(
@@ -93,9 +88,8 @@ def test_an_offloaded_run_needs_cpu_memory_even_if_the_memory_of_the_gpu_is_unkn
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(gpus, "DRIVERS", (str(tmp_path),))
     gpus.find_local_gpu.cache_clear()
-    job = JobConfig.model_validate(
-        {"model": {"flavor": "405b"}, "training": {"enable_cpu_offload": True}}
-    )
+    tables = job_tables("model.flavor = '405b' ; training.enable_cpu_offload = true")
+    job = JobConfig.model_validate(tables)
 
     with pytest.raises(UserError, match="state take"):
         gpus.check_memory(Run(job))

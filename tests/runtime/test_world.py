@@ -4,15 +4,14 @@ import functools
 import os
 import re
 import resource
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from ranks import World, free_port, start_small
-from small_runs import SMALL_WITHOUT_WORKERS
+from ranks import World, free_port, run_small
+from small_runs import ROOT, SMALL_WITHOUT_WORKERS, run_program
 
-from titanlite import Trainer, UserError, cli, load_job
+from titanlite import Trainer, UserError, load_job
 from titanlite.config.schema import JobConfig
 from titanlite.runtime.process import STORE
 from titanlite.runtime.rank_group import RankGroup
@@ -23,17 +22,15 @@ from titanlite.runtime.world import gathered, process_group
 @pytest.mark.long
 def test_documented_programs_run_on_two_ranks_of_torchrun(tmp_path):
     """Each program creates a new process group, and resumes or scores the run of the last one."""
-    page = (Path(__file__).parents[2] / "docs/reference/python.md").read_text()
+    page = (ROOT / "docs/reference/python.md").read_text()
     programs = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     (tmp_path / "program.py").write_text("\n".join(programs))
     torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2 program.py"
 
-    command = [sys.executable, *torchrun.split()]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    output = run_program(sys.executable, *torchrun.split(), folder=tmp_path).stdout
 
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 x cpu" in done.stdout
-    assert done.stdout.count("step 6: loss") == 2
+    assert "2 x cpu" in output
+    assert output.count("step 6: loss") == 2
     assert (tmp_path / "outputs/python-hf/config.json").exists()
 
 
@@ -53,16 +50,6 @@ def open_two_trainers(folder: Path, store: Path) -> None:
     assert first.steps_done == 1
 
 
-def test_a_missing_variable_of_the_launcher_is_an_error_that_names_it(monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.delenv("MASTER_PORT", raising=False)
-
-    assert cli.main(["train"]) == 2
-
-    assert "environment variable MASTER_PORT" in capsys.readouterr().err
-
-
 def use_unreachable_address(rank: int, port: int) -> None:
     """Set the variables of one of two ranks. The other rank is not started."""
     del os.environ[STORE]
@@ -75,9 +62,8 @@ def use_unreachable_address(rank: int, port: int) -> None:
 def test_ranks_that_cannot_connect_end_with_an_error_that_names_the_address(tmp_path, rank):
     port = free_port()
     before = functools.partial(use_unreachable_address, rank, port)
-    options = ("--comm.init_timeout_seconds", 2)
 
-    output = start_small(tmp_path / "out", *options, before=before).wait_for_exit(2)
+    output = run_small(tmp_path / "out", "--comm.init_timeout_seconds 2", before=before, code=2)
 
     assert "MASTER_ADDR" in output
     assert "Traceback" not in output
