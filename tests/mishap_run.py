@@ -39,7 +39,7 @@ def launch(count: int, *options: str) -> int:
     return ranks.run()
 
 
-def ready(handler: Any = None) -> None:
+def ready(handler=None) -> None:
     """Install a signal handler, wait until both ranks have done so, and print "ready"."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if handler else ():
         signal.signal(number, handler)

@@ -5,11 +5,10 @@ import importlib
 import re
 import runpy
 import tomllib
-from pathlib import Path
 
 import pytest
+from small_runs import ROOT
 
-ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "internals" / "architecture.md").read_text()
 
 LINKS = re.findall(r"\[`?([^`\]]+)`?\]\(((?:\.\./)*)([^)#:]+?)(?:#L\d+)?\)", PAGE)
@@ -18,7 +17,7 @@ LINKS = re.findall(r"\[`?([^`\]]+)`?\]\(((?:\.\./)*)([^)#:]+?)(?:#L\d+)?\)", PAG
 @pytest.mark.parametrize(
     ("text", "up", "path"), LINKS, ids=[f"{text} in {path}" for text, _, path in LINKS]
 )
-def test_each_link_leads_to_a_file_that_defines_the_linked_name(text: str, up: str, path: str):
+def test_each_link_leads_to_a_file_that_defines_the_linked_name(text, up, path):
     """Link texts such as `Class.method` or `function` name a definition in the linked file."""
     target = (ROOT / "docs" / "internals" / up / path).resolve()
     assert target.exists(), path

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import tomli
-from ranks import start_titanlite
-from small_runs import SMALL_WITHOUT_WORKERS, read_metrics
+from ranks import run_small
+from small_runs import read_log, read_metrics
 
 from titanlite.checkpoint.find import read_compute_dtype
 from titanlite.config import compute_dtype
+from titanlite.config.run import Run
 from titanlite.load_run import load_run
-from titanlite.observe.gpus import find_gpu
+from titanlite.observe.gpus import Gpu, find_gpu
 from titanlite.plan.trace import trace_run
 from titanlite.train.trainer import Trainer
 
@@ -25,6 +26,7 @@ CPUS = {
     "ARM bf16": ("Features\t: fp asimd i8mm bf16\n", "bfloat16"),
     "not Linux": (None, "float32"),
 }
+AUTO = "--training.mixed_precision_param auto"
 
 
 @pytest.fixture
@@ -41,57 +43,50 @@ def use_cpu(tmp_path, monkeypatch):
     return use
 
 
-@pytest.fixture
-def job_file(tmp_path) -> Path:
-    path = tmp_path / "small.toml"
-    path.write_text(SMALL_WITHOUT_WORKERS.replace('mixed_precision_param = "float32"\n', ""))
-    return path
+def load_small_run(job_file: Path, steps: int, options: str = "", ranks: int = 1) -> Run:
+    """Load a run that trains `steps` steps and saves each of them in the folder `out`."""
+    files = f"--job.config_file {job_file} --job.dump_folder {job_file.with_name('out')}"
+    arguments = f"{files} {AUTO} --training.steps {steps} --checkpoint.interval 1 {options}"
+    return load_run(arguments.split(), ranks)
 
 
-def make_options(job_file: Path, steps: int, *options: str) -> list[str]:
-    """Return options that train `steps` steps and save each of them."""
-    files = [
-        "--job.config_file",
-        str(job_file),
-        "--job.dump_folder",
-        str(job_file.with_name("out")),
-    ]
-    return [*files, "--training.steps", str(steps), "--checkpoint.interval", "1", *options]
-
-
-def train(*options: str) -> tuple[str, str]:
+def train(job_file: Path, steps: int, options: str = "") -> tuple[str, str]:
     """Train in this process, and return the compute dtypes of the trainer and of config.toml."""
-    run = load_run(options, world_size=1)
+    run = load_small_run(job_file, steps, options)
     with Trainer(run) as trainer:
         trainer.train()
         used = trainer.job.training.mixed_precision_param
-    config = tomli.loads((run.dump_folder / "config.toml").read_text())
-    return used, config["training"]["mixed_precision_param"]
+    return used, read_saved_dtype(run.dump_folder)
+
+
+def read_saved_dtype(folder: Path) -> str:
+    config = tomli.loads((folder / "config.toml").read_text())
+    return config["training"]["mixed_precision_param"]
 
 
 @pytest.mark.parametrize("cpu", CPUS)
 def test_a_new_run_computes_in_bfloat16_only_if_the_cpu_supports_it(cpu, job_file, use_cpu):
     use_cpu(cpu)
     _, expected = CPUS[cpu]
-    assert train(*make_options(job_file, 1)) == (expected, expected)
-    assert f"Computing in {expected}" in (job_file.with_name("out") / "train.log").read_text()
+    assert train(job_file, 1) == (expected, expected)
+    assert f"Computing in {expected}" in read_log(job_file.with_name("out"))
 
 
 def test_a_dtype_in_the_job_is_used_on_any_cpu(job_file, use_cpu):
     use_cpu("AVX2")
-    named = ("--training.mixed_precision_param", "bfloat16")
-    assert train(*make_options(job_file, 1, *named)) == ("bfloat16", "bfloat16")
+    named = "--training.mixed_precision_param bfloat16"
+    assert train(job_file, 1, named) == ("bfloat16", "bfloat16")
 
 
 def test_a_resume_on_another_cpu_keeps_the_dtype_and_reports_no_change(job_file, use_cpu):
     out = job_file.with_name("out")
     use_cpu("AMX")
-    train(*make_options(job_file, 1))
+    train(job_file, 1)
     use_cpu("AVX2")
 
-    assert train(*make_options(job_file, 2)) == ("bfloat16", "bfloat16")
+    assert train(job_file, 2) == ("bfloat16", "bfloat16")
 
-    text = (out / "train.log").read_text()
+    text = read_log(out)
     assert sorted(read_metrics(out)) == [1, 2]
     assert "CPU has no bfloat16 instructions" in text
     # A changed option would be logged in this form.
@@ -101,17 +96,14 @@ def test_a_resume_on_another_cpu_keeps_the_dtype_and_reports_no_change(job_file,
 def test_a_run_that_resumes_from_its_mirror_keeps_its_dtype(job_file, use_cpu):
     out = job_file.with_name("out")
     mirror = job_file.with_name("mirror")
-    arguments = make_options(job_file, 1, "--checkpoint.mirror", f"file://{mirror}")
+    mirrored = f"--checkpoint.mirror file://{mirror}"
     use_cpu("AMX")
-    train(*arguments)
+    train(job_file, 1, mirrored)
     shutil.rmtree(out)
     use_cpu("AVX2")
 
-    assert read_compute_dtype(load_run(arguments, world_size=1)) == "bfloat16"
-    assert train(*arguments[:4], "--training.steps", "2", *arguments[6:]) == (
-        "bfloat16",
-        "bfloat16",
-    )
+    assert read_compute_dtype(load_small_run(job_file, 1, mirrored)) == "bfloat16"
+    assert train(job_file, 2, mirrored) == ("bfloat16", "bfloat16")
 
 
 def _hide_bfloat16_from_rank_1() -> None:
@@ -122,26 +114,24 @@ def _hide_bfloat16_from_rank_1() -> None:
 
 
 @pytest.mark.slow
-def test_nodes_with_different_cpus_agree_on_one_dtype(job_file, tmp_path, monkeypatch):
+def test_nodes_with_different_cpus_agree_on_one_dtype(tmp_path, monkeypatch):
     monkeypatch.setenv("CPUS", str(tmp_path))
-    arguments = make_options(job_file, 1, "--metrics.log_freq", "1")
-    start_titanlite("train", *arguments, ranks=2, before=_hide_bfloat16_from_rank_1).wait_for_exit(
-        0
-    )
-    text = (tmp_path / "out" / "config.toml").read_text()
 
-    assert tomli.loads(text)["training"]["mixed_precision_param"] == "bfloat16"
+    options = f"{AUTO} --training.steps 1"
+    run_small(tmp_path / "out", options, ranks=2, before=_hide_bfloat16_from_rank_1)
+
+    assert read_saved_dtype(tmp_path / "out") == "bfloat16"
 
 
 @pytest.mark.parametrize("cpu", ["AVX2", "AMX"])
 def test_a_plan_for_a_gpu_does_not_depend_on_this_cpu(cpu, job_file, use_cpu):
     use_cpu(cpu)
-    run = load_run(make_options(job_file, 1), world_size=2)
-    (trace,) = trace_run(run, find_gpu("H100"))
+    run = load_small_run(job_file, 1, ranks=2)
 
-    assert "bfloat16" in {work.dtype for work in trace.work if work.op == "aten.mm"}
+    assert "bfloat16" in list_matmul_dtypes(run, find_gpu("H100"))
+    assert ("bfloat16" in list_matmul_dtypes(run, None)) == (cpu == "AMX")
 
-    (trace,) = trace_run(run)
-    assert ("bfloat16" in {work.dtype for work in trace.work if work.op == "aten.mm"}) == (
-        cpu == "AMX"
-    )
+
+def list_matmul_dtypes(run: Run, gpu: Gpu | None) -> set[str]:
+    (trace,) = trace_run(run, gpu)
+    return {work.dtype for work in trace.work if work.op == "aten.mm"}

@@ -74,7 +74,7 @@ compile.components = ['clip'] | --compile.components | compile.components = []
 
 
 @pytest.mark.parametrize("case", CASES.strip().splitlines())
-def test_the_command_line_wins_over_the_file_and_that_over_the_defaults(case: str):
+def test_the_command_line_wins_over_the_file_and_that_over_the_defaults(case):
     text, options, expected = case.split("|")
     key, _, value = expected.strip().partition(" = ")
 
@@ -112,7 +112,7 @@ def test_a_job_without_a_file_is_not_described_as_the_debug_model():
     sorted(JOB_FILES.glob("*.toml")),
     ids=lambda file: file.stem,
 )
-def test_each_job_file_starts_with_its_command_and_holds_only_what_differs(file: Path):
+def test_each_job_file_starts_with_its_command_and_holds_only_what_differs(file):
     text = file.read_text()
     first, second, *_ = text.splitlines()
 
@@ -135,7 +135,7 @@ def count_vocabulary(line: str) -> int:
 
 
 @pytest.mark.parametrize("flavor", ["debugmodel", "150m"])
-def test_a_flavor_without_a_vocabulary_rounds_that_of_the_tokenizer_up_to_128(flavor: str):
+def test_a_flavor_without_a_vocabulary_rounds_that_of_the_tokenizer_up_to_128(flavor):
     lines = []
     for rank in range(1744):  # and 256 special tokens
         token = base64.b64encode(rank.to_bytes(1 if rank < 256 else 4)).decode()
@@ -198,7 +198,7 @@ def test_a_job_in_a_checkpoint_may_contain_dropped_but_no_unknown_options(tmp_pa
         ),
     ],
 )
-def test_a_written_config_with_all_defaults_loads_to_the_same_job(text: str):
+def test_a_written_config_with_all_defaults_loads_to_the_same_job(text):
     """The copy keeps the name and the output folder of the original."""
     Path("job.toml").write_text(text)
     job = load_run([*JOB, "--training.steps", "5"], 1).job
@@ -289,7 +289,7 @@ VALID_JOBS = """
 
 
 @pytest.mark.parametrize("line", VALID_JOBS.strip().split("\n"))
-def test_a_valid_job_has_an_empty_report_and_creates_no_files(line: str):
+def test_a_valid_job_has_an_empty_report_and_creates_no_files(line):
     options, _, ranks = line.partition(" @")
 
     assert report(f"{options} --job.dump_folder a/b", int(ranks or 1)) == ""
@@ -319,7 +319,7 @@ PIPELINE = "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_para
         ),
     ],
 )
-def test_the_nearest_valid_values_in_a_report_work(key: str, line: str, ranks: int, nearest: str):
+def test_the_nearest_valid_values_in_a_report_work(key, line, ranks, nearest):
     report_text = report(line, ranks)
 
     assert f"training.{key}" in report_text

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from small_runs import ROOT, run_program
 
 import titanlite
 
-ROOT = Path(__file__).parents[1]
 SHORT = (
     "--training.steps 2 --training.seq_len 32 --training.local_batch_size 1 "
     "--training.global_batch_size 2 --model.n_layers 1 --lr_scheduler.warmup_steps 1 "
@@ -71,20 +71,10 @@ def test_import_changes_no_environment_folder_or_signal_handler(tmp_path):
     assert list(home.iterdir()) == []
 
 
-def call(command: Sequence[object], folder: Path, **variables: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"PIP_NO_INDEX": "1", "OMP_NUM_THREADS": "1", **variables}
-    done = subprocess.run(
-        list(map(str, command)),
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def call(command: Sequence[object], folder: Path, PYTHONPATH: str = "", **variables: str) -> str:
+    """Run a program that does not find the packages of this repository in PYTHONPATH."""
+    variables |= {"PIP_NO_INDEX": "1", "PYTHONPATH": PYTHONPATH}
+    return run_program(*command, folder=folder, variables=variables).stdout
 
 
 HADOLINT = Path(sys.executable).with_name("hadolint")

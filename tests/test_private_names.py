@@ -4,12 +4,11 @@ import ast
 import itertools
 import re
 import sys
-from pathlib import Path
 from types import FunctionType, MethodType
 
 import pytest
+from small_runs import ROOT
 
-ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "titanlite"
 PAGE = (ROOT / "docs" / "internals" / "private_torch_names.md").read_text()
 MAX_NAMES = 60

@@ -2,14 +2,12 @@
 
 import contextlib
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from small_runs import SMALL
+from small_runs import ROOT, SMALL, run_program
 
-ROOT = Path(__file__).resolve().parents[1]
 TITANLITE = str(Path(sys.executable).with_name("titanlite"))
 HOSTILE = """
 titanlite, numpy, torch, torchao, tokenizers, tiktoken, pydantic, tyro, rich, tomli, xxhash,
@@ -61,15 +59,12 @@ def hostile_folder(tmp_path_factory) -> Path:
     ids="run_train api prepare eval plan train profile generate".split(),
 )
 def test_no_module_of_the_current_folder_is_executed(command, hostile_folder):
-    environment = {**os.environ, "NGPU": "2" if "run_train" in command else "1"}
-    environment.pop("PYTHONPATH", None)
+    variables = {"NGPU": "2" if "run_train" in command else "1", "PYTHONPATH": ""}
 
-    done = subprocess.run(
-        command.split(), cwd=hostile_folder, env=environment, capture_output=True, text=True
-    )
+    run_program(*command.split(), folder=hostile_folder, variables=variables)
 
-    assert not (hostile_folder / "EXECUTED").exists(), (hostile_folder / "EXECUTED").read_text()
-    assert done.returncode == 0, done.stdout + done.stderr
+    executed = hostile_folder / "EXECUTED"
+    assert not executed.exists(), executed.read_text()
 
 
 CHECK_FOLDER = """
@@ -86,12 +81,12 @@ print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 @pytest.mark.parametrize(
     "home", ["new", "a file", "open to all", "of another user", "named by the user"]
 )
-def test_compilers_use_a_folder_that_only_the_user_can_write_to(home, tmp_path):
+def test_compilers_use_a_folder_that_only_the_user_can_write_to(home, tmp_path, monkeypatch):
     """Another user with write access could otherwise run code in the training process."""
     folder = tmp_path / "titanlite-compiler"
-    environment = dict(os.environ)
-    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
-    environment |= {"XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     if home == "a file":
         folder.touch()
     elif home != "new":
@@ -102,10 +97,9 @@ def test_compilers_use_a_folder_that_only_the_user_can_write_to(home, tmp_path):
         with contextlib.suppress(PermissionError):
             os.chown(folder, 12345, 12345)
     elif home == "named by the user":
-        environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "mine")
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "mine"))
 
-    command = [sys.executable, "-c", CHECK_FOLDER]
-    used = Path(subprocess.check_output(command, env=environment, text=True).strip())
+    used = Path(run_program(sys.executable, "-c", CHECK_FOLDER).stdout.strip())
 
     is_safe = home in ("new", "named by the user")
     # Without root, the folder still belongs to the current user.
@@ -116,20 +110,18 @@ def test_compilers_use_a_folder_that_only_the_user_can_write_to(home, tmp_path):
 
 
 @pytest.mark.long
-def test_compiling_on_a_cpu_leaves_nothing_in_the_shared_temporary_folder(tmp_path):
+def test_compiling_on_a_cpu_leaves_nothing_in_the_shared_temporary_folder(tmp_path, monkeypatch):
     (tmp_path / "job.toml").write_text(SMALL + "[compile]\nenable = true\n")
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    unset = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS")
-    environment = {name: value for name, value in os.environ.items() if name not in unset}
-    environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(temporary)}
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"):
+        monkeypatch.delenv(name, raising=False)
+    folders = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(temporary)}
     options = (
         "--job.config_file job.toml --job.dump_folder run --training.steps 1 --model.n_layers 1"
     )
 
-    subprocess.run(
-        [TITANLITE, "train", *options.split()], cwd=tmp_path, env=environment, check=True
-    )
+    run_program(TITANLITE, "train", *options.split(), folder=tmp_path, variables=folders)
 
     assert list((tmp_path / "cache/titanlite-compiler/inductor").rglob("*.so"))
     assert os.listdir(temporary) == []

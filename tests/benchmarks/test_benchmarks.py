@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -14,9 +13,9 @@ from pathlib import Path
 import pytest
 import tomli
 from packaging.requirements import Requirement
+from small_runs import ROOT, run_program
 from torch.nn import functional as F
 
-ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
@@ -30,8 +29,7 @@ from titanlite.plan.training_time import RATIO_HIGH, RATIO_LOW  # noqa: E402
 
 
 def run(script: str, *options: object) -> str:
-    command = [sys.executable, str(BENCHMARKS / script), *map(str, options)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return run_program(sys.executable, BENCHMARKS / script, *options, folder=ROOT).stdout
 
 
 def test_the_performance_page_matches_the_committed_results():
@@ -63,7 +61,7 @@ def shards(tmp_path_factory) -> Path:
     (folder / "text.txt").write_text(sentence * 4000)
     source = f"--dataset.source text --dataset.path {folder}/text.txt"
     options = f"{sys.executable} -m titanlite prepare {source} --out {folder}/shards --workers 1"
-    subprocess.run(options.split(), cwd=ROOT, check=True)
+    run_program(*options.split(), folder=ROOT)
     return folder / "shards"
 
 

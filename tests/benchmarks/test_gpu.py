@@ -3,30 +3,25 @@
 import argparse
 import gzip
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from small_runs import ROOT, run_program
 
-ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import gpu_parts as script  # pyright: ignore[reportMissingImports]  # noqa: E402
-import performance_page  # pyright: ignore[reportMissingImports]  # noqa: E402
+import gpu_parts as script  # pyright: ignore[reportMissingImports]
+import performance_page  # pyright: ignore[reportMissingImports]
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+VARIABLES = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def gpu(out: Path, *options: str, code: int = 0) -> dict[str, Any]:
     """Run `benchmarks/gpu.sh`, and return the cases that it writes."""
-    command = ["benchmarks/gpu.sh", *options, "--device", "cpu", "--out", str(out)]
-    process = subprocess.run(
-        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300
-    )
-    assert process.returncode == code, process.stdout + process.stderr
+    command = ["benchmarks/gpu.sh", *options, "--device", "cpu", "--out", out]
+    run_program(*command, folder=ROOT, variables=VARIABLES, code=code)
     return json.loads((out / f"gpu_{options[0]}.json").read_text())
 
 
@@ -111,9 +106,8 @@ def test_a_profile_contains_kernels_and_lower_bounds_of_each_part(tmp_path):
     trace = tmp_path / "trace.json.gz"
     text = script.write_text(tmp_path).parent
     options = script.titanlite_options(work, tmp_path / "run", text, extra_features=True)
-    command = [sys.executable, "benchmarks/gpu_profile.py", str(out), str(trace), *options]
-    environment = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120, capture_output=True)
+    command = [sys.executable, "benchmarks/gpu_profile.py", out, trace, *options]
+    run_program(*command, folder=ROOT, variables=VARIABLES | {"CUDA_VISIBLE_DEVICES": ""})
     measured = json.loads(out.read_text())
     parts = "batch,forward,loss and its gradients,backward,clipping,optimizer,rest".split(",")
 

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from ranks import start_small
+from ranks import run_small
 from small_runs import read_losses
 
 from titanlite.checkpoint.manifest import read_manifest
@@ -31,7 +31,7 @@ LEGS = [  # last step, ranks, options
 
 
 def train(folder: Path, ranks: int, options: str = "") -> Path:
-    start_small(folder, *f"{OPTIONS} {options}".split(), ranks=ranks).wait_for_exit(0)
+    run_small(folder, OPTIONS, options, ranks=ranks)
     return folder
 
 

@@ -7,7 +7,7 @@ tests/mutants check that wrong layouts are found.
 from typing import Any
 
 import pytest
-from equivalence_rows import COMBINED, FEATURES, LAYOUTS, MODEL, REJECTED, Row, all_rows
+from equivalence_rows import COMBINED, FEATURES, LAYOUTS, MODEL, REJECTED, Row, all_rows, options
 from ranks import titanlite
 from train_variants import TINY, merge
 
@@ -28,11 +28,11 @@ SAMPLE = (
 def job_of_row(row: Row) -> str:
     """Return the job file of a row of the equivalence tables."""
     # Starting data workers would take as long as the training steps.
-    overrides = merge(row.overrides, {"dataset": {"num_workers": 0}})
+    overrides = merge(row.overrides, options("dataset.num_workers = 0"))
     if overrides.pop("documents", False):
-        overrides = merge(overrides, {"dataset": {"document_mask": True}})
+        overrides = merge(overrides, options("dataset.document_mask = true"))
     if row.ranks == 1:
-        overrides = merge(overrides, {"parallelism": {"data_parallel_shard_degree": 1}})
+        overrides = merge(overrides, options("parallelism.data_parallel_shard_degree = 1"))
     return dump_config(JobConfig.model_validate(merge(TINY, {"model": MODEL}, overrides)))
 
 
@@ -47,7 +47,7 @@ def rows_to_prove() -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", rows_to_prove())
-def test_a_layout_computes_what_one_process_computes(row: Row, tmp_path):
+def test_a_layout_computes_what_one_process_computes(row, tmp_path):
     job = tmp_path / "job.toml"
     job.write_text(job_of_row(row))
     command = ("prove", "--job.config_file", job, "--job.dump_folder", tmp_path / "out")
@@ -57,13 +57,9 @@ def test_a_layout_computes_what_one_process_computes(row: Row, tmp_path):
 @pytest.mark.parametrize("layout", COMBINED)
 def test_rules_accept_exactly_the_compared_combinations(layout):
     ranks, overrides = LAYOUTS[layout]
-    base = {
-        "model": MODEL,
-        "training": {"global_batch_size": 8},
-        "activation_checkpoint": {"mode": "none"},
-    }
+    base = options("training.global_batch_size = 8", "activation_checkpoint.mode = 'none'")
     for feature, (feature_options, *_) in FEATURES.items():
-        job = JobConfig.model_validate(merge(base, overrides, feature_options))
+        job = JobConfig.model_validate(merge({"model": MODEL}, base, overrides, feature_options))
         problems = list(check_layout(Run(job, ranks)))
         is_rejected = (layout, feature) in REJECTED
         assert bool(problems) == is_rejected, feature

@@ -48,7 +48,8 @@ def list_processes(trial: str) -> list[int]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_two_seconds_of_a_run_leave_nothing_behind(number, tmp_path):
     (tmp_path / "job.toml").write_text(SMALL)
-    options = ["--job.config_file", "job.toml", "--training.steps", "3000"]
+    command = f"{sys.executable} -P -m titanlite launch --job.config_file job.toml"
+    command += " --training.steps 3000"
     # Under nohup, the launcher would inherit that SIGHUP is ignored.
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     generator = random.Random(f"{SEED} {number}")
@@ -57,7 +58,7 @@ def test_the_first_two_seconds_of_a_run_leave_nothing_behind(number, tmp_path):
         seconds = 2.0 * (part + generator.random()) / TRIALS
         trial = f"{os.getpid()}-{number.name}-{seconds:.6f}"
         launcher = subprocess.Popen(
-            [sys.executable, "-P", "-m", "titanlite", "launch", *options],
+            command.split(),
             cwd=tmp_path,
             env={**os.environ, **variables, MARK: trial},
             stdout=subprocess.DEVNULL,

@@ -16,12 +16,11 @@ from typing import Any
 
 import pytest
 from ranks import descendants
-from small_runs import read_jsonl
+from small_runs import ROOT, read_jsonl, run_program
 
 from titanlite import cli
 from titanlite.config.load import load_job
 
-REPOSITORY = Path(__file__).parents[2]
 VARIABLES = """
 NGPU NNODES NODE_RANK MASTER_PORT MAX_RESTARTS MASTER_ADDR LOG_RANK CUDA_VISIBLE_DEVICES
 TITANLITE_COMMAND TITANLITE_CONSTRAINTS PYTHON
@@ -42,23 +41,14 @@ def write_executable(file: Path, text: str) -> None:
     file.chmod(0o755)
 
 
-def run(*command: object, **variables: str) -> "subprocess.CompletedProcess[str]":
-    """Run a program with additional environment variables."""
-    options = [str(word) for word in command]
-    environment = {**os.environ, **variables}
-    return subprocess.run(
-        options, capture_output=True, text=True, timeout=600, env=environment, check=False
-    )
-
-
 def test_a_wrong_job_is_rejected_at_once_without_torch_or_a_folder(tmp_path):
     (tmp_path / "wrong.toml").write_text('[training]\nsteps = "abc"\n[modle]\ndim = 3\n')
     options = ["--job.config_file", "wrong.toml", "--optimizer.lr", "x"]
 
     # This variable makes Python list its imports on standard error.
-    process = run(REPOSITORY / "run_train.sh", *options, PYTHONPROFILEIMPORTTIME="1")
+    command = (ROOT / "run_train.sh", *options)
+    process = run_program(*command, variables={"PYTHONPROFILEIMPORTTIME": "1"}, code=2)
 
-    assert process.returncode == 2
     assert "3 mistakes:" in process.stderr
     assert "Traceback" not in process.stderr
 
@@ -99,7 +89,7 @@ def command() -> Iterator[list[str]]:
     """Return the command that launches two ranks of mishap_run.py."""
     # The ranks would inherit that nohup ignores the signal.
     before = signal.signal(signal.SIGHUP, lambda *_: None)
-    yield [sys.executable, "-P", str(REPOSITORY / "tests/mishap_run.py"), "launch", "2"]
+    yield [sys.executable, "-P", str(ROOT / "tests/mishap_run.py"), "launch", "2"]
     signal.signal(signal.SIGHUP, before)
 
 
@@ -120,9 +110,8 @@ def command() -> Iterator[list[str]]:
 )
 def test_the_first_failure_is_reported_once_and_ends_all_ranks(mishap, code, begin, end, command):
     started = time.monotonic()
-    process = run(*command, mishap)
+    process = run_program(*command, mishap, code=code)
 
-    assert process.returncode == code
     assert process.stderr.startswith(begin)
     assert process.stderr.endswith(end)
     assert process.stderr.count("Traceback") == (mishap in ("crash", "hang"))
@@ -132,8 +121,9 @@ def test_the_first_failure_is_reported_once_and_ends_all_ranks(mishap, code, beg
 
 def start(command: list[str], mishap: str) -> Any:
     """Return the launcher when both ranks are ready."""
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    launcher: Any = subprocess.Popen([*command, mishap], **pipes)
+    launcher: Any = subprocess.Popen(
+        [*command, mishap], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert launcher.stdout.readline() == "ready\n"
     return launcher
 
@@ -205,9 +195,7 @@ def test_ranks_save_and_stop_when_their_launcher_is_killed(command, tmp_path):
 @pytest.mark.slow
 def test_hangs_crashes_and_restarts_are_events_and_cannot_control_a_terminal(command, tmp_path):
     """The launcher escapes text from ranks and names of folders."""
-    process = run(*command, "hostile", MAX_RESTARTS="1")
-
-    assert process.returncode == 9
+    process = run_program(*command, "hostile", variables={"MAX_RESTARTS": "1"}, code=9)
 
     events = read_jsonl(tmp_path / "events.jsonl")
     assert [event["event"] for event in events] == ["hang", "failure", "restart", "hang", "failure"]
@@ -269,7 +257,7 @@ def test_a_pod_saves_before_it_is_evicted_and_passes_on_other_exit_codes(
     is_evicted, rank_code, code, tmp_path
 ):
     yaml = pytest.importorskip("yaml")
-    job = yaml.safe_load((REPOSITORY / "scripts/kubernetes/pytorchjob.yaml").read_text())
+    job = yaml.safe_load((ROOT / "scripts/kubernetes/pytorchjob.yaml").read_text())
     (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     wait = "for i in {1..100}; do sleep 0.1; done" if is_evicted else ""
     write_executable(tmp_path / "run_train.sh", POD.format(code=rank_code, wait=wait))
@@ -296,11 +284,12 @@ def test_the_slurm_sample_trains_only_on_the_given_data(tmp_path):
     names = "JOB_NODELIST JOB_ID NNODES CPUS_PER_TASK NODEID"
     variables = {f"SLURM_{name}": "1" for name in names.split()}
     variables |= {"SLURM_SUBMIT_DIR": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    script = ("bash", REPOSITORY / "scripts/slurm/train.sbatch", "job.toml", "a b")
+    script = ("bash", ROOT / "scripts/slurm/train.sbatch", "job.toml", "a b")
 
-    assert run(*script, **variables).returncode > 0  # no tokenizer
+    run_program(*script, variables=variables, code=1)  # no tokenizer
 
-    output = run(*script, "t.json", "--training.seed", "1", **variables).stdout
+    arguments = ("t.json", "--training.seed", 1)
+    output = run_program(*script, *arguments, variables=variables).stdout
 
     options = "--dataset.source shards --dataset.path a b --tokenizer.path t.json --training.seed 1"
 
@@ -309,14 +298,15 @@ def test_the_slurm_sample_trains_only_on_the_given_data(tmp_path):
 
 def test_the_skypilot_sample_starts_the_launcher_of_a_node_and_mirrors_checkpoints(tmp_path):
     yaml = pytest.importorskip("yaml")
-    task = yaml.safe_load((REPOSITORY / "scripts/skypilot/train.yaml").read_text())
+    task = yaml.safe_load((ROOT / "scripts/skypilot/train.yaml").read_text())
     write_executable(
         tmp_path / "run_train.sh", '#!/bin/sh\necho $MASTER_ADDR,$NODE_RANK/$NNODES "$@"\n'
     )
     variables = {name: value or f"s3://{name}" for name, value in task["envs"].items()}
     variables |= {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}
 
-    process = run("bash", "-c", task["run"], **variables, SKYPILOT_NODE_IPS="first\nsecond")
+    variables["SKYPILOT_NODE_IPS"] = "first\nsecond"
+    process = run_program("bash", "-c", task["run"], variables=variables)
 
     launcher, *options = process.stdout.split()
 
@@ -341,7 +331,7 @@ fi
 def clone(tmp_path) -> Path:
     folder = tmp_path / "clone"
     (folder / "scripts").mkdir(parents=True)
-    shutil.copy(REPOSITORY / "scripts/setup.sh", folder / "scripts")
+    shutil.copy(ROOT / "scripts/setup.sh", folder / "scripts")
     (folder / "pyproject.toml").write_text("one")
     (folder / "constraints.txt").write_text("torch==2.13.0")
     write_executable(folder / ".venv/bin/python", PYTHON_OF_VENV)
@@ -350,9 +340,9 @@ def clone(tmp_path) -> Path:
 
 def set_up(clone: Path, extras: str = ".", **variables: str) -> str:
     """Run setup.sh, and return its errors."""
-    process = run(clone / "scripts/setup.sh", extras, **variables)
-    assert (process.returncode == 0) != (clone / "broken").exists()
-    return process.stderr
+    code = int((clone / "broken").exists())
+    script = clone / "scripts/setup.sh"
+    return run_program(script, extras, variables=variables, code=code).stderr
 
 
 def count_installs(clone: Path) -> int:
@@ -423,11 +413,11 @@ def test_setup_prints_large_downloads_and_errors_but_not_each_package(clone):
 def offline_clone(tmp_path) -> Path:
     """Return a clone beside a Python that has all packages, but no ensurepip."""
     (tmp_path / "scripts").mkdir()
-    shutil.copy(REPOSITORY / "scripts/setup.sh", tmp_path / "scripts")
+    shutil.copy(ROOT / "scripts/setup.sh", tmp_path / "scripts")
     for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / name, tmp_path)
+        shutil.copy(ROOT / name, tmp_path)
     for name in ("titanlite", "train_configs", "assets"):
-        (tmp_path / name).symlink_to(REPOSITORY / name)
+        (tmp_path / name).symlink_to(ROOT / name)
     broken = '[[ "$*" == "-m venv --clear .venv" ]] && exit 1'
     text = f'#!/bin/bash\n{broken}\nexec "{sys.executable}" "$@"\n'
     write_executable(tmp_path / "python", text)
@@ -446,17 +436,14 @@ def test_setup_without_a_network_uses_the_packages_of_a_python_that_has_all(
     python = str(offline_clone / "python")
 
     command = (offline_clone / "scripts/setup.sh", ".")
-    process = run(*command, PYTHON=python, PIP_NO_INDEX="1", PYTHONPATH=packages)
-
-    assert process.returncode == code, process.stderr
+    variables = {"PYTHON": python, "PIP_NO_INDEX": "1", "PYTHONPATH": packages}
+    process = run_program(*command, variables=variables, code=code)
 
     if code:
         assert "titanlite needs tyro" in process.stderr
         return
     assert f"Using the packages of {sys.prefix}" in process.stderr
 
-    imports = run(
-        offline_clone / ".venv/bin/python", "-P", "-c", "import titanlite.launch, torchao"
-    )
-    assert imports.returncode == 0, imports.stderr
+    installed = offline_clone / ".venv/bin/python"
+    run_program(installed, "-P", "-c", "import titanlite.launch, torchao")
     assert not list(offline_clone.glob(".venv/lib/*/site-packages/torch"))

@@ -2,9 +2,9 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from small_runs import job_tables
 
 from titanlite.config.flavors import FLAVORS, Architecture
 from titanlite.config.run import Run
@@ -48,19 +48,21 @@ def test_the_number_of_parameters_equals_that_of_the_model(flavor):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "world", "expected"),
+    ("options", "world_size", "expected"),
     [
-        ({}, 1, 16),
-        ({}, 4, 4),
+        ("", 1, 16),
+        ("", 4, 4),
         # Two of the four ranks hold the same shard.
-        ({"parallelism": {"data_parallel_replicate_degree": 2}}, 4, 8),
-        ({"parallelism": {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}}, 8, 2),
-        ({"training": {"dtype": "bfloat16"}}, 1, 8),
-        ({"optimizer": {"state_dtype": "bfloat16"}}, 1, 12),
+        ("parallelism.data_parallel_replicate_degree = 2", 4, 8),
+        (
+            "parallelism.tensor_parallel_degree = 2 ; parallelism.pipeline_parallel_degree = 2",
+            8,
+            2,
+        ),
+        ("training.dtype = 'bfloat16'", 1, 8),
+        ("optimizer.state_dtype = 'bfloat16'", 1, 12),
     ],
 )
-def test_bytes_of_state_per_parameter_depend_on_dtypes_and_optimizer(
-    overrides: dict[str, Any], world: int, expected: int
-):
-    run = Run(JobConfig.model_validate(overrides), world)
+def test_bytes_of_state_per_parameter_depend_on_dtypes_and_optimizer(options, world_size, expected):
+    run = Run(JobConfig.model_validate(job_tables(options)), world_size)
     assert state_bytes(run) == num_params(run.arch) * expected

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from ranks import start_small
+from ranks import run_small, start_small
 from small_runs import read_losses, read_metrics
 
 from titanlite.config.errors import UserError
@@ -14,7 +14,7 @@ from titanlite.load_run import load_run
 def test_a_missing_wandb_package_is_an_error_before_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr("titanlite.rules.find_spec", lambda name: None)
     with pytest.raises(UserError, match="enable_wandb = true"):
-        load_run(["--job.dump_folder", str(tmp_path / "out"), "--metrics.enable_wandb"], 1)
+        load_run(f"--job.dump_folder {tmp_path}/out --metrics.enable_wandb".split(), 1)
 
 
 @pytest.mark.slow
@@ -22,7 +22,7 @@ def test_wandb_receives_the_same_metrics_as_tensorboard(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     options = "--metrics.enable_wandb --training.steps 3 --checkpoint.no-enable"
-    start_small(tmp_path / "out", options).wait_for_exit(0)
+    run_small(tmp_path / "out", options)
 
     (sent,) = (tmp_path / "out" / "wandb").glob("offline-run-*/run-*.wandb")
 
@@ -68,13 +68,11 @@ class Table(Writer):
 
 
 @pytest.mark.slow
-def test_plugin_and_job_with_former_names_still_work(tmp_path, monkeypatch):
-    (tmp_path / "old_plugin.py").write_text(OLD_PLUGIN)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_plugin_and_job_with_former_names_still_work(tmp_path, write_plugin):
+    write_plugin("old_plugin", OLD_PLUGIN)
     options = "--job.plugins old_plugin --metrics.writers table --training.steps 2"
 
-    output = start_small(tmp_path / "out", options).wait_for_exit(0)
+    output = run_small(tmp_path / "out", options)
 
     assert "metrics.loggers" in output
     assert 'loggers = ["table"]' in (tmp_path / "out" / "config.toml").read_text()
@@ -89,6 +87,6 @@ def test_plugin_and_job_with_former_names_still_work(tmp_path, monkeypatch):
 def test_job_file_with_the_former_key_loads(tmp_path):
     (tmp_path / "job.toml").write_text('[metrics]\nwriters = ["json"]\n')
 
-    job = load_job(["--job.config_file", str(tmp_path / "job.toml")])
+    job = load_job(f"--job.config_file {tmp_path}/job.toml".split())
 
     assert job.metrics.loggers == ("json",)

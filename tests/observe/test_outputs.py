@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from small_runs import read_jsonl
+from small_runs import read_jsonl, read_log
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import JobConfig, Training
@@ -65,7 +65,7 @@ def test_a_new_run_archives_all_files_of_the_earlier_one_together(tmp_path):
     assert archived == before
     assert all(name in message for name in before)
 
-    log = (tmp_path / "train.log").read_text()
+    log = read_log(tmp_path)
     assert "second begins" in log
     assert "second trains" in log
     assert "first" not in log

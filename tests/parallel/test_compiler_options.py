@@ -20,9 +20,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="needs torch 2.13 on a CPU")
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "is_rounded"), [("rowwise", True), ("tensorwise", False)])
-def test_rowwise_float8_blocks_round_to_bf16_as_often_as_in_eager_mode(
-    recipe: str, is_rounded: bool
-):
+def test_rowwise_float8_blocks_round_to_bf16_as_often_as_in_eager_mode(recipe, is_rounded):
     """The option `emulate_precision_casts` makes compiled values bitwise equal to eager ones.
 
     Otherwise, intermediate results are in fp32, and rowwise scales can lead to NaN.

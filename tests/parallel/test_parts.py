@@ -39,13 +39,7 @@ class OpCount(TorchDispatchMode):
         super().__init__()
         self.ops: Counter[str] = Counter()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.ops[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
 
@@ -139,8 +133,7 @@ def test_the_fp8_cast_of_weights_is_compiled_only_with_the_model_and_is_bitwise_
     assert torch.equal(cast(), expected)
 
 
-def enable_async_tp() -> tuple[bool, bool]:
-    """Enable async tensor parallelism, and return the settings of the compiler and the group."""
+def enable_async_tp() -> None:
     import torch._inductor.config as inductor_config
     from torch.distributed import _symmetric_memory
     from torch.distributed.device_mesh import init_device_mesh
@@ -149,13 +142,13 @@ def enable_async_tp() -> tuple[bool, bool]:
     on_gpus: Any = SimpleNamespace(device_type="cuda", get_group=mesh.get_group)
     enable_async_tensor_parallel(on_gpus)
     # Since torch 2.15, is_symm_mem_enabled_for_group returns False without a GPU.
-    has_symmetric_memory = mesh.get_group().group_name in _symmetric_memory._group_name_to_store
-    return inductor_config._micro_pipeline_tp, has_symmetric_memory
+    assert mesh.get_group().group_name in _symmetric_memory._group_name_to_store
+    assert inductor_config._micro_pipeline_tp
 
 
 @pytest.mark.slow
 def test_async_tensor_parallelism_is_enabled_in_the_compiler_and_for_the_group():
-    assert run_ranks(1, enable_async_tp) == [(True, True)]
+    run_ranks(1, enable_async_tp)
 
 
 LAYOUTS = [
@@ -167,9 +160,8 @@ LAYOUTS = [
 ]
 
 
-def list_groups() -> list[tuple[set[str], set[str]]]:
-    """Return for each layout the groups that the mesh lists and the groups that torch has."""
-    names = []
+def compare_groups() -> None:
+    """Compare the groups that the mesh lists with the groups that torch has."""
     rank = dist.get_rank()
     store = distributed_c10d._get_default_store()
     for number, degrees in enumerate(LAYOUTS):
@@ -178,13 +170,10 @@ def list_groups() -> list[tuple[set[str], set[str]]]:
         new_store = PrefixStore(f"layout {number}", store)
         dist.init_process_group("gloo", store=new_store, rank=rank, world_size=4)
         listed = {group.group_name for group in build_mesh(Degrees(*degrees), "cpu").groups}
-        names.append((listed, {group.group_name for group in distributed_c10d._world.pg_map}))
-    return names
+        assert listed == {group.group_name for group in distributed_c10d._world.pg_map}
 
 
 @pytest.mark.slow
 def test_the_mesh_lists_every_process_group():
     """A timeout must reach every group."""
-    for layouts in run_ranks(4, list_groups):
-        for listed, existing in layouts:
-            assert listed == existing
+    run_ranks(4, compare_groups)

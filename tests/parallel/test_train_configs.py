@@ -1,16 +1,15 @@
 """Every job file in train_configs/ runs a step on fake tensors of any rank."""
 
-import json
 import re
-from pathlib import Path
 
 import pytest
 from ranks import titanlite
+from small_runs import ROOT, read_printed_json
 
 from titanlite.config.flavors import FLAVORS
 from titanlite.observe.flops import num_params
 
-CONFIGS = Path(__file__).parents[2] / "train_configs"
+CONFIGS = ROOT / "train_configs"
 # Number of ranks in the first lines of each file.
 WORLD = {
     **dict.fromkeys(("debug_model", "fineweb_debugmodel", "fineweb_150m", "llama_1b"), 1),
@@ -42,7 +41,7 @@ for name in WORLD:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_job_file_fits_on_its_gpus(name):
-    options = ["--quick", "--json", "--gpu", "H100", "--world-size", WORLD[name]]
+    options = f"--quick --json --gpu H100 --world-size {WORLD[name]}".split()
     flavor = name.partition("_")[2].removesuffix("_float8")
     # The text and the tokenizer of these jobs are not part of the repository.
     if name.startswith("fineweb_"):
@@ -50,7 +49,7 @@ def test_a_job_file_fits_on_its_gpus(name):
         tokenizer = "--tokenizer.path assets/tokenizer/tokenizer.model"
         options += f"{sources} {tokenizer} --model.vocab_size {FLAVORS[flavor].vocab_size}".split()
     output = titanlite("plan", *options, "--job.config_file", CONFIGS / f"{name}.toml")
-    plan = json.loads(output[output.index('{"job"') :].splitlines()[0])
+    plan = read_printed_json(output)
 
     assert plan["peak"] + plan["allowance"] < plan["memory"]
 

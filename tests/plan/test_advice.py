@@ -1,13 +1,11 @@
 """Plans derive memory, time and advice from traces. The tests derive the expected values."""
 
 import math
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import job_tables
+from small_runs import ROOT, job_tables, run_program
 from train_variants import merge
 
 from titanlite.config.run import Run
@@ -20,7 +18,6 @@ from titanlite.plan.roofline import ASYNC_HIDES, BANDWIDTH, LINK, MATMUL, OVERLA
 from titanlite.plan.trace import RankTrace, trace_run
 from titanlite.rules import find_broken_rules
 
-ROOT = Path(__file__).parents[2]
 H100 = find_gpu("H100")
 CPU = H100.model_copy(update={"cpu": True, "memory_gib": 24.0, "gpus_per_node": 2})
 
@@ -68,6 +65,11 @@ def trace(*work: Work, peak: float = 40.0, rank: int = 0) -> RankTrace:
     weights = size // 4
     kinds = {"weights": weights, "activations": size - weights, "loss": 0}
     return RankTrace(rank, size, "backward of a block", kinds, 0, work, int(1.01 * size))
+
+
+@pytest.fixture
+def traces_by_formula(monkeypatch) -> None:
+    monkeypatch.setattr(advice, "trace_run", trace_by_formula)
 
 
 def trace_by_formula(run: Run, *_: object) -> tuple[RankTrace, ...]:
@@ -212,8 +214,7 @@ def test_a_ring_of_many_nodes_starts_later():
 
 def run_published(*options: str) -> list[str]:
     """Run benchmarks/published.py, and return the lines that it prints."""
-    command = [sys.executable, "benchmarks/published.py", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = run_program(sys.executable, "benchmarks/published.py", *options, folder=ROOT)
     return done.stdout.splitlines()
 
 
@@ -247,9 +248,10 @@ def test_tokens_and_mfu_follow_from_the_step():
 
 
 @pytest.mark.parametrize(("mode", "rows"), [("none", 3), ("full", 33)])
-def test_the_largest_batch_that_fits_is_reported_after_the_plan(mode, rows, monkeypatch, capsys):
+def test_the_largest_batch_that_fits_is_reported_after_the_plan(
+    mode, rows, traces_by_formula, capsys
+):
     """Of 79.1 GiB, the state takes 10, allocator and libraries 2, and each sequence 20 or 2."""
-    monkeypatch.setattr(advice, "trace_run", trace_by_formula)
     job = run(f"training.local_batch_size = 1 ; activation_checkpoint.mode = '{mode}'")
 
     result = advice.make_plan(job, H100, show=lambda _: print("plan", file=sys.stderr))
@@ -279,8 +281,7 @@ def test_peak_memory_is_linear_in_the_local_batch_size():
     assert sixteen == eight + 8 * (nine - eight)
 
 
-def test_changes_that_fit_are_listed_cheapest_first(monkeypatch, capsys):
-    monkeypatch.setattr(advice, "trace_run", trace_by_formula)
+def test_changes_that_fit_are_listed_cheapest_first(traces_by_formula):
     changes = advice.make_plan(run("training.local_batch_size = 8"), H100).changes
     batch = "--training.local_batch_size 2 --training.global_batch_size 64"
 
@@ -288,9 +289,7 @@ def test_changes_that_fit_are_listed_cheapest_first(monkeypatch, capsys):
     assert changes[-1] == "--activation_checkpoint.mode full: 26.9 GiB, 23% slower"
 
 
-def test_changes_that_cannot_be_traced_are_skipped_with_the_reason(monkeypatch, capsys):
-    monkeypatch.setattr(advice, "trace_run", trace_by_formula)
-
+def test_changes_that_cannot_be_traced_are_skipped_with_the_reason(traces_by_formula, capsys):
     job = run("training.local_batch_size = 8 ; training.seq_len = 4096")
 
     assert "mode full" not in "".join(advice.make_plan(job, H100).changes)
@@ -299,8 +298,7 @@ def test_changes_that_cannot_be_traced_are_skipped_with_the_reason(monkeypatch, 
     assert reason in capsys.readouterr().err
 
 
-def test_the_search_lists_valid_jobs_that_fit_fastest_first(monkeypatch):
-    monkeypatch.setattr(advice, "trace_run", trace_by_formula)
+def test_the_search_lists_valid_jobs_that_fit_fastest_first(traces_by_formula):
     job = run("compile.enable = true", 16)
     gpu = find_gpu("A100-80GB")
 
@@ -320,17 +318,14 @@ def test_the_search_lists_valid_jobs_that_fit_fastest_first(monkeypatch):
     assert speeds == sorted(speeds, reverse=True)
 
 
-def test_the_search_traces_the_original_job_first(monkeypatch):
-    monkeypatch.setattr(advice, "trace_run", trace_by_formula)
-
+def test_the_search_traces_the_original_job_first(traces_by_formula):
     results, traced, _ = advice.search(run(), H100, map, max_jobs=1)
 
     ((settings, _),) = results
     assert (settings, traced) == ({}, 1)
 
 
-def test_the_search_of_a_preview_that_ends_during_warmup_lists_jobs(monkeypatch):
-    monkeypatch.setattr(advice, "trace_run", trace_by_formula)
+def test_the_search_of_a_preview_that_ends_during_warmup_lists_jobs(traces_by_formula):
     preview = run("training.steps = 10 ; lr_scheduler.warmup_steps = 100")
 
     results, *_ = advice.search(preview, H100, map, max_jobs=2)

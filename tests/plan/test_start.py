@@ -1,29 +1,20 @@
 """Plans are printed, starts that cannot fit are rejected, and out-of-memory errors show a plan."""
 
-import json
 import os
 import time
-from pathlib import Path
 
 import pytest
 from ranks import start_titanlite, titanlite
-from small_runs import SMALL_WITHOUT_WORKERS
+from small_runs import read_printed_json
 
 from titanlite import cli
 from titanlite.config.errors import UserError
+from titanlite.config.load import load_job
 from titanlite.config.run import Run
-from titanlite.config.schema import JobConfig
 from titanlite.observe import gpus
 from titanlite.observe.gpus import find_local_gpu
 from titanlite.plan.workers import workers
 from titanlite.train.trainer import Trainer
-
-
-@pytest.fixture
-def job_file(tmp_path) -> Path:
-    path = tmp_path / "small.toml"
-    path.write_text(SMALL_WITHOUT_WORKERS)
-    return path
 
 
 def test_a_state_that_cannot_fit_is_rejected_before_the_start(tmp_path, monkeypatch, capsys):
@@ -35,13 +26,12 @@ def test_a_state_that_cannot_fit_is_rejected_before_the_start(tmp_path, monkeypa
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     find_local_gpu.cache_clear()
     for command in ("launch", "train"):
-        assert (
-            cli.main(f"{command} --model.flavor 8b --job.dump_folder {tmp_path}/out".split()) == 2
-        )
-        output = capsys.readouterr().err
-        for options in ("state take ", "has 79.1 GiB", "2 such devices", "`titanlite plan`"):
-            assert options in output
-    job = JobConfig.model_validate({"model": {"flavor": "8b"}})
+        options = f"--model.flavor 8b --job.dump_folder {tmp_path}/out".split()
+        assert cli.main([command, *options]) == 2
+        errors = capsys.readouterr().err
+        for text in ("state take ", "has 79.1 GiB", "2 such devices", "`titanlite plan`"):
+            assert text in errors
+    job = load_job(["--model.flavor", "8b"])
 
     with pytest.raises(UserError, match="2 such devices"):
         Trainer(job)
@@ -86,7 +76,7 @@ def test_the_command_prints_a_plan_and_the_fastest_jobs(job_file, tmp_path):
     )
     options = ("plan", "--job.config_file", job_file, "--gpu", gpu_file)
     output = titanlite(*options, "--json", "--quick", "--tokens", "2.5e9")
-    plan = json.loads(output.splitlines()[-1])
+    plan = read_printed_json(output)
 
     assert plan["memory"] == 4 * gpus.GIB
     assert 0 < plan["peak"] < gpus.GIB

@@ -21,7 +21,7 @@ from titanlite.plan.allocator import CUBLAS_WORKSPACES, MIB
 from titanlite.plan.counter import ALL_KINDS
 from titanlite.plan.roofline import bytes_outside_allocator, forecast
 from titanlite.plan.step_counts import count_step
-from titanlite.plan.trace import trace_run
+from titanlite.plan.trace import RankTrace, trace_run
 from titanlite.train.step import TrainStep
 
 FLOAT8 = (
@@ -32,10 +32,9 @@ SELECTIVE = "activation_checkpoint.mode = 'selective'"
 FULL = "activation_checkpoint.mode = 'full'"
 ACCUMULATION = "training.global_batch_size = 20"
 COMPILED = "compile.enable = true"
-RESHARDS = (
-    f" ; parallelism.fsdp_reshard_after_forward = 'always' ; {FULL}"
-    " ; parallelism.fsdp_reduce = 'microbatch'"
-)
+OFFLOAD = "training.enable_cpu_offload = true"
+REDUCE_EACH = "parallelism.fsdp_reduce = 'microbatch'"
+RESHARDS = f" ; parallelism.fsdp_reshard_after_forward = 'always' ; {FULL} ; {REDUCE_EACH}"
 # Name -> number of ranks, options
 LAYOUTS: dict[str, tuple[int, str]] = {
     "one rank": (1, ""),
@@ -49,8 +48,7 @@ LAYOUTS: dict[str, tuple[int, str]] = {
     "accumulation": (2, ACCUMULATION),
     "reduce each": (
         2,
-        f"{ACCUMULATION} ; parallelism.fsdp_reduce = 'microbatch' ; "
-        "optimizer.implementation = 'for-loop'",
+        f"{ACCUMULATION} ; {REDUCE_EACH} ; optimizer.implementation = 'for-loop'",
     ),
     "bfloat16, tied": (
         2,
@@ -63,7 +61,7 @@ LAYOUTS: dict[str, tuple[int, str]] = {
 ONLY_PLANNED: dict[str, tuple[int, str]] = {
     "hsdp, offload": (
         4,
-        "parallelism.data_parallel_replicate_degree = 2 ; training.enable_cpu_offload = true",
+        f"parallelism.data_parallel_replicate_degree = 2 ; {OFFLOAD}",
     ),
     "compiled": (2, f"{COMPILED} ; {SELECTIVE}"),
     "tensor, context": (
@@ -208,6 +206,20 @@ def test_all_flops_of_a_step_are_counted():
     assert sum(work.flops for work in counted.work) == pytest.approx(expected, rel=0.05)
 
 
+def trace_rank(options: str, ranks: int = 2, gpu: str = "") -> RankTrace:
+    """Trace a step of the tiny model on the first rank."""
+    (rank_trace,) = trace_run(tiny_run(options, ranks), find_gpu(gpu) if gpu else None)
+    return rank_trace
+
+
+def list_ops(options: str, gpu: str) -> set[str]:
+    return {work.op for work in trace_rank(options, gpu=gpu).work}
+
+
+def count_attention_flops(rank_trace: RankTrace) -> int:
+    return sum(work.flops for work in rank_trace.work if len(work.shape) == 5)
+
+
 @pytest.mark.parametrize(
     "options",
     ["", pytest.param(f" ; {COMPILED}", marks=pytest.mark.long)],
@@ -215,8 +227,7 @@ def test_all_flops_of_a_step_are_counted():
 def test_only_the_visible_scores_of_blocks_with_a_window_are_counted(options):
     windows = "model.sliding_window = 8 ; model.full_attention_interval = 2"
     run = tiny_run(windows + options, 1)
-    (rank_trace,) = trace_run(run, find_gpu("H100"))
-    flops = sum(work.flops for work in rank_trace.work if len(work.shape) == 5)
+    flops = count_attention_flops(trace_rank(windows + options, 1, "H100"))
     num_tokens = run.global_batch_size * run.job.training.seq_len
     num_scores = num_tokens * run.arch.n_layers * run.arch.attended(run.job.training.seq_len)
 
@@ -225,74 +236,56 @@ def test_only_the_visible_scores_of_blocks_with_a_window_are_counted(options):
 
 
 @pytest.mark.parametrize(
-    "options", ["", pytest.param(f"{COMPILED} ; {FULL}", marks=pytest.mark.long)]
+    "options", ["", pytest.param(f" ; {COMPILED} ; {FULL}", marks=pytest.mark.long)]
 )
 def test_context_parallel_ranks_share_attention_and_its_recomputation(options):
-    def count_attention_flops(ranks: int) -> int:
-        layout = f"parallelism.context_parallel_degree = {ranks} ; {options}"
-        (rank_trace,) = trace_run(tiny_run(layout.rstrip("; "), ranks), find_gpu("H100"))
-        return ranks * sum(work.flops for work in rank_trace.work if len(work.shape) == 5)
+    def count_flops(ranks: int) -> int:
+        layout = f"parallelism.context_parallel_degree = {ranks}{options}"
+        return ranks * count_attention_flops(trace_rank(layout, ranks, "H100"))
 
-    assert count_attention_flops(1) == count_attention_flops(2) > 0
+    assert count_flops(1) == count_flops(2) > 0
 
 
 def test_offloaded_state_and_gradients_are_in_host_memory():
-    (offloaded,) = trace_run(tiny_run("training.enable_cpu_offload = true", 2))
-    (kept,) = trace_run(tiny_run("", 2))
+    kept = trace_rank("")
+    offloaded = trace_rank(OFFLOAD)
+    summed = trace_rank(f"{OFFLOAD} ; {REDUCE_EACH}")
 
     state = kept.kinds["weights"] + kept.kinds["optimizer state"]
-
     assert offloaded.kinds["weights"] == offloaded.kinds["optimizer state"] == kept.cpu_peak == 0
     # Each weight has a gradient in the same dtype.
     assert offloaded.cpu_peak == state + kept.kinds["weights"]
     assert offloaded.peak <= kept.peak - state
-
-
-def test_offloaded_gradients_of_microbatches_are_added_up_in_host_memory():
-    options = "training.enable_cpu_offload = true ; parallelism.fsdp_reduce = 'microbatch'"
-    (offloaded,) = trace_run(tiny_run(options, 2))
-    (kept,) = trace_run(tiny_run("", 2))
-
-    state = kept.kinds["weights"] + kept.kinds["optimizer state"]
-
     # Each weight has a gradient in the sum, and one of the latest microbatch.
-    assert offloaded.cpu_peak == state + 2 * kept.kinds["weights"]
+    assert summed.cpu_peak == state + 2 * kept.kinds["weights"]
 
 
 def test_frozen_parameters_have_no_offloaded_gradients():
-    options = (
-        "model.architecture = 'frozen_norm' ; "
-        "training.enable_cpu_offload = true ; parallelism.fsdp_reduce = 'microbatch'"
-    )
-    (frozen,) = trace_run(tiny_run(options, 2))
-    (trained,) = trace_run(tiny_run(options.replace("frozen_norm", "llama"), 2))
+    options = f"{OFFLOAD} ; {REDUCE_EACH} ; model.architecture"
+
+    frozen = trace_rank(f"{options} = 'frozen_norm'")
+    trained = trace_rank(f"{options} = 'llama'")
 
     assert frozen.cpu_peak < trained.cpu_peak
 
 
 @pytest.mark.long
 def test_fp8_matmuls_are_planned_only_on_gpus_that_have_them():
-    run = tiny_run(f"{FLOAT8} ; {COMPILED}", 2)
+    options = f"{FLOAT8} ; {COMPILED}"
 
-    ops = {}
-    for gpu in ("H100", "A100"):
-        (rank_trace,) = trace_run(run, find_gpu(gpu))
-        ops[gpu] = {work.op for work in rank_trace.work}
-
-    assert "aten._scaled_mm" in ops["H100"] - ops["A100"]
+    assert "aten._scaled_mm" in list_ops(options, "H100")
+    assert "aten._scaled_mm" not in list_ops(options, "A100")
 
 
 def test_an_eager_norm_is_one_kernel():
-    (rank_trace,) = trace_run(tiny_run("", 2), find_gpu("H100"))
-
-    assert "aten.rsqrt" not in {work.op for work in rank_trace.work}
+    assert "aten.rsqrt" not in list_ops("", "H100")
 
 
 def test_compiled_blocks_keep_the_activations_that_the_compiler_chooses():
     def count_activations(budget: float) -> int:
         mode = "activation_checkpoint.mode = 'memory_budget'"
         budget_key = f"activation_checkpoint.memory_budget = {budget}"
-        run = tiny_run(with_blocks(6, f"{COMPILED} ; {mode} ; {budget_key}"), 2)
-        return trace_run(run)[0].kinds["activations"]
+        options = with_blocks(6, f"{COMPILED} ; {mode} ; {budget_key}")
+        return trace_rank(options).kinds["activations"]
 
     assert count_activations(0.2) < 0.7 * count_activations(1)

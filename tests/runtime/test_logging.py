@@ -33,7 +33,7 @@ def restore_logging(monkeypatch) -> Iterator[None]:
     ],
 )
 def test_the_terminal_shows_the_selected_ranks_and_the_errors_of_all_ranks(
-    shown: str, rank: int, out: str, err: str, monkeypatch, capsys
+    shown, rank, out, err, monkeypatch, capsys
 ):
     monkeypatch.setenv("LOG_RANK", shown)
     setup_logging(rank, None)
@@ -98,7 +98,7 @@ def test_messages_cannot_control_the_terminal_or_forge_lines(tmp_path, capsys):
     [LOG_FILE, EVENTS_FILE, "the folder is gone", "standard output", "closed standard output"],
 )
 def test_failed_writes_are_reported_once_and_counted_and_do_not_stop_the_run(
-    tmp_path, capsys, monkeypatch, full: str
+    tmp_path, capsys, monkeypatch, full
 ):
     folder = tmp_path / "run"
     folder.mkdir()
