@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from titanlite.config.errors import GuardError, StoppedBySignal, StoppedUnsaved, UserError
+from titanlite.config.errors import UserError
 from titanlite.runtime import process
 from titanlite.runtime.logging import (
     drop_output,
@@ -249,15 +249,8 @@ def _report_error(error: Exception) -> int:
     # For an error that the user can fix, print only the message and its notes (from `add_note`),
     # which explain how to resume the run.
     notes = getattr(error, "__notes__", [])
-    report_end("\n".join([str(error), *notes]), _classify_end(error), error.step)
+    report_end("\n".join([str(error), *notes]), error.event, error.step)
     return error.exit_code
-
-
-def _classify_end(error: UserError) -> str:
-    """Classify how a run ended, for `titanlite runs`: "stop", "guard" or "user error"."""
-    if isinstance(error, StoppedBySignal | StoppedUnsaved):
-        return "stop"
-    return "guard" if isinstance(error, GuardError) else "user error"
 
 
 def train(argv: Sequence[str]) -> None:

@@ -28,7 +28,6 @@ from titanlite.rules import (
     KEY_RULES,
     OUTPUT_RULES,
     Problem,
-    Rule,
     check_dataset,
     check_tokenizer,
     check_warmup,
@@ -193,18 +192,18 @@ def _apply_rules(
             these sections are skipped, so that they do not report problems with the replacement.
         check_outputs: Whether to check the output folder and the initial weights.
     """
-    rules = [*KEY_RULES, *DATA_RULES]
+    rules = KEY_RULES | DATA_RULES
     if check_outputs:
-        rules += OUTPUT_RULES
+        rules |= OUTPUT_RULES
 
-    # This rule is in no list, because it also depends on which keys the command line sets.
+    # This rule is added here, because it also depends on which keys the command line sets.
     check_warmup_of_job = partial(check_warmup, is_preview=_is_preview(parsed))
-    rules.append(Rule(check_warmup_of_job, ("training", "lr_scheduler")))
+    rules[check_warmup_of_job] = ("training", "lr_scheduler")
 
     problems: list[Problem] = []
-    for rule in rules:
-        if skipped_sections.isdisjoint(rule.sections):
-            problems += rule.check(run)
+    for check, sections in rules.items():
+        if skipped_sections.isdisjoint(sections):
+            problems += check(run)
     return problems
 
 

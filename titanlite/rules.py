@@ -97,19 +97,12 @@ class Problem(NamedTuple):
 Problems = Iterator[Problem]
 
 
-class Rule(NamedTuple):
-    """A rule together with the job sections that it reads.
+Rules = dict[Callable[[Run], Problems], tuple[str, ...]]
+"""Functions that yield the problems of a run, each with the job sections that it reads.
 
-    If one of these sections has an invalid value, the rule is skipped. The job then contains the
-    default value instead, so the rule could report a problem that the user did not cause.
-
-    Attributes:
-        check: Function that yields the problems of a run.
-        sections: Names of the sections, such as ("model", "training").
-    """
-
-    check: Callable[[Run], Problems]
-    sections: tuple[str, ...]
+If one of these sections has an invalid value, the rule is skipped. The job then contains the
+default value instead, so the rule could report a problem that the user did not cause.
+"""
 
 
 def make_mistake(run: Run, problem: Problem) -> Mistake:
@@ -132,7 +125,7 @@ def find_broken_rules(run: Run) -> list[Problem]:
 
     The planner, which never changes warmup or decay, uses this to skip invalid layouts.
     """
-    return [problem for rule in KEY_RULES for problem in rule.check(run)]
+    return [problem for check in KEY_RULES for problem in check(run)]
 
 
 # Model and layout.
@@ -1183,61 +1176,55 @@ def _list_saved(run: Run) -> list[Path]:
     return list_checkpoints(folder) if folder.is_dir() else []
 
 
-KEY_RULES = [
-    Rule(check_model, ("model", "training")),
-    Rule(
-        check_layout,
-        (
-            "model",
-            "training",
-            "parallelism",
-            "dataset",
-            "compile",
-            "float8",
-            "activation_checkpoint",
-        ),
+KEY_RULES: Rules = {
+    check_model: ("model", "training"),
+    check_layout: (
+        "model",
+        "training",
+        "parallelism",
+        "dataset",
+        "compile",
+        "float8",
+        "activation_checkpoint",
     ),
-    Rule(check_attention_backend, ("model", "training", "parallelism", "dataset")),
-    Rule(check_total_steps, ("training", "lr_scheduler")),
-    Rule(check_moments, ("training", "optimizer")),
-    Rule(check_float8, ("model", "training", "parallelism", "float8")),
-    Rule(check_memory_budget, ("activation_checkpoint", "compile", "model")),
-    Rule(check_profiling, ("profiling",)),
-    Rule(check_optimizer, ("training", "optimizer", "metrics", "parallelism")),
-    Rule(check_mup, ("model", "optimizer")),
-    Rule(check_optimizer_groups, ("model", "optimizer")),
-    Rule(check_symmetric_memory, ("parallelism",)),
-    Rule(
-        check_effects,
-        (
-            "samples",
-            "validation",
-            "checkpoint",
-            "float8",
-            "optimizer",
-            "training",
-            "parallelism",
-            "compile",
-            "model",
-        ),
+    check_attention_backend: ("model", "training", "parallelism", "dataset"),
+    check_total_steps: ("training", "lr_scheduler"),
+    check_moments: ("training", "optimizer"),
+    check_float8: ("model", "training", "parallelism", "float8"),
+    check_memory_budget: ("activation_checkpoint", "compile", "model"),
+    check_profiling: ("profiling",),
+    check_optimizer: ("training", "optimizer", "metrics", "parallelism"),
+    check_mup: ("model", "optimizer"),
+    check_optimizer_groups: ("model", "optimizer"),
+    check_symmetric_memory: ("parallelism",),
+    check_effects: (
+        "samples",
+        "validation",
+        "checkpoint",
+        "float8",
+        "optimizer",
+        "training",
+        "parallelism",
+        "compile",
+        "model",
     ),
-    Rule(check_disabled_checkpoints, ("checkpoint", "guards")),
-]
+    check_disabled_checkpoints: ("checkpoint", "guards"),
+}
 """Rules that depend only on keys and the number of ranks, and read no files."""
-DATA_RULES = [
-    Rule(check_dataset, ("dataset",)),
-    Rule(check_validation, ("dataset", "validation")),
-]
+DATA_RULES: Rules = {
+    check_dataset: ("dataset",),
+    check_validation: ("dataset", "validation"),
+}
 """Rules that check the training and validation data."""
-OUTPUT_RULES = [
-    Rule(check_output_folders, ("job", "checkpoint")),
-    Rule(check_urls, ("job", "checkpoint")),
-    Rule(check_mirror, ("job", "checkpoint")),
-    Rule(check_checkpoints, ("job", "checkpoint")),
-    Rule(check_wandb, ("metrics",)),
-    Rule(check_certificate, ("job",)),
-    Rule(check_switches, ("checkpoint", "compile", "float8", "samples")),
-]
+OUTPUT_RULES: Rules = {
+    check_output_folders: ("job", "checkpoint"),
+    check_urls: ("job", "checkpoint"),
+    check_mirror: ("job", "checkpoint"),
+    check_checkpoints: ("job", "checkpoint"),
+    check_wandb: ("metrics",),
+    check_certificate: ("job",),
+    check_switches: ("checkpoint", "compile", "float8", "samples"),
+}
 """Rules that matter only if the run trains, such as rules about output folders and loggers."""
 
 

@@ -46,10 +46,12 @@ class UserError(Exception):
 
     Attributes:
         exit_code: Exit code of a command that raises the error.
+        event: Kind of event that the error logs if it ends a run, for `titanlite runs`.
         step: Number of completed optimizer steps, if the error ended training.
     """
 
     exit_code = 2
+    event = "user error"
     step: int | None = None
 
     def __str__(self) -> str:
@@ -64,6 +66,7 @@ class GuardError(UserError):
     """
 
     exit_code = 3
+    event = "guard"
 
 
 class CheckpointError(UserError):
@@ -86,6 +89,7 @@ class StoppedBySignal(UserError):
     """
 
     exit_code = 75
+    event = "stop"
 
 
 class StoppedUnsaved(UserError):
@@ -97,6 +101,8 @@ class StoppedUnsaved(UserError):
         message: Message for the user.
         number: Number of the signal.
     """
+
+    event = "stop"
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)

@@ -251,7 +251,6 @@ HUB_NAMES = {
     "meta-llama/Llama-3.1-70B": "70b",
     "meta-llama/Llama-3.1-405B": "405b",
     "meta-llama/Llama-2-7b": "llama2-7b",
-    "meta-llama/Llama-2-7b-hf": "llama2-7b",
     "mistralai/Mistral-7B-v0.3": "mistral-7b",
     "mistralai/Mistral-Nemo-Base-2407": "mistral-nemo",
     "HuggingFaceTB/SmolLM2-135M": "smollm2-135m",
@@ -288,11 +287,7 @@ def find_flavor(name: str) -> str:
             the key, and suggests the most similar flavor.
     """
     flavor_of_name = _list_names()  # with and without owners
-    lower_name = name.lower()
-    if lower_name in flavor_of_name:
-        return flavor_of_name[lower_name]
-
-    name_without_suffix = re.sub(r"-(instruct|base|hf)$", "", lower_name)
+    name_without_suffix = re.sub(r"-(instruct|base|hf)$", "", name.lower())
     if name_without_suffix in flavor_of_name:
         return flavor_of_name[name_without_suffix]
 

@@ -93,34 +93,14 @@ class _Split(NamedTuple):
     """The first blocks of a model, divided into pipeline stages.
 
     Attributes:
-        slowest: Time of the slowest stage.
-        squares: Sum of the squared times of the stages.
+        cost: Time of the slowest stage, which determines the speed of the pipeline, and the sum of
+            the squared times of all stages. Of two equally fast splits, the one with more even
+            times has the smaller sum.
         starts: First block of each stage.
     """
 
-    slowest: float
-    squares: float
+    cost: tuple[float, float]
     starts: list[int]
-
-    def add_stage(self, time: float, start: int) -> _Split:
-        """Return a split with one more stage.
-
-        Args:
-            time: Time of the new stage.
-            start: First block of the new stage.
-        """
-        return _Split(max(self.slowest, time), self.squares + time * time, [*self.starts, start])
-
-    def is_better_than(self, other: _Split) -> bool:
-        """Return whether this split makes a pipeline faster than another split.
-
-        The slowest stage determines the speed. If both splits are equally fast, return whether the
-        times of this split are more even.
-
-        Args:
-            other: Another split of the same blocks.
-        """
-        return (self.slowest, self.squares) < (other.slowest, other.squares)
 
 
 @cache  # a layout search calls this thousands of times, with few distinct arguments
@@ -146,7 +126,7 @@ def balanced_cuts(
 
     # Dynamic programming: after each stage, best_splits[n] is the best split of the first n blocks
     # into the stages so far. At the start, there are no stages and no blocks.
-    best_splits = {0: _Split(slowest=0.0, squares=0.0, starts=[])}
+    best_splits = {0: _Split(cost=(0.0, 0.0), starts=[])}
     for stage, stage_memory in enumerate(memory):
         # Time of this stage for each number of blocks that fits into memory.
         stage_times = {
@@ -179,13 +159,14 @@ def _add_stage(
     """
     longer_splits: dict[int, _Split] = {}
     for start, split in best_splits.items():
+        slowest, squares = split.cost
         for num_blocks, time in stage_times.items():
             end = start + num_blocks
             if end > num_layers:
                 break
-            candidate = split.add_stage(time, start)
-            if end not in longer_splits or candidate.is_better_than(longer_splits[end]):
-                longer_splits[end] = candidate
+            cost = (max(slowest, time), squares + time * time)
+            if end not in longer_splits or cost < longer_splits[end].cost:
+                longer_splits[end] = _Split(cost, [*split.starts, start])
     return longer_splits
 
 
