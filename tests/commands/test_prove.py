@@ -114,6 +114,15 @@ def test_a_certificate_of_fewer_ranks_or_with_a_failed_comparison_is_rejected(tm
     assert "require_certificate" in titanlite(*require_certificate(out), code=2)
 
 
+def test_a_certificate_is_compared_with_a_job_whose_plugin_has_no_source_file(tmp_path):
+    folder = tmp_path / "out"
+    (folder / "proof").mkdir(parents=True)
+    (folder / "proof" / "certificate-20260131-120000.json").write_text("{}")
+
+    options = (*require_certificate(folder), "--job.plugins", "time")
+    assert "require_certificate" in titanlite(*options, code=2)
+
+
 def test_more_ranks_than_a_node_can_start_are_rejected(tmp_path):
     command = f"{sys.executable} -m titanlite prove --world-size 500 --job.dump_folder {tmp_path}"
     ended = subprocess.run(command.split(), capture_output=True, text=True, check=False)

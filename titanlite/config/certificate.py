@@ -159,7 +159,7 @@ def _hash_module(name: str) -> str:
         name: Name of the module. If it has no source file, the hash is "".
     """
     spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
+    if spec is None or spec.origin is None or not spec.has_location:
         return ""
     origin = Path(spec.origin)
     files = [origin]
