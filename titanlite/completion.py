@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.rnn import pad_sequence
 
 from titanlite.checkpoint.find import load_newest, read_job
 from titanlite.checkpoint.load import check_tokenizer, load_weights
@@ -296,36 +297,25 @@ def _generate_tokens(
 
     Yield after each token, so that the caller can read the completions so far.
     """
-    inputs, padding = _pad_prompts(decodings)
+    prompts = [torch.tensor(decoding.ids) for decoding in decodings]
+    # Pad at the front. For example, the prompts [7, 8, 9] and [5] become [7, 8, 9] and [0, 0, 5].
+    # No token attends to the padding.
+    tokens_BT = pad_sequence(prompts, batch_first=True, padding_side="left")
+    max_length = tokens_BT.shape[1]
+    padding_B = torch.tensor([max_length - len(prompt) for prompt in prompts])
+
     max_new_tokens = max(decoding.limit - len(decoding.ids) for decoding in decodings)
-    cache = _create_cache(checkpoint.model, len(decodings), len(inputs[0]) + max_new_tokens)
+    cache = _create_cache(checkpoint.model, len(decodings), max_length + max_new_tokens)
     # Sample on the CPU, so that a seed gives the same random numbers for any device.
     generators = [torch.Generator().manual_seed(options.seed) for _ in decodings]
 
     # The first step processes all tokens of the prompts, and the other steps one token each.
     while any(decoding.is_unfinished for decoding in decodings):
-        logits = _next_logits(checkpoint.model, inputs, cache, padding)  # (B, V)
+        logits = _next_logits(checkpoint.model, tokens_BT, cache, padding_B)  # (B, V)
         # The model can have more tokens than the tokenizer. Never sample the extra tokens.
         logits = logits[:, : checkpoint.tokenizer.vocab_size]
-        inputs = _append_tokens(decodings, logits, options, generators)
+        tokens_BT = _append_tokens(decodings, logits, options, generators)
         yield
-
-
-def _pad_prompts(decodings: Sequence[Decoding]) -> tuple[list[list[int]], list[int]]:
-    """Pad the token IDs of prompts with zeros at the front, so that all have the same length.
-
-    No token of a prompt attends to the padding. For example, the prompts [7, 8, 9] and [5] become
-    [7, 8, 9] and [0, 0, 5].
-
-    Returns:
-        The padded prompts, shape (B, T), and the number of padding positions in each prompt.
-    """
-    longest = max(len(decoding.ids) for decoding in decodings)
-    padding = [longest - len(decoding.ids) for decoding in decodings]
-    inputs = []
-    for num_padded, decoding in zip(padding, decodings, strict=True):
-        inputs.append([0] * num_padded + decoding.ids)
-    return inputs, padding
 
 
 def _append_tokens(
@@ -333,7 +323,7 @@ def _append_tokens(
     logits: Tensor,
     options: Generation,
     generators: Sequence[torch.Generator],
-) -> list[list[int]]:
+) -> Tensor:
     """Sample the next token of each unfinished completion and append it to the completion.
 
     Args:
@@ -354,7 +344,7 @@ def _append_tokens(
             )
             decoding.push(token)
         new_tokens.append([token])
-    return new_tokens
+    return torch.tensor(new_tokens)
 
 
 def _create_cache(model: Llama, batch_size: int, max_length: int) -> list[LayerCache]:
@@ -366,7 +356,7 @@ def _create_cache(model: Llama, batch_size: int, max_length: int) -> list[LayerC
 
 
 def _next_logits(
-    model: Llama, inputs: list[list[int]], cache: Sequence[LayerCache], padding: list[int]
+    model: Llama, tokens_BT: Tensor, cache: Sequence[LayerCache], padding_B: Tensor
 ) -> Tensor:
     """Run the model on new tokens and return the logits of the token that follows them.
 
@@ -374,20 +364,20 @@ def _next_logits(
 
     Args:
         model: Model.
-        inputs: New token IDs of each sequence, shape (B, T).
+        tokens_BT: New token IDs of each sequence.
         cache: Key-value cache of each layer, with the earlier tokens of the same sequences.
-        padding: Number of padding positions at the front of each sequence, shape (B,).
+        padding_B: Number of padding positions at the front of each sequence.
 
     Returns:
         Logits, shape (B, V), in fp32 on the CPU.
     """
     device = model.get_parameter("tok_embeddings.weight").device
-    tokens_BT = torch.tensor(inputs, device=device)
-    padding_B = torch.tensor(padding, device=device)
+    tokens_BT = tokens_BT.to(device)
+    padding_B = padding_B.to(device)
 
     # Process long prompts in chunks to limit the memory of the logits. Only the logits of the last
     # token are used.
-    chunk_length = max(1, PREFILL_CHUNK // len(inputs))
+    chunk_length = max(1, PREFILL_CHUNK // len(tokens_BT))
     with torch.inference_mode(), sdpa_kernel(_KERNELS):
         for chunk_BT in tokens_BT.split(chunk_length, dim=1):
             logits_BTV = _forward(model, chunk_BT, cache, padding_B)
