@@ -81,10 +81,10 @@ def test_the_example_is_proven(trained):
 @pytest.mark.parametrize(
     ("command", "needed"),
     [
-        ("generate --checkpoint RUN --max-new-tokens 1", "needs the plugin gemma"),
-        ("eval --checkpoint RUN --window 8 --data RUN/config.toml", "needs the plugin gemma"),
-        ("replay RUN --step 2", "needs the plugin gemma"),
-        ("export --checkpoint RUN --out RUN/again", "needs the plugin gemma"),
+        ("generate --checkpoint RUN --max-new-tokens 1", "--job.plugins gemma"),
+        ("eval --checkpoint RUN --window 8 --data RUN/config.toml", "--job.plugins gemma"),
+        ("replay RUN --step 2", "--job.plugins gemma"),
+        ("export --checkpoint RUN --out RUN/again", "--job.plugins gemma"),
         ("import --hf RUN/hf --out RUN/imported", "olmo2"),
     ],
 )

@@ -267,12 +267,8 @@ def require_plugins(names: Iterable[str], source: object) -> None:
         UserError: If a plugin has not been loaded.
     """
     missing = [name for name in names if name not in _loaded]
-    if not missing:
-        return
-    is_one = len(missing) == 1
-    plugins = "plugin" if is_one else "plugins"
-    pronoun = "it" if is_one else "them"
-    raise UserError(
-        f"{source} needs the {plugins} {', '.join(missing)}, but never loads plugins itself. "
-        f"If you trust {pronoun}, add --job.plugins {' '.join(missing)} (in Python: load_plugins)."
-    )
+    if missing:
+        raise UserError(
+            f"{source} needs plugins, but never loads any itself. If you trust them, add "
+            f"--job.plugins {' '.join(missing)} (in Python: load_plugins)."
+        )
