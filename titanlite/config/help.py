@@ -177,9 +177,8 @@ def _list_types(annotation: Any) -> list[str]:
     arguments = typing.get_args(annotation)
     if typing.get_origin(annotation) is typing.Literal:
         return ["|".join(map(str, arguments))]
-    if not arguments:
-        type_name = _TYPE_NAMES.get(annotation)
-        return [type_name] if type_name else []
+    if annotation in _TYPE_NAMES:
+        return [_TYPE_NAMES[annotation]]
 
     registries = [argument for argument in arguments if isinstance(argument, Registry)]
     if registries:  # the registry in Annotated[str, REGISTRY] replaces the type

@@ -13,7 +13,7 @@ import re
 import shutil
 import textwrap
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -145,8 +145,6 @@ def build_mistake(root: type[BaseModel], error: ErrorDetails) -> Mistake:
     location = [str(part) for part in error["loc"]]  # such as ["dataset", "sources", "0", "path"]
     if error["type"] == UNKNOWN_NAME:
         unknown = _find_unknown_name(root, location)
-        # `unknown` is None if the name is a field for which files must use an alias. Then the
-        # pydantic message is used, as for any other error.
         if unknown is not None:
             return _describe_unknown(unknown, root, location, error["input"])
     return _describe_invalid(root, location, error)
@@ -262,11 +260,13 @@ def _find_inner_annotation(annotation: Any, name: str) -> Any:
 
 
 def _list_annotations(table: type[BaseModel]) -> dict[str, Any]:
-    """Return the type annotation of each name in a table.
+    """Return the type annotation of each name in a table, as written in a file.
 
     The names in a job include the sections of plugins.
     """
-    annotations = {name: field.annotation for name, field in table.model_fields.items()}
+    annotations = {
+        field.alias or name: field.annotation for name, field in table.model_fields.items()
+    }
     is_job = table.model_config.get("extra") == "allow"
     return annotations | SECTIONS if is_job else annotations
 
@@ -287,7 +287,7 @@ def _describe_unknown(
     # Removed name -> (default, message). Only subclasses of `Section` declare removed names.
     removed_names = getattr(unknown.table, "dropped", {})
     if unknown.name in removed_names:
-        _default, message = removed_names[unknown.name]
+        _, message = removed_names[unknown.name]
         return Mistake(key, name, format_value(value), problem=message, kind=REMOVED_NAME)
 
     is_table = isinstance(value, dict)
@@ -413,8 +413,7 @@ def _explain_unknown_name(unknown: _UnknownName, root: type[BaseModel], last_nam
         return f"is unknown. Did you mean {' or '.join(suggestions[:3])}?"
     if unknown.table is None:
         return f"is unknown, because {'.'.join(unknown.parents)} is not a table."
-    known_names = _list_known_names(unknown.table, root)
-    return f"is unknown. Known names are {', '.join(known_names)}."
+    return f"is unknown. Known names are {', '.join(_list_annotations(unknown.table))}."
 
 
 def _suggest_names(unknown: _UnknownName, root: type[BaseModel], last_name: str) -> list[str]:
@@ -425,50 +424,26 @@ def _suggest_names(unknown: _UnknownName, root: type[BaseModel], last_name: str)
         root: Model of a job, the options of a command, or the content of a file.
         last_name: Name of the key without its tables, such as "steps" for "trainin.steps".
     """
-    tables = _list_tables(root)
-    synonyms = _find_synonyms(last_name, {*root.model_fields, *tables})
+    annotations = _list_annotations(root)
+    synonyms = _find_synonyms(last_name, annotations)
     if synonyms:
         return synonyms
 
-    known_names = _list_known_names(unknown.table, root)
+    known_names = _list_annotations(unknown.table) if unknown.table is not None else ()
     similar_names = difflib.get_close_matches(unknown.name, known_names, n=1)
     if similar_names:
         return [".".join([*unknown.parents, similar_names[0]])]
 
     # The key may be in another table.
-    return [f"{name}.{last_name}" for name in tables if last_name in tables[name].model_fields]
-
-
-def _list_known_names(table: type[BaseModel] | None, root: type[BaseModel]) -> list[str]:
-    """Return the names in a table, as written in a file.
-
-    Args:
-        table: Model of the table, or None for a value that is not a table and contains no names.
-        root: Model of a job, the options of a command, or the content of a file. If `table` is a
-            whole job, the names include the sections of plugins.
-    """
-    if table is None:
-        return []
-    names = [field.alias or name for name, field in table.model_fields.items()]
-    if table is root:
-        names += [name for name in _list_tables(root) if name not in names]
-    return names
-
-
-def _list_tables(root: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """Return the pydantic model of each table inside `root`, by the name of the table.
-
-    The tables of a job include the sections of plugins.
-    """
-    tables: dict[str, type[BaseModel]] = {}
-    for name, annotation in _list_annotations(root).items():
+    keys = []
+    for name, annotation in annotations.items():
         table = find_table_model(annotation)
-        if table is not None:
-            tables[name] = table
-    return tables
+        if table is not None and last_name in table.model_fields:
+            keys.append(f"{name}.{last_name}")
+    return keys
 
 
-def _find_synonyms(word: str, root_names: set[str]) -> list[str]:
+def _find_synonyms(word: str, root_names: Collection[str]) -> list[str]:
     """Return the titanlite keys for a name that other trainers use, according to `synonyms.toml`.
 
     Args:

@@ -1024,30 +1024,25 @@ class RootConfig(Section):
     @classmethod
     def _validate_all(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
         """Validate the values with pydantic, and raise all errors as one `ConfigError`."""
-        return cls._validate_with_errors(values, validate, [])
-
-    @classmethod
-    def _validate_with_errors(
-        cls, values: Any, validate: ModelWrapValidatorHandler[Self], errors: list[Any]
-    ) -> Self:
-        """Validate the values with pydantic, and raise its errors together with earlier ones.
-
-        Args:
-            values: Values to validate.
-            validate: Validation by pydantic.
-            errors: Earlier errors, in the format of `ValidationError.errors`.
-
-        Raises:
-            ConfigError: If there are any errors. The message lists all of them.
-        """
+        values, errors = cls._validate_plugin_sections(values)
         try:
             model = validate(values)
+        except ValidationError as failure:
+            errors += failure.errors(include_url=False)
+        else:
             if not errors:
                 return model
-        except ValidationError as failure:
-            errors = [*errors, *failure.errors(include_url=False)]
         mistakes = [build_mistake(cls, error) for error in errors]
         raise ConfigError(mistakes, cls.source)
+
+    @classmethod
+    def _validate_plugin_sections(cls, values: Any) -> tuple[Any, list[Any]]:
+        """Validate the values that pydantic does not validate. Only a job has such values.
+
+        Returns:
+            The values for pydantic, and errors in the format of `ValidationError.errors`.
+        """
+        return values, []
 
 
 RENAMED_KEYS = {"metrics.writers": "metrics.loggers"}
@@ -1123,48 +1118,30 @@ class JobConfig(RootConfig):
     ema: EmaOptions = EmaOptions()
     comm: Comm = Comm()
 
-    @model_validator(mode="wrap")
     @classmethod
-    def _validate_all(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        """Validate a job, and raise all errors as one `ConfigError`.
+    def _validate_plugin_sections(cls, values: Any) -> tuple[Any, list[Any]]:
+        """Validate the sections of plugins, and report sections that do not exist.
 
-        `validate` calls pydantic, which validates only the built-in sections.
+        Missing sections of plugins get their defaults. Pydantic keeps the sections as additional
+        attributes, such as `job.my_section`.
         """
         if not isinstance(values, dict | cls):
-            # Let pydantic report the wrong type.
-            return cls._validate_with_errors(values, validate, [])
+            return values, []  # pydantic reports the wrong type
 
         tables = cls.without_dropped_defaults(dict(values))
         rename_keys(tables)  # in place
-        plugin_sections, errors = cls._validate_plugin_sections(tables)
-        errors += _find_unknown_sections(tables)
-        other_tables = {name: tables[name] for name in tables if name not in plugin_sections}
-        # Pydantic keeps the plugin sections as additional attributes, such as `job.my_section`.
-        return cls._validate_with_errors(other_tables | plugin_sections, validate, errors)
-
-    @classmethod
-    def _validate_plugin_sections(
-        cls, tables: dict[str, Any]
-    ) -> tuple[dict[str, Section], list[Any]]:
-        """Validate the sections of plugins. Missing sections get their defaults.
-
-        Returns:
-            The valid sections by name, and the pydantic errors for the invalid ones.
-        """
-        sections: dict[str, Section] = {}
         errors: list[Any] = []
         for name, model in SECTIONS.items():
-            is_built_in = name in cls.model_fields
-            if is_built_in:
+            if name in cls.model_fields:  # a built-in section
                 continue
-            table = tables.get(name, {})
+            table = tables.pop(name, {})
             try:
-                sections[name] = model.model_validate(table)
+                tables[name] = model.model_validate(table)
             except ValidationError as failure:
                 for error in failure.errors(include_url=False):
                     error["loc"] = (name, *error["loc"])  # ("lr",) -> ("my_section", "lr")
                     errors.append(error)
-        return sections, errors
+        return tables, [*errors, *_find_unknown_sections(tables)]
 
     @classmethod
     def read(cls, tables: dict[str, Any]) -> tuple[Self, Sequence[Mistake]]:
