@@ -275,17 +275,16 @@ def train(argv: Sequence[str]) -> None:
     _print_certificate(run)
 
     train_run = _import_trainer()
-    # A launcher has already prepared the output folder for all ranks.
-    has_launcher = "RANK" in os.environ
-    if has_launcher:
-        train_run(run, argv)
-        return
 
-    def train_alone() -> int:
+    def train_here() -> int:
         train_run(run, argv)
         return 0  # exit code
 
-    run_in_output_folder(run, train_alone)
+    has_launcher = "RANK" in os.environ
+    if has_launcher:  # it has prepared the output folder for all ranks
+        train_here()
+    else:
+        run_in_output_folder(run, train_here)
 
 
 def _import_trainer() -> Callable[[Run, Sequence[str]], None]:
