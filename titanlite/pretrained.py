@@ -7,6 +7,7 @@ model on the Hugging Face Hub is downloaded once, so that later runs need no net
 from __future__ import annotations
 
 import re
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,22 +40,14 @@ def split_from_option(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     Raises:
         UserError: If `--from` has no value or is given twice.
     """
-    values: list[str] = []
-    other_words: list[str] = []
-    remaining_words = iter(argv)
-    for word in remaining_words:
-        if word == FROM_OPTION:
-            values.append(next(remaining_words, ""))
-        elif word.startswith(f"{FROM_OPTION}="):
-            values.append(word.removeprefix(f"{FROM_OPTION}="))
-        else:
-            other_words.append(word)
-    if not values:
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(FROM_OPTION, dest="values", action="append", nargs="?")
+    options, other_words = parser.parse_known_args(argv)
+    if options.values is None:
         return None, other_words
 
-    value = values[0]
-    is_missing = not value or value.startswith("--")  # the next option
-    if is_missing or len(values) > 1:
+    value = options.values[0]
+    if not value or len(options.values) > 1:
         raise UserError(
             f"{FROM_OPTION}: takes one folder, or OWNER/NAME of a model on the Hugging Face Hub."
         )
