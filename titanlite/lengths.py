@@ -184,8 +184,8 @@ def _list_lengths(run: Run) -> Iterator[tuple[str, int]]:
 def _find_repeated_length(run: Run) -> list[Problem]:
     """Return a list with one problem if several keys set the length of the run, otherwise []."""
     training = run.job.training
-    names = [name for name in LENGTH_KEYS if name in training.model_fields_set]
-    names = [name for name in names if getattr(training, name) is not None]
+    set_keys = training.model_dump(exclude_unset=True, exclude_none=True)
+    names = [name for name in LENGTH_KEYS if name in set_keys]
     if len(names) < 2:
         return []
     text = f"is not used with training.{names[1]}. Remove training.{names[0]}."

@@ -106,18 +106,13 @@ def _check_same_tokenizer(paths: Sequence[Path], manifests: Sequence[Manifest]) 
     Raises:
         UserError: If the tokenizers differ.
     """
-    first_fingerprint = _get_tokenizer_fingerprint(manifests[0])
-    for path, manifest in zip(paths, manifests, strict=True):
-        if _get_tokenizer_fingerprint(manifest) != first_fingerprint:
+    from titanlite.checkpoint.find import get_data_state
+
+    fingerprints = [get_data_state(manifest["info"]).get("tokenizer") for manifest in manifests]
+    for path, fingerprint in zip(paths, fingerprints, strict=True):
+        if fingerprint != fingerprints[0]:
             raise UserError(
                 f"{path} was trained with another tokenizer than {paths[0]}. Choose checkpoints of "
                 "one tokenizer."
             )
-    return first_fingerprint
-
-
-def _get_tokenizer_fingerprint(manifest: Manifest) -> str | None:
-    """Return the fingerprint of the tokenizer in the data state of a checkpoint, if it has one."""
-    from titanlite.checkpoint.find import get_data_state
-
-    return get_data_state(manifest["info"]).get("tokenizer")
+    return fingerprints[0]

@@ -89,10 +89,10 @@ class Architecture:
     def switches(self) -> dict[str, Any]:
         """Return the fields in `SWITCHES` whose values differ from Llama, by name."""
         differences = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in SWITCHES and value != field.default:
-                differences[field.name] = value
+        for name in SWITCHES:
+            value = getattr(self, name)
+            if value != getattr(Architecture, name):  # the default
+                differences[name] = value
         return differences
 
     @property

@@ -290,7 +290,7 @@ def _get_content_effect(new_values: dict[str, Any]) -> Effect:
 
 
 def _get_fixed_effect(section: str, key: str) -> Effect:
-    """Return the effect of a changed key that does not depend on other keys.
+    """Return how a changed key affects a resumed run, if no other key matters.
 
     Keys of a list of tables have the effect of the same key in the section. For example,
     "dataset.sources.0.path" has the effect of "dataset.path".

@@ -61,9 +61,8 @@ class Section(FileModel):
 
         A dropped key with another value is kept, so that validation reports it.
         """
-        kept = {}
-        for key, value in values.items():
-            is_dropped_default = key in cls.dropped and value == cls.dropped[key][0]
-            if not is_dropped_default:
-                kept[key] = value
+        kept = dict(values)
+        for key, (former_default, _) in cls.dropped.items():
+            if key in values and values[key] == former_default:
+                del kept[key]
         return kept

@@ -32,7 +32,7 @@ from pydantic.functional_validators import (
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from titanlite.config.flavors import find_flavor
-from titanlite.config.mistakes import ConfigError, Mistake, build_mistake
+from titanlite.config.mistakes import UNKNOWN_NAME, ConfigError, Mistake, build_mistake
 from titanlite.config.models import Section
 from titanlite.config.registry import (
     ARCHITECTURES,
@@ -1079,15 +1079,6 @@ def rename_keys(tables: dict[str, Any]) -> list[str]:
     return renamed
 
 
-def _find_unknown_sections(tables: dict[str, Any]) -> list[Any]:
-    """Return an error, in the format of pydantic, for each section that does not exist."""
-    errors: list[Any] = []
-    for name, table in tables.items():
-        if isinstance(name, str) and name not in SECTIONS:
-            errors.append({"type": "extra_forbidden", "loc": (name,), "input": table})
-    return errors
-
-
 class JobConfig(RootConfig):
     """Complete configuration of a training run.
 
@@ -1141,7 +1132,10 @@ class JobConfig(RootConfig):
                 for error in failure.errors(include_url=False):
                     error["loc"] = (name, *error["loc"])  # ("lr",) -> ("my_section", "lr")
                     errors.append(error)
-        return tables, [*errors, *_find_unknown_sections(tables)]
+        for name, table in tables.items():
+            if name not in SECTIONS:
+                errors.append({"type": UNKNOWN_NAME, "loc": (name,), "input": table})
+        return tables, errors
 
     @classmethod
     def read(cls, tables: dict[str, Any]) -> tuple[Self, Sequence[Mistake]]:
