@@ -137,7 +137,8 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
         *_apply_rules(run, parsed, skipped_sections, check_outputs),
     ]
 
-    # Report lengths as the user wrote them: `fitted_run` still has "2B" instead of steps.
+    # A problem only names a key, but a mistake also contains its value. Report lengths as the user
+    # wrote them: `fitted_run` still has "2B" instead of steps.
     mistakes = [*parsed.mistakes, *_check_environment()]
     mistakes += [make_mistake(fitted_run, problem) for problem in problems]
     if mistakes:

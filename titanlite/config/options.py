@@ -94,8 +94,9 @@ def parse_options(options: type[AnyOptions], argv: Sequence[str], command: str) 
         command: Name of the command, such as "generate".
 
     Raises:
-        UserError: If an option is unknown, missing or invalid.
-        SystemExit: With code 2, after tyro has printed a message about a malformed option.
+        UserError: If an option is unknown or invalid.
+        SystemExit: With code 0 after --help has printed the help, or with code 2 after tyro has
+            printed a message about a missing or malformed option.
     """
     parsed, words = parse_options_and_job(options, argv, command, "")
     if words:
@@ -121,9 +122,9 @@ def parse_options_and_job(
         The options, and all words that are not options of the command, such as keys of a job.
 
     Raises:
-        UserError: If an option is missing, invalid or misspelled.
+        UserError: If an option is invalid, repeated or misspelled.
         SystemExit: With code 0 after --help has printed the help, or with code 2 after tyro has
-            printed a message about a malformed option.
+            printed a message about a missing or malformed option.
     """
     prog = f"titanlite {command}"
     wants_help = "-h" in argv or "--help" in argv
