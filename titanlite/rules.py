@@ -595,7 +595,8 @@ def check_float8(run: Run) -> Problems:
 def _check_float8_sizes(run: Run) -> Problems:
     """Check that FP8 matmuls support the sizes of the layers and the number of tokens.
 
-    On each rank, both must be multiples of a number that depends on the FP8 recipe, such as 16.
+    On each rank, the sizes must be multiples of `Float8.shard_multiple`, and the number of tokens a
+    multiple of `Float8.size_multiple`, such as 16.
     """
     float8 = run.job.float8
     layer_sizes = _list_float8_sizes(run)

@@ -136,8 +136,9 @@ def compare_jobs(
         if data is None or not _determines_data(name, new_values):
             effect = _classify(name, old_values, new_values, resumes_data=data is not None)
             changes.append((effect, description))
-        elif not any(data):  # the data itself is the same, for example in a renamed folder
+        elif data == SAME_DATA:  # for example in a renamed folder
             changes.append((COMPATIBLE, description))
+        # Otherwise, `data` describes the difference, so the key is left out.
 
     if data is not None:
         changes += _classify_data_changes(data, new_values)
