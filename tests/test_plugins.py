@@ -7,6 +7,7 @@ from ranks import run_ranks, titanlite
 from small_runs import ROOT, SMALL_WITHOUT_WORKERS, read_documented_program, read_losses
 
 from titanlite.config.certificate import hash_job
+from titanlite.config.load import load_job
 from titanlite.load_run import load_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gemma")]
@@ -238,6 +239,22 @@ def test_the_hash_of_a_certificate_covers_the_options_of_plugins(named):
 
     assert hash_with(1) == hash_with(1)
     assert hash_with(1) != hash_with(2)
+
+
+def test_the_hash_of_a_certificate_covers_a_plugin_that_an_entry_point_names(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    plugin = tmp_path / "empty_plugin.py"
+    plugin.write_text("")
+    described = tmp_path / "empty_plugin-1.0.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: empty-plugin\nVersion: 1.0")
+    (described / "entry_points.txt").write_text("[titanlite.plugins]\nshort = empty_plugin\n")
+    job = load_job(["--job.plugins", "short"])
+
+    before = hash_job(job)
+    plugin.write_text("changed = True")
+
+    assert hash_job(job) != before
 
 
 def hash_options(options: list[str]) -> str:

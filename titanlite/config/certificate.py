@@ -12,6 +12,7 @@ from pathlib import Path
 
 from titanlite import __version__
 from titanlite.config.models import FileModel
+from titanlite.config.registry import find_plugin_module
 from titanlite.config.run import Degrees, Run
 from titanlite.config.schema import LENGTH_KEYS, JobConfig
 
@@ -138,7 +139,7 @@ def hash_job(job: JobConfig) -> str:
         "dataset": [dataset["document_mask"], dataset["packing"]],
         "plugin_sections": {section: values[section] for section in plugin_sections},
         "versions": read_versions(),
-        "plugins": {name: _hash_module(name) for name in values["job"]["plugins"]},
+        "plugins": {name: _hash_module(find_plugin_module(name)) for name in job.job.plugins},
         "titanlite": _hash_module("titanlite"),
     }
     text = json.dumps(hashed, sort_keys=True)

@@ -223,17 +223,23 @@ def _import_plugin(name: str) -> None:
     Raises:
         UserError: If the plugin does not exist or its import fails.
     """
-    modules = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
     try:
         with _without_current_folder():
-            importlib.import_module(modules.get(name, name))
+            importlib.import_module(find_plugin_module(name))
     except (Exception, SystemExit) as error:  # the import runs the code of the plugin
         reason = one_line(str(error) or repr(error)).rstrip(".")
+        entry_point_names = sorted(entry_points(group=ENTRY_POINTS).names)
         raise UserError(
             f'job.plugins: cannot import the plugin "{name}": {reason}. It must be a module on '
             "PYTHONPATH or in an installed package, or one of the names that installed packages "
-            f"offer: {', '.join(modules) or 'none'}."
+            f"offer: {', '.join(entry_point_names) or 'none'}."
         ) from error
+
+
+def find_plugin_module(name: str) -> str:
+    """Return the name of a plugin module, given this name or the name of its entry point."""
+    modules = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
+    return modules.get(name, name)
 
 
 @contextlib.contextmanager
