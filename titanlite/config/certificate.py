@@ -18,7 +18,7 @@ from titanlite.config.schema import LENGTH_KEYS, JobConfig
 
 FOLDER = "proof"
 """Subfolder of job.dump_folder that contains the certificates."""
-HASHED_SECTIONS = (
+HASHED_SECTIONS = {
     "model",
     "training",
     "optimizer",
@@ -28,12 +28,12 @@ HASHED_SECTIONS = (
     "compile",
     "float8",
     "ema",
-)
+}
 """Sections of a job that determine what a step computes."""
 KEYS_LEFT_OUT = {
-    "training": (*LENGTH_KEYS, "seed", "num_threads", "gc_freq"),
-    "lr_scheduler": ("warmup_steps", "total_steps", "decay_steps"),
-    "model": ("vocab_size",),  # a proof always uses a small vocabulary
+    "training": {*LENGTH_KEYS, "seed", "num_threads", "gc_freq"},
+    "lr_scheduler": {"warmup_steps", "total_steps", "decay_steps"},
+    "model": {"vocab_size"},  # a proof always uses a small vocabulary
 }
 """Keys of these sections that do not affect whether a certificate is valid, by section."""
 
@@ -124,20 +124,12 @@ def hash_job(job: JobConfig) -> str:
     library versions, and the source code of titanlite and of plugins. It does not cover other
     modules that a plugin imports.
     """
-    values = job.model_dump(mode="json")
-    hashed: dict[str, object] = {}
-    for section in HASHED_SECTIONS:
-        ignored_keys = KEYS_LEFT_OUT.get(section, ())
-        table = values[section]
-        hashed[section] = {key: table[key] for key in table if key not in ignored_keys}
-
+    hashed = job.model_dump(mode="json", include=HASHED_SECTIONS, exclude=KEYS_LEFT_OUT)
     # Other sections have only a few keys that change what a step computes.
-    dataset = values["dataset"]
-    plugin_sections = values.keys() - JobConfig.model_fields.keys()
     hashed |= {
-        "hooks": values["job"]["hooks"],
-        "dataset": [dataset["document_mask"], dataset["packing"]],
-        "plugin_sections": {section: values[section] for section in plugin_sections},
+        "hooks": job.job.hooks,
+        "dataset": [job.dataset.document_mask, job.dataset.packing],
+        "plugin_sections": job.model_dump(mode="json", exclude=set(JobConfig.model_fields)),
         "versions": read_versions(),
         "plugins": {name: _hash_module(find_plugin_module(name)) for name in job.job.plugins},
         "titanlite": _hash_module("titanlite"),
