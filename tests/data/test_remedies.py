@@ -12,7 +12,8 @@ import pytest
 
 from titanlite import cli
 
-SMALL = "check --training.seq_len 64 --training.steps 4 --training.global_batch_size 8".split()
+SMALL = "check --training.seq_len 64 --training.steps 4 --training.global_batch_size 8"
+JSONL = "--dataset.source jsonl --dataset.path"
 WORDS = "grüße " * 40
 CHAT = [{"role": "user", "content": WORDS}, {"role": "assistant", "content": WORDS}]
 SHARED = [{"from": "human", "value": WORDS}, {"from": "gpt", "value": WORDS}]
@@ -39,8 +40,9 @@ FILES = {
 }
 
 
-def check(capsys, code, *options):
-    assert cli.main([*SMALL, *map(str, options)]) == code
+def check(capsys, options, code=0):
+    """Check a small job in this process, and return the output."""
+    assert cli.main(f"{SMALL} {options}".split()) == code
     out, err = capsys.readouterr()
     return out + err
 
@@ -51,9 +53,8 @@ def test_the_command_that_a_message_names_converts_the_file(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_bytes(content)
-    kind = "text" if name.endswith("txt") else "jsonl"
-    source = ["--dataset.source", kind, "--dataset.path"]
-    message = check(capsys, 2, *source, name)
+    source = JSONL.replace("jsonl", "text") if name.endswith("txt") else JSONL
+    message = check(capsys, f"{source} {name}", code=2)
     (command,) = re.findall("`([^`]+)`", message)
     # In UTF-16 files, only the first line is a bad record, so skipping it is also suggested.
     if not name.startswith("utf16"):
@@ -63,26 +64,25 @@ def test_the_command_that_a_message_names_converts_the_file(
 
     (made,) = (path for path in tmp_path.iterdir() if path.name != name)
     if name.endswith("sv"):
-        source[1] = "parquet"
-    check(capsys, 0, *source, made)
+        source = source.replace("jsonl", "parquet")
+    check(capsys, f"{source} {made}")
 
 
 @pytest.mark.parametrize("column", ["instruction", "output"])
 def test_a_column_that_a_message_names_has_text(column, tmp_path, capsys):
     file = tmp_path / "alpaca.jsonl"
     file.write_bytes(FILES[file.name])
-    source = ["--dataset.source", "jsonl", "--dataset.path", file]
-    message = check(capsys, 2, *source)
+    message = check(capsys, f"{JSONL} {file}", code=2)
 
     assert re.search(rf"Set dataset.text_column to .*'{column}'", message)
-    assert check(capsys, 0, *source, "--dataset.text_column", column)
+    assert check(capsys, f"{JSONL} {file} --dataset.text_column {column}")
 
 
 def test_a_source_whose_records_are_all_skipped_is_an_error_with_the_reason(tmp_path, capsys):
     file = tmp_path / "chat.jsonl"
     file.write_bytes(FILES[file.name])
-    source = "--dataset.source jsonl --dataset.on_bad_record skip --dataset.path".split()
-    message = check(capsys, 2, *source, file)
+
+    message = check(capsys, f"{JSONL} {file} --dataset.on_bad_record skip", code=2)
 
     assert "no field 'text'" in message
     assert "jq" in message
@@ -91,9 +91,8 @@ def test_a_source_whose_records_are_all_skipped_is_an_error_with_the_reason(tmp_
 def test_a_source_with_skipped_and_empty_records_is_an_error_with_both_reasons(tmp_path, capsys):
     file = tmp_path / "empty.jsonl"
     file.write_text('{"text": ""}\n{"text": 5}\n{"text": ""}\n')
-    source = "--dataset.source jsonl --dataset.on_bad_record skip --dataset.path".split()
 
-    message = check(capsys, 2, *source, file)
+    message = check(capsys, f"{JSONL} {file} --dataset.on_bad_record skip", code=2)
 
     assert "1 are skipped" in message
     assert "line 2" in message
@@ -102,22 +101,20 @@ def test_a_source_with_skipped_and_empty_records_is_an_error_with_both_reasons(t
 @pytest.mark.parametrize("holdout", ["1e-4", "1e-9", "0.999999"])
 def test_a_holdout_without_a_document_names_one_that_has_enough(holdout, tmp_path, capsys):
     file = tmp_path / "text.jsonl"
-    lines = [json.dumps({"text": f"{i} {WORDS}"}) + "\n" for i in range(400)]
-    file.write_text("".join(lines))
-    options = f"--dataset.source jsonl --dataset.path {file} --validation.freq 2".split()
-    options.append("--validation.holdout")
-    enough = re.search(r"validation.holdout to ([\d.]+)", check(capsys, 2, *options, holdout))
+    file.write_text("".join(json.dumps({"text": f"{i} {WORDS}"}) + "\n" for i in range(400)))
+    options = f"{JSONL} {file} --validation.freq 2 --validation.holdout"
 
-    assert enough
+    message = check(capsys, f"{options} {holdout}", code=2)
 
-    check(capsys, 0, *options, enough[1])
+    (enough,) = re.findall(r"validation.holdout to ([\d.]+)", message)
+    check(capsys, f"{options} {enough}")
 
 
 def test_models_of_the_hub_are_valid_flavors(capsys, tmp_path, monkeypatch):
     # The repository contains outputs of earlier runs.
     monkeypatch.chdir(tmp_path)
     for name in ("meta-llama/Llama-3.2-1B", "Llama-3.2-1B", "llama-3.2-1b", "1B"):
-        assert "OK" in check(capsys, 0, "--model.flavor", name)
+        assert "OK" in check(capsys, f"--model.flavor {name}")
 
 
 PEAK_OF_A_LONG_LINE = """

@@ -22,21 +22,16 @@ from titanlite.data.prepare import prepare
 from titanlite.data.sources.files import open_source
 from titanlite.data.tokenizer import load_tokenizer
 
-SMALL = (
-    "--training.seq_len=32",
-    "--training.local_batch_size=6",
-    "--training.seed=7",
-    "--job.dump_folder=/proc/none",  # nothing is written
-)
+SMALL = "--training.seq_len 32 --training.local_batch_size 6 --training.seed 7"
 
 
-def show(capsys, dataset, *options, code=0):
-    """Run `titanlite data show`, and return its output."""
-    keys = []
+def show(capsys, dataset, options, code=0):
+    """Run `titanlite data show` without a folder for outputs, and return its output."""
+    command = f"data show {SMALL} --job.dump_folder /proc/none {options}"
     if dataset.path:
-        keys = ["--dataset.source", "jsonl", "--dataset.path", dataset.path]
-        keys += ["--dataset.packing", dataset.packing]
-    assert main(["data", "show", *SMALL, *keys, *map(str, options)]) == code
+        command += f" --dataset.source jsonl --dataset.path {dataset.path}"
+        command += f" --dataset.packing {dataset.packing}"
+    assert main(command.split()) == code
     captured = capsys.readouterr()
     return captured.err if code else captured.out
 
@@ -47,9 +42,9 @@ def test_the_text_that_training_reads_is_shown(tmp_path, capsys, packing, holdou
     loader = make_loader(dataset, global_batch_size=6, holdout=holdout)
     for _ in range(3):
         batch = loader.next_global_batch()
-    held_out = ("--validation.holdout", holdout, "--validation.freq", 1) if holdout else ()
+    held_out = f"--validation.holdout {holdout} --validation.freq 1" if holdout else ""
 
-    output = show(capsys, dataset, "--step", 3, *held_out)
+    output = show(capsys, dataset, f"--step 3 {held_out}")
 
     trained = []
     for micro in batch.microbatches:
@@ -66,23 +61,23 @@ def test_padding_is_shown_by_its_length(tmp_path, capsys):
     two_do_not_fit = ["word " * 18] * 20
     dataset = jsonl_dataset(tmp_path, two_do_not_fit, packing="best_fit")
 
-    output = show(capsys, dataset, "--sequence", 0)
+    output = show(capsys, dataset, "--sequence 0")
 
     assert re.search(r"tokens 0 to (\d+)\n.*\n--- \d+ tokens of padding\n$", output, re.DOTALL)
 
 
 def test_one_sequence_is_shown_with_its_file_and_offsets(capsys):
-    heading, location, *_ = show(capsys, Dataset(), "--sequence", 2).split("\n")
+    heading, location, *_ = show(capsys, Dataset(), "--sequence 2").split("\n")
 
     assert heading == "=== step 1, sequence 2, python_stdlib"
     assert re.fullmatch(r"--- document \d+: .*\.py, bytes 0 to \d+, tokens 0 to 32", location)
-    assert show(capsys, Dataset(), "--row", 2).startswith(heading)  # the option's old name
+    assert show(capsys, Dataset(), "--row 2").startswith(heading)  # the option's old name
 
 
 def test_control_characters_are_escaped(tmp_path, capsys):
     dataset = jsonl_dataset(tmp_path, ["\x1b[2J\x9b1m\u202ehidden\r\u2028" * 20])
 
-    output = show(capsys, dataset, "--sequence", 0)
+    output = show(capsys, dataset, "--sequence 0")
 
     assert r"\x1b[2J\x9b1m\u202ehidden" in output
     assert output.replace("\n", "").isprintable()
@@ -90,15 +85,15 @@ def test_control_characters_are_escaped(tmp_path, capsys):
 
 def test_ranks_of_a_tensor_parallel_group_read_the_same_sequences(tmp_path, capsys):
     dataset = jsonl_dataset(tmp_path, some_texts(50))
-    layout = ("--world-size", 4, "--parallelism.tensor_parallel_degree", 2)
+    layout = "--world-size 4 --parallelism.tensor_parallel_degree 2"
 
-    assert show(capsys, dataset, *layout).count("=== step 1, sequence ") == 12
+    assert show(capsys, dataset, layout).count("=== step 1, sequence ") == 12
 
 
 def test_a_step_after_the_end_of_the_data_is_an_error(tmp_path, capsys):
     dataset = jsonl_dataset(tmp_path, some_texts(50))
 
-    message = show(capsys, dataset, "--step", 99, "--dataset.max_epochs", 1, code=2)
+    message = show(capsys, dataset, "--step 99 --dataset.max_epochs 1", code=2)
 
     assert "step 99" in message
 

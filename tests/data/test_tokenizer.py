@@ -1,6 +1,7 @@
 """Both tokenizer formats encode any text to the same ids, and `tokenizer train` writes both."""
 
 import json
+import operator
 import os
 import shutil
 import subprocess
@@ -27,18 +28,14 @@ JSON = ASSETS / "tokenizer.json"
 BOTH = load_tokenizer(MODEL), load_tokenizer(JSON)
 
 PIECES = [*" =-\t\na0_#é\r\u3000", "\r\n", " \n", "aa", "'s"]
-RUNS = st.builds(
-    lambda piece, count: piece * count,
-    st.sampled_from(PIECES),
-    st.integers(1, 70),
-)
+RUNS = st.builds(operator.mul, st.sampled_from(PIECES), st.integers(1, 70))
 SPECIAL = "<|begin_of_text|>,<|end_of_text|>,<|reserved_special_token_3|>,<|eot_id|>,<|".split(",")
 CODE = "def ,return,self.x,import os,    ,class,'ll,'S,\u017f,'\u017f,123456".split(",")
 ANY_PIECE = st.one_of(st.text(max_size=30), RUNS, st.sampled_from(SPECIAL + CODE))
 ANY_TEXT = st.lists(ANY_PIECE, max_size=12).map("".join)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(text=ANY_TEXT)
 def test_both_formats_give_equal_ids_and_the_text_back(text):
     ids = BOTH[0].encode(text)
@@ -152,21 +149,14 @@ def test_a_text_that_a_tokenizer_cannot_encode_is_an_error(tmp_path):
     unigram = tokenizers.models.Unigram([("</s>", 0.0), ("a", -1.0)], None, False)
     content = json.loads(JSON.read_text())
     content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"(a+)+$"  # too slow
-    for made, text in (
-        (tokenizers.Tokenizer(unigram).to_str(), "b"),
-        (json.dumps(content), "a" * 50 + "!"),
-    ):
+    too_slow = json.dumps(content)
+    for made, text in ((tokenizers.Tokenizer(unigram).to_str(), "b"), (too_slow, "a" * 50 + "!")):
         (tmp_path / "a.json").write_text(made)
         with pytest.raises(UserError, match=r"a\.json: .* cannot encode a text"):
             load_tokenizer(tmp_path / "a.json").encode(text)
 
 
-HOSTILE_TEXTS = [
-    "a<|end_of_text|> b",
-    "<|begin_of_text|><|eot_id|>\n",
-    "plain",
-    "Zürich 日本語 \r\n\n 12345",
-]
+HOSTILE_TEXT = "a<|end_of_text|> b<|begin_of_text|><|eot_id|>\nplain Zürich 日本語 \r\n\n 12345"
 
 
 @pytest.mark.parametrize("path", [MODEL, JSON])
@@ -185,9 +175,8 @@ def test_an_exported_tokenizer_reads_hostile_text_as_training_does(tmp_path, pat
     write_tokenizer(load_tokenizer(source), out, 64)
 
     theirs = AutoTokenizer.from_pretrained(out)
-    for text in HOSTILE_TEXTS:
-        ids = theirs(text, add_special_tokens=False)["input_ids"]
-        assert ids == load_tokenizer(path).encode(text)
+    ids = theirs(HOSTILE_TEXT, add_special_tokens=False)["input_ids"]
+    assert ids == load_tokenizer(path).encode(HOSTILE_TEXT)
     # The converted tokenizer adds BOS like training does.
     if path == MODEL:
         assert theirs("a")["input_ids"][0] == theirs.bos_token_id == 3840
@@ -205,18 +194,20 @@ def keys(tmp_path_factory):
     file = tmp_path_factory.mktemp("text") / "text.jsonl"
     lines = [json.dumps({"text": text}) for text in TEXTS]
     file.write_text("\n".join([*lines, "no json"]))
-    return ["--dataset.source", "jsonl", "--dataset.path", file, "--dataset.on_bad_record", "skip"]
+    return f"--dataset.source jsonl --dataset.path {file} --dataset.on_bad_record skip"
 
 
-def train(*options):
-    return main(["tokenizer", "train", *map(str, options)])
+def train(out, options, size=600, code=0):
+    """Run `titanlite tokenizer train`."""
+    command = f"tokenizer train --out {out} --vocab-size {size} {options}"
+    assert main(command.split()) == code
 
 
 def test_training_a_tokenizer_twice_writes_the_same_files(keys, tmp_path, capsys):
     one = tmp_path / "one"
     two = tmp_path / "two"
     for out in (one, two):
-        assert train(*keys, "--vocab-size", 600, "--out", out) == 0
+        train(out, keys)
 
     for name in ("tokenizer.model", "tokenizer.json"):
         assert (one / name).read_bytes() == (two / name).read_bytes()
@@ -233,7 +224,7 @@ def test_training_a_tokenizer_twice_writes_the_same_files(keys, tmp_path, capsys
 
 
 def test_both_files_of_a_trained_tokenizer_give_the_same_ids(keys, tmp_path):
-    assert train(*keys, "--vocab-size", 600, "--out", tmp_path) == 0
+    train(tmp_path, keys)
 
     both = [load_tokenizer(tmp_path / f"tokenizer.{suffix}") for suffix in ("model", "json")]
 
@@ -243,7 +234,7 @@ def test_both_files_of_a_trained_tokenizer_give_the_same_ids(keys, tmp_path):
     special_ids = list(range(344, 344 + 256))
     assert both[0].decode(special_ids) == "".join(llama3_special_tokens())
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(st.text(max_size=60))
     def assert_same_ids(text):
         assert both[0].encode(text) == both[1].encode(text)
@@ -255,11 +246,14 @@ def test_a_tokenizer_is_not_overwritten_and_too_little_text_is_an_error(tmp_path
     (tmp_path / "a.txt").write_text("a few words, a few words")
     (tmp_path / "made").mkdir()
     (tmp_path / "made/tokenizer.json").write_text("mine")
-    keys = ["--dataset.source", "text", "--dataset.path", tmp_path / "a.txt"]
-    for size, out, output in ((600, "made", "tokenizer.json"), (100000, "out", "100,000")):
-        assert train(*keys, "--vocab-size", size, "--out", tmp_path / out) == 2
-        assert output in capsys.readouterr().err
+    keys = f"--dataset.source text --dataset.path {tmp_path}/a.txt"
 
+    train(tmp_path / "made", keys, code=2)
+    train(tmp_path / "out", keys, size=100_000, code=2)
+
+    errors = capsys.readouterr().err
+    assert "made/tokenizer.json" in errors
+    assert "100,000" in errors
     assert [file.read_text() for file in (tmp_path / "made").iterdir()] == ["mine"]
 
 
@@ -268,7 +262,8 @@ def test_a_tokenizer_is_not_overwritten_and_too_little_text_is_an_error(tmp_path
     sys.version_info[:3] != (3, 11, 7), reason="it is made of this Python's standard library"
 )
 def test_training_reproduces_the_included_tokenizer(tmp_path):
-    assert train("--vocab-size", 4096, "--out", tmp_path) == 0
+    train(tmp_path, "", size=4096)
+
     assert (tmp_path / "tokenizer.model").read_bytes() == MODEL.read_bytes()
 
 
@@ -278,13 +273,11 @@ def test_a_pattern_that_takes_too_long_is_an_error_without_a_backtrace(tmp_path)
     tokenizer["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(?:x+x+)+y"
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     (tmp_path / "a.txt").write_text("x" * 40)
-    command = f"{sys.executable} -P -m titanlite check --tokenizer.path tokenizer.json"
-    command += " --dataset.source text --dataset.path a.txt"
+    options = "--tokenizer.path tokenizer.json --dataset.source text --dataset.path a.txt"
+    command = [sys.executable, "-P", "-m", "titanlite", "check", *options.split()]
     environment = {**os.environ, "RUST_BACKTRACE": "1"}
 
-    done = subprocess.run(
-        command.split(), cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
 
     assert done.returncode == 2
     assert "tokenizer.json: " in done.stderr
