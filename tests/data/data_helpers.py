@@ -1,6 +1,7 @@
 """Small documents, sources and loaders for the tests of the data pipeline."""
 
 import json
+import re
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ import pyarrow.parquet
 import torch
 
 from titanlite.config.run import Run
-from titanlite.config.schema import Comm, Dataset, DataSource, JobConfig, Training, Validation
+from titanlite.config.schema import Dataset, DataSource, JobConfig, Training, Validation
 from titanlite.data.loader import Loader
 from titanlite.data.shuffle import permuted
 from titanlite.data.tokenizer import load_tokenizer
@@ -107,6 +108,18 @@ def jsonl_dataset(folder, texts, **keys):
     return make_dataset("jsonl", write_jsonl(folder / "a.jsonl", texts), **keys)
 
 
+def change(dataset, **keys):
+    return dataset.model_copy(update=keys)
+
+
+def load_smaller_tokenizer(folder):
+    """Load a tokenizer without the last token of TOKENIZER."""
+    path = folder / "tokenizer.model"
+    lines = TOKENIZER_PATH.read_bytes().splitlines()
+    path.write_bytes(b"\n".join(lines[:-1]))
+    return load_tokenizer(path)
+
+
 def make_mixture(*sources, **keys):
     """Create a dataset of (JSON lines file, weight) pairs."""
     specs = []
@@ -115,28 +128,28 @@ def make_mixture(*sources, **keys):
     return Dataset(sources=tuple(specs), num_workers=0, **keys)
 
 
-def make_run(dataset, validation=None, dp_size=1, comm=None, **training):
+def make_run(dataset, validation=None, dp_size=1, **training):
     """Create a run that reads `dataset`. Other keywords are keys of [training]."""
     keys = {"seed": 7, "seq_len": 32, "global_batch_size": 24, "local_batch_size": 1, **training}
-    job = JobConfig(
-        dataset=dataset,
-        comm=Comm(**(comm or {})),
-        validation=validation or Validation(),
-        training=Training(**keys),
-    )
+    validation = validation or Validation()
+    job = JobConfig(dataset=dataset, validation=validation, training=Training(**keys))
     return Run(job, dp_size)
 
 
-def make_loader(
-    dataset, *, tokenizer=TOKENIZER, holdout=0.0, data_rank=0, stopping=lambda: False, **keys
-):
+def make_loader(dataset, *, tokenizer=TOKENIZER, holdout=0.0, data_rank=0, **keys):
     run = make_run(dataset, Validation(holdout=holdout), **keys)
-    return Loader(run, tokenizer, data_rank, None, CPU, stopping)
+    return Loader(run, tokenizer, data_rank, None, CPU, lambda: False)
 
 
 def make_validation(validation, dataset, *, rank=0, size=1, local=3, **keys):
     run = make_run(dataset, validation, size, local_batch_size=local, **keys)
     return ValidationSet(run, TOKENIZER, rank, CPU)
+
+
+def find_documents(input_ids):
+    """Return the numbers of the texts of `some_texts` that begin in consecutive sequences."""
+    text = TOKENIZER.decode(input_ids.flatten().tolist())
+    return re.findall(r"<\|begin_of_text\|><(\d+)>", text)
 
 
 class RankLoaders:
@@ -161,15 +174,15 @@ class RankLoaders:
 
     def batch(self):
         """Read the next global batch, and return inputs and labels as (G, 2, T)."""
-        sequences = {}
-        for rank, loader in enumerate(self.loaders):
+        ranks = []
+        for loader in self.loaders:
             batch = loader.next_global_batch()
             inputs = torch.cat([micro.input_ids for micro in batch.microbatches])
             labels = torch.cat([micro.labels for micro in batch.microbatches])
             assert batch.num_valid_tokens == (labels != -100).sum()
-            for i, sequence in enumerate(torch.stack([inputs, labels], dim=1)):
-                sequences[rank + i * self.size] = sequence
-        return torch.stack([sequences[k] for k in range(len(sequences))])
+            ranks.append(torch.stack([inputs, labels], dim=1))
+        # The ranks take turns: sequence k belongs to rank k % size.
+        return torch.stack(ranks, dim=1).flatten(0, 1)
 
     def call(self, function):
         """Call a function of a loader on all ranks at once, and return the results."""

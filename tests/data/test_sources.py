@@ -57,17 +57,11 @@ RECORD = b' {"text":"' + b"y" * 40 + b'"}'
 LINE = st.sampled_from([b"", b"  ", b"\t\r", RECORD, rb'{"text":"\n\u2028"}'])
 
 
-@given(
-    lines=st.lists(LINE),
-    has_end=st.booleans(),
-    is_compressed=st.booleans(),
-)
+@given(lines=st.lists(LINE), has_end=st.booleans(), is_compressed=st.booleans())
 def test_blank_lines_are_not_documents(tmp_path_factory, lines, has_end, is_compressed):
     name = "a.jsonl.gz" if is_compressed else "a.jsonl"
     path = tmp_path_factory.mktemp("lines") / name
-    raw = b"\n".join(lines)
-    if has_end:
-        raw += b"\n"
+    raw = b"\n".join([*lines, b""] if has_end else lines)
     path.write_bytes(gzip.compress(raw) if is_compressed else raw)
 
     expected = [json.loads(line)["text"] for line in lines if line.strip()]
@@ -207,40 +201,41 @@ def damaged(tmp_path_factory):
     return folder
 
 
-NO_BODY = " no field 'body' .* there are: 'id', 'text'"
-UNREADABLE = [
-    ("jsonl", "short.gz", {}, r"short\.gz.*again"),
-    ("jsonl", "middle.gz", {}, r"middle\.gz.*again"),
-    ("jsonl", "end.gz", {}, r"end\.gz.*again"),
-    ("parquet", "a.parquet", {"text_column": "body"}, f"a.parquet.*{NO_BODY}"),
-    ("parquet", "foot.parquet", {}, r"foot\.parquet"),
-    ("parquet", "group.parquet", {}, r"group\.parquet"),
-    ("text", ".", {}, r"is a folder; .*/\* names"),
-    ("text", "empty.txt", {}, "empty.txt is empty"),
-    ("huggingface", "hub", {"text_column": "body"}, f"hub:{NO_BODY}"),
-    ("huggingface", "hub", {"split": "held"}, r"hub.*split held.*local folder"),
-    ("huggingface", "nobody/nothing", {}, "Hub, because no such local folder exists"),
-]
+# Source, path and options, and a pattern of the error.
+UNREADABLE = r"""
+jsonl short.gz => short\.gz.*again
+jsonl middle.gz => middle\.gz.*again
+jsonl end.gz => end\.gz.*again
+parquet a.parquet text_column=body => a.parquet.* no field 'body' .* there are: 'id', 'text'
+parquet foot.parquet => foot\.parquet
+parquet group.parquet => group\.parquet
+text . => is a folder; .*/\* names
+text empty.txt => empty.txt is empty
+huggingface hub text_column=body => hub: no field 'body' .* there are: 'id', 'text'
+huggingface hub split=held => hub.*split held.*local folder
+huggingface nobody/nothing => Hub, because no such local folder exists
+"""
 
 
-@pytest.mark.parametrize(("source", "name", "keys", "message"), UNREADABLE)
-def test_a_source_that_cannot_be_read_is_an_error_that_names_it(
-    damaged, monkeypatch, source, name, keys, message
-):
+@pytest.mark.parametrize("case", UNREADABLE.strip().split("\n"))
+def test_a_source_that_cannot_be_read_is_an_error_that_names_it(damaged, monkeypatch, case):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(damaged)
+    arguments, message = case.split(" => ")
+    source, path, *options = arguments.split()
+    keys = dict(option.split("=") for option in options)
 
     with pytest.raises(UserError, match=message):
-        list(open_path(source, name, **keys))
+        list(open_path(source, path, **keys))
 
 
 def test_the_fingerprint_depends_on_contents_and_column(tmp_path):
+    texts = ["one two".split(), "one twO".split()]
     fingerprints = set()
-    for texts in (["one", "two"], ["one", "twO"]):
-        for name, column in itertools.product(("a.jsonl", "a.gz"), ("text", "id")):
-            path = write_jsonl(tmp_path / name, texts)
-            fingerprints.add(open_path("jsonl", path, text_column=column).fingerprint)
+    for content, name, column in itertools.product(texts, ("a.jsonl", "a.gz"), ("text", "id")):
+        path = write_jsonl(tmp_path / name, content)
+        fingerprints.add(open_path("jsonl", path, text_column=column).fingerprint)
 
     assert len(fingerprints) == 8
 

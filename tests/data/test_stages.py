@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from data_helpers import RankLoaders, jsonl_dataset, some_texts
+from data_helpers import RankLoaders, change, jsonl_dataset, some_texts
 from ranks import run_ranks, small_trainer
 from small_runs import SMALL_WITHOUT_WORKERS, read_metrics
 
@@ -35,7 +35,7 @@ def test_stages_with_other_batch_sizes_read_the_same_sequences(tmp_path, packing
     expected = torch.cat([reference.batch() for _ in range(4)])
     sizes = {0: 8, 2: 16, 3: 24, 5: 4}  # by first step
     stages = [DataStage(start_step=step, global_batch_size=size) for step, size in sizes.items()]
-    dataset = plain.model_copy(update={"stages": tuple(stages)})
+    dataset = change(plain, stages=tuple(stages))
 
     ranks = RankLoaders(dataset, 1)
     batches = []

@@ -9,6 +9,7 @@ from data_helpers import (
     TOKENIZER,
     RankLoaders,
     encode,
+    find_documents,
     jsonl_dataset,
     make_dataset,
     make_loader,
@@ -92,25 +93,25 @@ def test_sequences_of_a_megatron_document_are_joined(mixture, tmp_path):
     assert torch.equal(RankLoaders(joined, 1).batch(), expected[0])
 
 
-def find_numbers(microbatches):
-    """Return the numbers of the documents that begin in consecutive sequences."""
-    ids = torch.cat([micro.input_ids for micro in microbatches]).flatten().tolist()
-    return {int(number) for number in re.findall(r"<(\d+)>", TOKENIZER.decode(ids))}
+def split_documents(dataset):
+    """Return the numbers of the documents that training and validation read."""
+    batches = list(make_loader(dataset, holdout=0.3, global_batch_size=1))
+    validation = make_validation(Validation(holdout=0.3, sequences=4096), dataset)
+    trained = find_documents(torch.cat([batch.microbatches[0].input_ids for batch in batches]))
+    held_out = find_documents(torch.cat([batch.input_ids for batch in validation.batches()]))
+    return set(trained), set(held_out)
 
 
 def test_each_format_holds_out_the_same_documents(tmp_path):
-    splits = []
-    for name in ("megatron int32", "olmo uint16"):
-        dataset = Dataset(**write_tokens(tmp_path, name), num_workers=0, max_epochs=1)
-        batches = list(make_loader(dataset, holdout=0.3, global_batch_size=1))
-        trained = find_numbers([batch.microbatches[0] for batch in batches])
-        validation = make_validation(Validation(holdout=0.3, sequences=4096), dataset)
-        splits.append((trained, find_numbers(validation.batches())))
+    datasets = [
+        Dataset(**write_tokens(tmp_path, name), num_workers=0, max_epochs=1)
+        for name in ("megatron int32", "olmo uint16")
+    ]
 
-    trained, held_out = splits[0]
+    trained, held_out = split_documents(datasets[0])
 
-    assert splits[1] == splits[0]
-    assert trained | held_out == set(range(len(TEXTS)))
+    assert split_documents(datasets[1]) == (trained, held_out)
+    assert trained | held_out == set(map(str, range(len(TEXTS))))
     assert not trained & held_out
     assert 60 < len(held_out) < 180  # 120 on average
 
@@ -124,13 +125,13 @@ BAD = {
         "a.npy",
         "a.npy",
         lambda raw: raw[:-8] + b"\xff\xff\0\0" + raw[-4:],
-        AT_END + "65535",
+        f"{AT_END}65535",
     ),
     "negative id": (
         "a.npy",
         "a.npy",
         lambda raw: raw[:-8] + b"\xff" * 4 + raw[-4:],
-        AT_END + "-1",
+        f"{AT_END}-1",
     ),
     "no data type": ("a.npy", "a.npy", lambda raw: raw[128:], "token_dtype"),
     "empty type": ("a.npy", "a.npy", lambda raw: raw.replace(b"<i4", b"|V0"), "V0"),
@@ -171,17 +172,17 @@ def test_a_token_dtype_that_contradicts_the_file_is_rejected(tmp_path, name):
         make_loader(Dataset.model_validate(keys))
 
 
-@pytest.mark.parametrize("name", ["a.bin", "a.ds"])
-def test_an_index_that_changes_while_it_is_read_ends_the_run(tmp_path, name):
+@pytest.mark.parametrize(("name", "index"), [("a.bin", "a.idx"), ("a.ds", "a.ds.index")])
+def test_an_index_that_changes_while_it_is_read_ends_the_run(tmp_path, name, index):
     write_megatron(tmp_path / "a.bin", DOCUMENTS)
     write_datatrove(tmp_path / "a.ds", DOCUMENTS)
     batches = iter(make_loader(make_dataset("tokens", tmp_path / name, max_epochs=1)))
     next(batches)
 
-    index = tmp_path / {"a.bin": "a.idx", "a.ds": "a.ds.index"}[name]
-    index.write_bytes(index.read_bytes() + b"\0" * 8)
+    with (tmp_path / index).open("ab") as file:
+        file.write(b"\0" * 8)
 
-    with pytest.raises(UserError, match=re.escape(index.name)):
+    with pytest.raises(UserError, match=re.escape(index)):
         list(batches)
 
 

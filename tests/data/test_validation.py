@@ -1,10 +1,16 @@
 """Validation reads fixed sequences on any number of ranks, and training never reads them."""
 
-import itertools
-
 import pytest
 import torch
-from data_helpers import TOKENIZER, jsonl_dataset, make_loader, make_validation, some_texts
+from data_helpers import (
+    TOKENIZER,
+    change,
+    find_documents,
+    jsonl_dataset,
+    make_loader,
+    make_validation,
+    some_texts,
+)
 
 from titanlite.config.schema import Validation, ValidationSource
 
@@ -21,7 +27,7 @@ def read_file(dataset, **keys):
 
 
 def read_sequences(*validation_sets):
-    """Return inputs and labels of all sequences that are not padding, in order."""
+    """Return inputs and labels of all sequences that are not padding, in order, as (N, 2, T)."""
     ranks = []
     for validation_set in validation_sets:
         batches = list(validation_set.batches())
@@ -30,23 +36,14 @@ def read_sequences(*validation_sets):
         ranks.append(torch.stack([inputs, labels], dim=1))
     # This fails if the ranks have different numbers of sequences.
     in_order = torch.stack(ranks, dim=1).flatten(0, 1)
-    return [sequence for sequence in in_order if (sequence[1] != -100).any()]
+    has_labels = (in_order[:, 1] != -100).any(dim=1)
+    return in_order[has_labels]
 
 
-def find_documents(sequences):
-    tokens = list(itertools.chain.from_iterable(sequences))
-    text = TOKENIZER.decode(tokens)
-    parts = text.split("<|begin_of_text|><")[1:]
-    return [part.split(">")[0] for part in parts if ">" in part]
-
-
-@pytest.mark.parametrize(
-    ("size", "local"),
-    [(2, 3), (3, 1), (4, 8), (8, 1)],
-)
+@pytest.mark.parametrize(("size", "local"), [(2, 3), (3, 1), (4, 8), (8, 1)])
 @pytest.mark.parametrize("holdout", [0.0, 0.2])
 def test_sequences_and_counts_are_the_same_on_any_number_of_ranks(dataset, size, local, holdout):
-    dataset = dataset.model_copy(update={"document_mask": holdout > 0})
+    dataset = change(dataset, document_mask=holdout > 0)
     validation = read_file(dataset, sequences=20, holdout=holdout)
     one = make_validation(validation, dataset)
     many = []
@@ -54,16 +51,15 @@ def test_sequences_and_counts_are_the_same_on_any_number_of_ranks(dataset, size,
         many.append(make_validation(validation, dataset, rank=rank, size=size, local=local))
 
     expected = read_sequences(one)
-    sequences = read_sequences(*many)
 
-    assert torch.equal(torch.stack(sequences), torch.stack(expected))
+    assert torch.equal(read_sequences(*many), expected)
     assert len(expected) == one.num_sequences == 20
-    assert one.num_tokens == sum((sequence[1] != -100).sum() for sequence in expected)
+    assert one.num_tokens == (expected[:, 1] != -100).sum()
 
     for part in many:
         assert (part.num_tokens, part.num_bytes) == (one.num_tokens, one.num_bytes)
     # A second validation reads the same sequences.
-    assert torch.equal(torch.stack(read_sequences(one)), torch.stack(expected))
+    assert torch.equal(read_sequences(one), expected)
 
     has_mask = [batch.document_ids is not None for batch in one.batches()]
     assert has_mask == [holdout > 0] * 7
@@ -81,11 +77,10 @@ def test_all_bytes_and_tokens_of_the_text_are_counted(dataset):
 
 def test_training_reads_all_documents_except_those_held_out(dataset):
     validation_set = make_validation(Validation(sequences=10_000, holdout=0.2), dataset)
-    one_epoch = dataset.model_copy(update={"max_epochs": 1})
-    loader = make_loader(one_epoch, holdout=0.2, global_batch_size=1)
+    loader = make_loader(change(dataset, max_epochs=1), holdout=0.2, global_batch_size=1)
 
-    held_out = find_documents(sequence[0].tolist() for sequence in read_sequences(validation_set))
-    trained = find_documents(batch.microbatches[0].input_ids[0].tolist() for batch in loader)
+    held_out = find_documents(read_sequences(validation_set)[:, 0])
+    trained = find_documents(torch.cat([batch.microbatches[0].input_ids for batch in loader]))
 
     assert not set(held_out) & set(trained)
     # The first and the last document can be cut.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from data_helpers import ROOT, RankLoaders, jsonl_dataset, make_loader, some_texts
+from data_helpers import ROOT, RankLoaders, change, jsonl_dataset, make_loader, some_texts
 from ranks import descendants
 
 from titanlite.config.errors import UserError
@@ -42,8 +42,7 @@ def wait_until(condition):
 def test_workers_change_no_sequence_and_no_state(tmp_path, size, num_workers):
     dataset = jsonl_dataset(tmp_path, some_texts(150))
     alone = RankLoaders(dataset, 1)
-    with_workers = dataset.model_copy(update={"num_workers": num_workers, "prefetch": 3})
-    ranks = RankLoaders(with_workers, size)
+    ranks = RankLoaders(change(dataset, num_workers=num_workers, prefetch=3), size)
 
     for _ in range(6):
         assert torch.equal(ranks.batch(), alone.batch())
@@ -67,34 +66,45 @@ def test_workers_change_no_sequence_and_no_state(tmp_path, size, num_workers):
     assert not find_workers()
 
 
-@pytest.mark.parametrize("is_truncated", [False, True], ids=["killed", "truncated file"])
-def test_a_worker_that_dies_is_reported_with_the_cause(tmp_path, is_truncated):
-    dataset = jsonl_dataset(tmp_path, some_texts(100))
-    num_workers = 1 if is_truncated else 2
-    loader = make_loader(dataset.model_copy(update={"num_workers": num_workers}))
-    loader.next_global_batch()
+def make_loader_with_workers(folder, num_workers):
+    dataset = jsonl_dataset(folder, some_texts(100))
+    return make_loader(change(dataset, num_workers=num_workers))
 
-    worker = find_workers()[-1]
-    os.kill(worker, signal.SIGSTOP)
-    if is_truncated:
-        os.truncate(tmp_path / "a.jsonl", 100)
-    # The kernel sends SIGBUS to a process that reads a mapped file past its end.
-    os.kill(worker, signal.SIGBUS if is_truncated else signal.SIGKILL)
-    os.kill(worker, signal.SIGCONT)
 
-    cause = r"a\.jsonl has changed" if is_truncated else r"data worker \(process \d+\) .*SIGKILL"
-
+def assert_reported(loader, cause, exit_code):
     with pytest.raises(UserError, match=cause) as error:
         list(loader)
-    assert error.value.exit_code == (2 if is_truncated else 1)
+    assert error.value.exit_code == exit_code
 
     loader.close()
     assert not find_workers()
 
 
+def test_a_worker_that_is_killed_is_reported_with_the_signal(tmp_path):
+    loader = make_loader_with_workers(tmp_path, 2)
+    loader.next_global_batch()
+
+    os.kill(find_workers()[-1], signal.SIGKILL)
+
+    assert_reported(loader, r"data worker \(process \d+\) .*SIGKILL", 1)
+
+
+def test_a_worker_that_reads_a_truncated_file_is_reported_with_the_file(tmp_path):
+    loader = make_loader_with_workers(tmp_path, 1)
+    loader.next_global_batch()
+
+    [worker] = find_workers()
+    os.kill(worker, signal.SIGSTOP)
+    os.truncate(tmp_path / "a.jsonl", 100)
+    # The kernel sends this signal to a process that reads a mapped file past its end.
+    os.kill(worker, signal.SIGBUS)
+    os.kill(worker, signal.SIGCONT)
+
+    assert_reported(loader, r"a\.jsonl has changed", 2)
+
+
 def test_a_source_that_cannot_be_pickled_is_an_error(tmp_path):
-    dataset = jsonl_dataset(tmp_path, some_texts(100))
-    loader = make_loader(dataset.model_copy(update={"num_workers": 1}))
+    loader = make_loader_with_workers(tmp_path, 1)
     # The source of a plugin can have any attribute.
     setattr(loader.sources[0], "lock", threading.Lock())  # noqa: B010
 
