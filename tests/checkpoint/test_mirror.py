@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,11 @@ from titanlite.config.storage import list_files
 from titanlite.data.sources.files import open_source
 
 pytestmark = pytest.mark.slow
-MIRROR = "--checkpoint.mirror", "s3://bucket/run"
-URLS = {
-    "s3://no": "not exist",
-    MIRROR[1]: "Key Id",
-    "run": "must be a URL",
-    "memory://a": "outlive",
-    "gs://a": "gcsfs",
-}
+URL = "s3://bucket/run"
+TO_BUCKET = f"--checkpoint.mirror {URL}"
+KEEP_NEWEST = "--checkpoint.keep_latest_k 1"
+EVERY_STEP = "--checkpoint.interval 1"
+EVERY_SECOND_STEP = "--checkpoint.interval 2"
 
 
 @pytest.fixture
@@ -43,13 +41,10 @@ def server(tmp_path, monkeypatch):
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     server._port = server.get_host_and_port()[1]  # kept at a restart
-    settings = {
-        "ACCESS_KEY_ID": "us",
-        "SECRET_ACCESS_KEY": "us",
-        "DEFAULT_REGION": "us-east-1",
-        "MAX_ATTEMPTS": "1",
-    }
-    for name, value in {**settings, "ENDPOINT_URL": f"http://127.0.0.1:{server._port}"}.items():
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server._port}")
+    settings = "ACCESS_KEY_ID=us SECRET_ACCESS_KEY=us DEFAULT_REGION=us-east-1 MAX_ATTEMPTS=1"
+    for setting in settings.split():
+        name, _, value = setting.partition("=")
         monkeypatch.setenv(f"AWS_{name}", value)
     monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
     post("reset")
@@ -96,13 +91,28 @@ def flip_bit(step: int) -> None:
     storage.pipe(name, bytes(content))
 
 
+@pytest.fixture
+def mirror_folder(tmp_path) -> Path:
+    return tmp_path / "mirror"
+
+
+@pytest.fixture
+def to_folder(mirror_folder) -> str:
+    """Return the option to copy checkpoints to `mirror_folder`."""
+    return f"--checkpoint.mirror file://{mirror_folder}"
+
+
+def train(out: Path, *options: str, code: int = 0, before: Callable[[], None] | None = None) -> str:
+    """Train the small job on one rank, check the exit code, and return the output."""
+    return start_small(out, *options, before=before).wait_for_exit(code)
+
+
 def test_another_node_resumes_from_the_newest_valid_checkpoint_of_the_mirror(server, tmp_path):
-    retention = ("--checkpoint.interval", 3, "--checkpoint.keep_latest_k", 2)
-    options = (*MIRROR, "--lr_scheduler.total_steps", 20, *retention)
+    retention = "--checkpoint.interval 3 --checkpoint.keep_latest_k 2"
+    options = f"{TO_BUCKET} --lr_scheduler.total_steps 20 {retention}"
     # The run ends while an older checkpoint is still being copied.
-    slow = "--checkpoint.mirror_mbps", 40
-    first = start_small(tmp_path / "one", *options, "--training.steps", 10, *slow, ranks=2)
-    first.wait_for_exit(0)
+    slow = "--training.steps 10 --checkpoint.mirror_mbps 40"
+    start_small(tmp_path / "one", options, slow, ranks=2).wait_for_exit(0)
     kept = ["step-00000009/manifest.json", "step-00000010/manifest.json"]
 
     assert sorted(read_mirror("manifest.json")) == kept
@@ -111,39 +121,37 @@ def test_another_node_resumes_from_the_newest_valid_checkpoint_of_the_mirror(ser
     # A job that does not match the checkpoints downloads nothing.
     flip_bit(10)
     bucket().pipe("bucket/run/step-00000011/manifest.json", encode_manifest({"step": 11}))
-    start_small(tmp_path / "other", *options, "--model.dim", 32).wait_for_exit(2)
+    train(tmp_path / "other", options, "--model.dim 32", code=2)
     assert not read_files(tmp_path / "other")
 
-    assert "Resumed after step 9 " in start_small(tmp_path / "two", *options).wait_for_exit(0)
+    assert "Resumed after step 9 " in train(tmp_path / "two", options)
     # The first run adds the losses of two ranks.
     expected = pytest.approx(read_losses(tmp_path / "one")[10], rel=1e-5)
     assert read_losses(tmp_path / "two")[10] == expected
 
-    go_back = ("--checkpoint.load_step", 9, "--training.steps", 10)
-    back = start_small(tmp_path / "back", *options, *go_back)
-    assert "Resumed after step 9 " in back.wait_for_exit(0)
+    go_back = "--checkpoint.load_step 9 --training.steps 10"
+    assert "Resumed after step 9 " in train(tmp_path / "back", options, go_back)
 
     # Runs keep the manifest that they did not write.
     bucket().rm_file("bucket/run/step-00000011/manifest.json")
     assert sorted(read_mirror("manifest.json")) == kept
 
-    titanlite("generate", "--checkpoint", "s3://bucket/run", "--max-new-tokens", 3)
-    assert str(tmp_path) not in titanlite("verify", "s3://bucket/run")
+    titanlite("generate", "--checkpoint", URL, "--max-new-tokens", 3)
+    assert str(tmp_path) not in titanlite("verify", URL)
 
     # Another manifest of step 10 means that another process has saved this step.
     bucket().copy(*(f"bucket/run/{name}" for name in kept))
-    twice = start_small(tmp_path / "back", *options, "--training.steps", 10)
-    assert "started twice" in twice.wait_for_exit(4)
+    assert "started twice" in train(tmp_path / "back", options, "--training.steps 10", code=4)
 
     # Without a valid checkpoint, every start fails.
     flip_bit(9)
     for _ in range(2):
-        start_small(tmp_path / "three", *options).wait_for_exit(4)
+        train(tmp_path / "three", options, code=4)
 
 
 def test_interrupted_copy_is_not_a_checkpoint_and_is_repeated_by_the_next_start(server, tmp_path):
-    options = *MIRROR, "--training.steps", 5
-    world = start_small(tmp_path / "one", *options, "--checkpoint.mirror_mbps", 0.1)
+    options = f"{TO_BUCKET} --training.steps 5"
+    world = start_small(tmp_path / "one", options, "--checkpoint.mirror_mbps 0.1")
     deadline = time.monotonic() + 60
     while not read_mirror():
         assert time.monotonic() < deadline
@@ -153,7 +161,7 @@ def test_interrupted_copy_is_not_a_checkpoint_and_is_repeated_by_the_next_start(
     assert read_mirror("manifest.json") == {}
 
     bucket().pipe("bucket/run/other/step-00000001/.metadata", b"of another run, which sends it now")
-    start_small(tmp_path / "one", *options).wait_for_exit(0)
+    train(tmp_path / "one", options)
 
     assert read_mirror().keys() - read_files(tmp_path / "one/checkpoint").keys() == {
         "other/step-00000001/.metadata"
@@ -163,16 +171,10 @@ def test_interrupted_copy_is_not_a_checkpoint_and_is_repeated_by_the_next_start(
 def test_run_continues_without_the_server_and_fails_only_if_the_last_copy_fails(
     server, tmp_path, request
 ):
-    options = (
-        *MIRROR,
-        "--checkpoint.interval",
-        20,
-        "--checkpoint.keep_latest_k",
-        2,
-    )
+    options = f"{TO_BUCKET} --checkpoint.interval 20 --checkpoint.keep_latest_k 2"
     # The run waits this long for its last copy, which fails because there is no server.
-    short_wait = "--checkpoint.timeout_seconds", 5
-    world = start_small(tmp_path / "one", *options, *short_wait, "--training.steps", 10**6)
+    short_wait = "--checkpoint.timeout_seconds 5"
+    world = start_small(tmp_path / "one", options, short_wait, "--training.steps 1000000")
     request.addfinalizer(world.close)
     world.wait_for("step +1/")
     server.stop()
@@ -182,91 +184,86 @@ def test_run_continues_without_the_server_and_fails_only_if_the_last_copy_fails(
     server.stop()
     world.kill(0, signal.SIGTERM)
 
-    assert "s3://bucket/run" in world.wait_for_exit(4)
+    assert URL in world.wait_for_exit(4)
 
     server.start()
-    start_small(tmp_path / "one", *options, "--training.steps", 1).wait_for_exit(0)
+    train(tmp_path / "one", options, "--training.steps 1")
 
     assert read_mirror() == read_files(tmp_path / "one/checkpoint")
 
 
-def test_mirror_never_changes_files_that_the_run_did_not_write(tmp_path):
-    mirror = tmp_path / "mirror"
+def test_mirror_never_changes_files_that_the_run_did_not_write(tmp_path, mirror_folder, to_folder):
     foreign = [
-        "step-00001000/lit_model.pth",
         "step-00000000/manifest.json",
+        "step-00000002/notes.txt",
+        "step-00000003/manifest.json",
+        "step-00000004/.metadata",
+        "step-00001000/lit_model.pth",
         "final/step-00000002/a",
     ]
-    foreign += ["step-00000004/.metadata", "step-00000002/notes.txt", "step-00000003/manifest.json"]
     for name in foreign:
-        (mirror / name).parent.mkdir(parents=True)
-        (mirror / name).write_text(name)
-    every_second_step = "--checkpoint.interval", 2, "--checkpoint.keep_latest_k", 1
-    options = "--checkpoint.mirror", f"file://{mirror}", *every_second_step
+        path = mirror_folder / name
+        path.parent.mkdir(parents=True)
+        path.write_text(name)
+    options = f"{to_folder} {EVERY_SECOND_STEP} {KEEP_NEWEST}"
 
-    start_small(tmp_path / "run", *options, "--training.steps", 2).wait_for_exit(0)
+    train(tmp_path / "run", options, "--training.steps 2")
 
-    assert "manifest.json" in list_names(mirror / "step-00000002")
+    assert "manifest.json" in list_names(mirror_folder / "step-00000002")
 
-    output = start_small(tmp_path / "run", *options, "--training.steps", 4).wait_for_exit(4)
-    assert f"{mirror}/step-00000004 contains files that this run did not write" in output
+    output = train(tmp_path / "run", options, "--training.steps 4", code=4)
+    assert f"{mirror_folder}/step-00000004 contains files that this run did not write" in output
 
-    world = start_small(tmp_path / "run", *options, "--training.steps", 6)
-    world.wait_for_exit(0)
+    train(tmp_path / "run", options, "--training.steps 6")
 
-    assert all((mirror / name).read_text() == name for name in foreign)
-    assert list_names(mirror / "step-00000002") == ["notes.txt"]
-    assert list_names(mirror / "step-00000004") == [".metadata"]
-    assert "manifest.json" in list_names(mirror / "step-00000006")
+    assert all((mirror_folder / name).read_text() == name for name in foreign)
+    assert list_names(mirror_folder / "step-00000002") == ["notes.txt"]
+    assert list_names(mirror_folder / "step-00000004") == [".metadata"]
+    assert "manifest.json" in list_names(mirror_folder / "step-00000006")
 
 
-def test_imported_weights_are_kept_in_the_folder_and_at_the_mirror(tmp_path):
-    mirror = tmp_path / "mirror"
+def test_imported_weights_are_kept_in_the_folder_and_at_the_mirror(
+    tmp_path, mirror_folder, to_folder
+):
     run = tmp_path / "run"
-    options = (
-        "--checkpoint.mirror",
-        f"file://{mirror}",
-        "--checkpoint.interval",
-        1,
-        "--checkpoint.keep_latest_k",
-        1,
-    )
-    start_small(run, *options, "--training.steps", 1).wait_for_exit(0)
+    options = f"{to_folder} {EVERY_STEP} {KEEP_NEWEST}"
+    train(run, options, "--training.steps 1")
     titanlite("average", run, run, "--out", tmp_path / "mean")
-    start_small(run, *options, "--training.steps", 2).wait_for_exit(0)
-    for folder in (run / "checkpoint", mirror):
-        shutil.copytree(tmp_path / "mean/step-00000001", folder / "step-00000001")
+    train(run, options, "--training.steps 2")
+    imported = tmp_path / "mean/step-00000001"
+    for folder in (run / "checkpoint", mirror_folder):
+        shutil.copytree(imported, folder / imported.name)
 
-    start_small(run, *options, "--training.steps", 4).wait_for_exit(0)
+    train(run, options, "--training.steps 4")
 
-    for folder in (run / "checkpoint", mirror):
-        assert list_names(folder / "step-00000001") == list_names(tmp_path / "mean/step-00000001")
+    for folder in (run / "checkpoint", mirror_folder):
+        assert list_names(folder / imported.name) == list_names(imported)
         assert not (folder / "step-00000002").exists()
 
 
-def test_mirror_with_only_imported_weights_is_an_error_before_training(tmp_path):
+def test_mirror_with_only_imported_weights_is_an_error_before_training(
+    tmp_path, mirror_folder, to_folder
+):
     run = tmp_path / "run"
-    start_small(run, "--training.steps", 1).wait_for_exit(0)
-    titanlite("average", run, run, "--out", tmp_path / "mirror")
+    train(run, "--training.steps 1")
+    titanlite("average", run, run, "--out", mirror_folder)
 
-    new_run = start_small(tmp_path / "new", "--checkpoint.mirror", f"file://{tmp_path}/mirror")
-
-    log = new_run.wait_for_exit(2)
+    log = train(tmp_path / "new", to_folder, code=2)
 
     assert "step-00000001 contains imported weights" in log
     assert "initial_load_path" in log
     assert not read_files(tmp_path / "new")
 
 
-def test_mirror_with_only_the_weights_of_the_last_step_is_an_error_before_training(tmp_path):
-    options = (
-        f"--checkpoint.mirror file://{tmp_path}/mirror --checkpoint.last_save_model_only "
-        "--checkpoint.keep_best --validation.freq 1 --validation.holdout 0.2 --training.steps 1"
-    )
-    start_small(tmp_path / "run", *options.split()).wait_for_exit(0)
-    assert list_names(tmp_path / "mirror") == ["final"]
+def test_mirror_with_only_the_weights_of_the_last_step_is_an_error_before_training(
+    tmp_path, mirror_folder, to_folder
+):
+    validation = "--checkpoint.keep_best --validation.freq 1 --validation.holdout 0.2"
+    options = f"{to_folder} {validation} --checkpoint.last_save_model_only --training.steps 1"
+    train(tmp_path / "run", options)
+    assert list_names(mirror_folder) == ["final"]
 
-    start_small(tmp_path / "new", *options.split()).wait_for_exit(4)
+    train(tmp_path / "new", options, code=4)
 
 
 def fail_at_once() -> None:
@@ -282,11 +279,8 @@ def fill_mirror() -> None:
     mirror.Mirror._copy_file = raise_full  # type: ignore[method-assign]
 
 
-def test_full_mirror_on_a_local_disk_gets_no_advice_about_s3(tmp_path):
-    url = f"file://{tmp_path}/mirror"
-    options = "--checkpoint.mirror", url, "--training.steps", 1
-
-    log = start_small(tmp_path / "run", *options, before=fill_mirror).wait_for_exit(4)
+def test_full_mirror_on_a_local_disk_gets_no_advice_about_s3(tmp_path, to_folder):
+    log = train(tmp_path / "run", to_folder, "--training.steps 1", code=4, before=fill_mirror)
 
     assert "No space left on device" in log
     assert "AWS" not in log
@@ -296,60 +290,59 @@ def fail_to_export() -> None:
     saved_folders.export_hf = raise_full
 
 
-def test_run_whose_export_fails_still_waits_for_its_last_copy(tmp_path):
+def test_run_whose_export_fails_still_waits_for_its_last_copy(tmp_path, mirror_folder, to_folder):
     # The second copy starts three seconds after the first one.
-    options = (
-        f"--checkpoint.mirror file://{tmp_path}/mirror --checkpoint.mirror_mbps 20 "
-        "--training.steps 2 --checkpoint.interval 1 --checkpoint.last_save_in_hf"
-    )
+    slow = f"{to_folder} {EVERY_STEP} --checkpoint.mirror_mbps 20"
+    options = f"{slow} --training.steps 2 --checkpoint.last_save_in_hf"
 
-    start_small(tmp_path / "run", options, before=fail_to_export).wait_for_exit(4)
+    train(tmp_path / "run", options, code=4, before=fail_to_export)
 
-    assert "manifest.json" in list_names(tmp_path / "mirror/step-00000002")
+    assert "manifest.json" in list_names(mirror_folder / "step-00000002")
 
 
-def test_next_start_finishes_an_interrupted_removal_at_the_mirror(tmp_path):
-    mirror = tmp_path / "mirror"
-    options = ("--checkpoint.interval", 2, "--checkpoint.keep_latest_k", 1)
-    options = "--checkpoint.mirror", f"file://{mirror}", *options
-    start_small(tmp_path / "run", *options, "--training.steps", 2).wait_for_exit(0)
-    # Some files of step 1 were removed before the interruption.
-    for name in ("step-00000001", "step-00000002"):
-        (mirror / name).mkdir(exist_ok=True)
-        for file in ("manifest.json", ".metadata"):
-            shutil.copy(tmp_path / "run/checkpoint/step-00000002" / file, mirror / name)
-        shutil.copy(mirror / name / "manifest.json", mirror / name / "manifest.json.incomplete")
-    (mirror / "step-00000001/manifest.json").unlink()
-    start_small(tmp_path / "run", *options, "--training.steps", 4).wait_for_exit(0)
+def test_next_start_finishes_an_interrupted_removal_at_the_mirror(
+    tmp_path, mirror_folder, to_folder
+):
+    options = f"{to_folder} {EVERY_SECOND_STEP} {KEEP_NEWEST}"
+    train(tmp_path / "run", options, "--training.steps 2")
+    # A start that was killed has removed some files of step 1.
+    interrupted = mirror_folder / "step-00000001"
+    interrupted.mkdir()
+    saved = tmp_path / "run/checkpoint/step-00000002"
+    shutil.copy(saved / ".metadata", interrupted)
+    shutil.copy(saved / "manifest.json", interrupted / "manifest.json.incomplete")
 
-    assert list_names(mirror) == ["step-00000004"]
+    train(tmp_path / "run", options, "--training.steps 4")
+
+    assert list_names(mirror_folder) == ["step-00000004"]
 
 
-def test_removal_at_the_mirror_succeeds_after_a_copy_was_interrupted_at_its_end(tmp_path):
-    mirror = tmp_path / "mirror"
+def test_removal_at_the_mirror_succeeds_after_a_copy_was_interrupted_at_its_end(
+    tmp_path, mirror_folder, to_folder
+):
     run = tmp_path / "run"
-    options = "--checkpoint.interval 2 --training.steps 4 --checkpoint.mirror", f"file://{mirror}"
-    start_small(run, *options).wait_for_exit(0)
+    options = f"{to_folder} {EVERY_SECOND_STEP} --training.steps 4"
+    train(run, options)
     shutil.rmtree(run / "checkpoint/step-00000002")
-    manifest = mirror / "step-00000002/manifest.json"
+    manifest = mirror_folder / "step-00000002/manifest.json"
     shutil.copy(manifest, f"{manifest}.incomplete")
 
-    options = *options, "--checkpoint.keep_latest_k 1"
-    log = start_small(run, *options, before=fail_at_once).wait_for_exit(0)
+    log = train(run, options, KEEP_NEWEST, before=fail_at_once)
 
     assert "FAILED" not in log
-    assert list_names(mirror) == ["step-00000004"]
+    assert list_names(mirror_folder) == ["step-00000004"]
 
 
-def test_empty_local_folder_of_the_selected_step_is_replaced_by_that_of_the_mirror(tmp_path):
-    mirror = tmp_path / "mirror"
-    options = "--checkpoint.interval 2 --training.steps 4 --checkpoint.mirror", f"file://{mirror}"
-    start_small(tmp_path / "one", *options).wait_for_exit(0)
+def test_empty_local_folder_of_the_selected_step_is_replaced_by_that_of_the_mirror(
+    tmp_path, to_folder
+):
+    options = f"{to_folder} {EVERY_SECOND_STEP} --training.steps 4"
+    train(tmp_path / "one", options)
     (tmp_path / "two/checkpoint/step-00000002").mkdir(parents=True)
 
-    second = start_small(tmp_path / "two", *options, "--checkpoint.load_step 2")
+    log = train(tmp_path / "two", options, "--checkpoint.load_step 2")
 
-    assert "Resumed after step 2 " in second.wait_for_exit(0)
+    assert "Resumed after step 2 " in log
 
 
 def fail_to_list_checkpoints_in_the_thread() -> None:
@@ -363,11 +356,12 @@ def fail_to_list_checkpoints_in_the_thread() -> None:
     mirror.list_checkpoints = list_or_fail  # type: ignore[assignment]
 
 
-def test_error_outside_of_the_storage_is_counted_and_fails_the_last_copy(tmp_path):
-    options = "--checkpoint.mirror", f"file://{tmp_path}/mirror", "--training.steps 3"
-    world = start_small(tmp_path / "run", *options, before=fail_to_list_checkpoints_in_the_thread)
+def test_error_outside_of_the_storage_is_counted_and_fails_the_last_copy(tmp_path, to_folder):
+    options = f"{to_folder} --training.steps 3"
 
-    assert "Stale file handle" in world.wait_for_exit(4)
+    log = train(tmp_path / "run", options, code=4, before=fail_to_list_checkpoints_in_the_thread)
+
+    assert "Stale file handle" in log
     assert read_metrics(tmp_path / "run")[3]["failed_mirrors"] == 1
 
 
@@ -386,23 +380,33 @@ def test_storage_error_names_the_storage_and_not_the_local_checkpoint(server, tm
         return app(environ, start_response)
 
     server._server.app = fail_uploads
-    options = *MIRROR, "--training.steps", 1
-    output = start_small(tmp_path / "one", *options, before=try_copies_twice).wait_for_exit(4)
+    options = f"{TO_BUCKET} --training.steps 1"
+
+    output = train(tmp_path / "one", options, code=4, before=try_copies_twice)
 
     [failure] = [line for line in output.splitlines() if "FAILED" in line]
-
-    assert "s3://bucket/run/step-00000001" in failure
+    assert f"{URL}/step-00000001" in failure
     assert "internal error" in failure
     assert str(tmp_path) not in failure
     assert "move this checkpoint away" not in output
 
 
-@pytest.mark.parametrize(("url", "reason"), URLS.items())
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("s3://no", "not exist"),
+        (URL, "Key Id"),
+        ("run", "must be a URL"),
+        ("memory://a", "outlive"),
+        ("gs://a", "gcsfs"),
+    ],
+)
 def test_unusable_url_is_an_error_before_the_start(server, tmp_path, url, reason):
     # After 0 further requests, the server checks access keys.
-    post("reset-auth", b"0" if url == MIRROR[1] else b"inf")
-    data = "--dataset.source", "text", "--dataset.path", url
-    output = start_small(tmp_path / "one", "--checkpoint.mirror", url, *data).wait_for_exit(2)
+    post("reset-auth", b"0" if url == URL else b"inf")
+    data = f"--dataset.source text --dataset.path {url}"
+
+    output = train(tmp_path / "one", f"--checkpoint.mirror {url}", data, code=2)
 
     for text in ("checkpoint.mirror", "dataset.path", reason):
         assert text in output
@@ -450,25 +454,19 @@ def test_data_tokenizer_and_model_in_a_bucket_equal_local_ones(
     for folder in ("data/", "data/parts/", "data/shards/"):
         boto3.client("s3").put_object(Bucket="bucket", Key=folder)
 
-    def train(
-        out: Path,
-        data_folder: object,
-        steps: int,
-        *mirror: str,
-        code: int = 0,
-    ) -> None:
+    def train_on(data_folder: object, out: Path, options: str, code: int = 0) -> None:
         write_job(job, data_folder)
-        schedule = ("--training.steps", steps, "--lr_scheduler.total_steps", 12)
-        options = (*schedule, "--checkpoint.last_save_in_hf", *mirror)
-        titanlite("train", "--job.config_file", job, "--job.dump_folder", out, *options, code=code)
+        options += " --lr_scheduler.total_steps 12 --checkpoint.last_save_in_hf"
+        files = ("--job.config_file", job, "--job.dump_folder", out)
+        titanlite("train", *files, *options.split(), code=code)
 
     local = tmp_path / "local"
     remote = tmp_path / "remote"
-    train(local, data, 12)
-    train(remote, "s3://bucket/data", 10, *MIRROR)
-    train(remote, data, 12, *MIRROR)
+    train_on(data, local, "--training.steps 12")
+    train_on("s3://bucket/data", remote, f"--training.steps 10 {TO_BUCKET}")
+    train_on(data, remote, f"--training.steps 12 {TO_BUCKET}")
     # The mirror belongs to the other run now.
-    train(local, data, 12, *MIRROR, code=2)
+    train_on(data, local, f"--training.steps 12 {TO_BUCKET}", code=2)
     assert read_losses(local) == read_losses(remote)
 
     # Each file is smaller than a block, and both starts download each block once.
