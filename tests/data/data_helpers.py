@@ -65,8 +65,7 @@ def write_megatron(path, documents, dtype="uint16", cuts=1):
     ends = np.cumsum(lengths, dtype="<i8")
     starts = (ends - lengths) * np.dtype(dtype).itemsize
     bounds = np.arange(0, len(pieces) + 1, cuts, dtype="<i8")
-    codes = ["", "uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"]
-    code = codes.index(dtype)
+    code = {"int32": 4, "uint16": 8}[dtype]
     header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(pieces), len(bounds))
     path.write_bytes(np.concatenate(pieces).tobytes())
     index = [array.tobytes() for array in (lengths, starts, bounds)]
@@ -141,7 +140,15 @@ def make_loader(dataset, *, tokenizer=TOKENIZER, holdout=0.0, data_rank=0, **key
     return Loader(run, tokenizer, data_rank, None, CPU, lambda: False)
 
 
-def make_validation(validation, dataset, *, rank=0, size=1, local=3, **keys):
+def make_validation(
+    validation,
+    dataset,
+    *,
+    rank=0,
+    size=1,
+    local=3,
+    **keys,
+):
     run = make_run(dataset, validation, size, local_batch_size=local, **keys)
     return ValidationSet(run, TOKENIZER, rank, CPU)
 
@@ -155,14 +162,15 @@ def find_documents(input_ids):
 class RankLoaders:
     """The loaders of all ranks of a run, which exchange state through a barrier."""
 
-    def __init__(self, dataset, size, *, local=1, global_batch=24, **keys):
+    def __init__(self, dataset, size, **keys):
         self.size = size
         self._values = {}
         self._barrier = threading.Barrier(size)
-        keys |= {"global_batch_size": global_batch, "local_batch_size": local, "dp_size": size}
-        self.loaders = [make_loader(dataset, data_rank=rank, **keys) for rank in range(size)]
-        for rank, loader in enumerate(self.loaders):
+        self.loaders = []
+        for rank in range(size):
+            loader = make_loader(dataset, data_rank=rank, dp_size=size, **keys)
             loader._gather = partial(self._gather, rank)
+            self.loaders.append(loader)
 
     def _gather(self, rank, value):
         self._values[rank] = value

@@ -6,18 +6,22 @@ import json
 
 import datasets as hf_datasets
 import pytest
+import tomli
 import torch
 from data_helpers import (
     TOKENIZER,
     RankLoaders,
+    change,
     hide_bad_records,
     jsonl_dataset,
+    load_smaller_tokenizer,
     make_dataset,
     make_loader,
     make_mixture,
     some_texts,
     write_hub,
     write_jsonl,
+    write_parquet,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,85 +38,80 @@ from titanlite.model.llama import Llama
 
 STEPS = 9
 TEXTS = some_texts(230)
+DATASETS = tomli.loads("""
+concat = {source = "jsonl", path = "a.jsonl"}
+best_fit = {source = "jsonl", path = "a.jsonl", packing = "best_fit"}
+mask = {source = "jsonl", path = "a.jsonl", document_mask = true}
+holdout = {source = "jsonl", path = "a.jsonl"}
+capped = {source = "jsonl", path = "a.jsonl", max_epochs = 2}
+"capped best_fit" = {source = "jsonl", path = "a.jsonl", max_epochs = 2, packing = "best_fit"}
+skip = {source = "jsonl", path = "bad.jsonl", on_bad_record = "skip"}
+gz = {source = "jsonl", path = "a*.gz"}
+zst = {source = "jsonl", path = "*.zst", packing = "best_fit", max_epochs = 1}
+parquet = {source = "parquet", path = "*.parquet"}
+arrow = {source = "arrow", path = "arrow"}
+streaming = {source = "huggingface", path = "hub", streaming = true, packing = "best_fit"}
+text = {source = "text", path = "*.txt"}
+windows = {source = "jsonl", path = "large.jsonl.gz"}
+""")
 # Hashes of nine global batches and of the state after each one. They must never change, because old
 # runs are resumed.
-DIGESTS = {
-    "concat": "d0caf91b1757f7f3",
-    "best_fit": "b4f3a602995c609f",
-    "mask": "0482132c9c1858dc",
-    "holdout": "747736b19dbeb28a",
-    "capped": "4b3bb69282cc632b",
-    "capped best_fit": "bc379da785e01277",
-    "skip": "23ada54c4b10a58b",
-    "gz": "9014d83484f73d4a",
-    "zst": "dc70b286c70ee3fd",
-    "parquet": "75ce60ff74e6ccb4",
-    "arrow": "ab284fce0ae4c7b1",
-    "streaming": "e8f528c49a6c8ee7",
-    "text": "1385d6b57c636f00",
-    "windows": "4d6c225a408d9357",
-    "mix": "77f552317a3b5d25",
-}
+DIGESTS = tomli.loads("""
+concat = "d0caf91b1757f7f3"
+best_fit = "b4f3a602995c609f"
+mask = "0482132c9c1858dc"
+holdout = "747736b19dbeb28a"
+capped = "4b3bb69282cc632b"
+"capped best_fit" = "bc379da785e01277"
+skip = "23ada54c4b10a58b"
+gz = "9014d83484f73d4a"
+zst = "dc70b286c70ee3fd"
+parquet = "75ce60ff74e6ccb4"
+arrow = "ab284fce0ae4c7b1"
+streaming = "e8f528c49a6c8ee7"
+text = "1385d6b57c636f00"
+windows = "4d6c225a408d9357"
+mix = "77f552317a3b5d25"
+""")
 # Fingerprints of these datasets depend on file times or on the version of a library.
 UNSTABLE_FINGERPRINTS = ("gz", "zst", "mix", "windows", "parquet")
 
 
 def write_files(folder):
-    """Write the files of all datasets but the first."""
+    """Write the files of DATASETS."""
+    write_jsonl(folder / "a.jsonl", some_texts(150))
     for i in range(5):
         write_jsonl(folder / f"a{i}.jsonl.gz", TEXTS[i::5])
         write_jsonl(folder / f"a{i}.jsonl.zst", TEXTS[i::5])
     # This file is larger than one shuffle window.
     write_jsonl(folder / "large.jsonl.gz", some_texts(1500, words=20))
-    halves = {"a": TEXTS[:100], "b": TEXTS[100:]}
-    for name, part in halves.items():
-        table = hf_datasets.Dataset.from_dict({"text": part})
-        table.to_parquet(folder / f"{name}.parquet", batch_size=20)
+    write_parquet(folder / "a.parquet", TEXTS[:100])
+    write_parquet(folder / "b.parquet", TEXTS[100:])
     write_hub(folder / "hub", TEXTS)
     hf_datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(folder / "arrow")
     hide_bad_records(folder / "bad.jsonl", TEXTS, count=5)
-    lines = {
-        "a": "x" * 99 + "\n",
-        "b": "日本" * 40_000 + "\n",
-        "c": "é" * 999,
-    }
-    for name, line in lines.items():
-        count = 200_000 // len(line.encode()) + 1
-        (folder / f"{name}.txt").write_text(line * count, encoding="utf-8", newline="")
+    (folder / "a.txt").write_text(("x" * 99 + "\n") * 2001)
+    (folder / "b.txt").write_text("日本" * 40_000 + "\n", encoding="utf-8")
+    (folder / "c.txt").write_text("é" * 999 * 101, encoding="utf-8")
     (folder / "d.txt").write_text("small\n", encoding="utf-8-sig")
 
 
 @pytest.fixture(scope="module")
 def datasets(tmp_path_factory):
-    """Create the datasets of DIGESTS."""
+    """Create the datasets of DATASETS, and a mixture."""
     folder = tmp_path_factory.mktemp("data")
     write_files(folder)
-    plain = jsonl_dataset(folder, some_texts(150))
     sources = (
-        DataSource(source="jsonl", path=plain.path, weight=0.7),
-        DataSource(source="jsonl", path=str(folder / "*0.jsonl.gz"), weight=0.2),
-        DataSource(source="jsonl", path=plain.path, weight=0.1, max_epochs=3),
+        DataSource(source="jsonl", path=f"{folder}/a.jsonl", weight=0.7),
+        DataSource(source="jsonl", path=f"{folder}/*0.jsonl.gz", weight=0.2),
+        DataSource(source="jsonl", path=f"{folder}/a.jsonl", weight=0.1, max_epochs=3),
     )
     stages = (DataStage(start_step=4, weights=(0.2, 0.7, 0.1)),)
-    return {
-        "concat": plain,
-        "best_fit": plain.model_copy(update={"packing": "best_fit"}),
-        "mask": plain.model_copy(update={"document_mask": True}),
-        "holdout": plain,
-        "capped": plain.model_copy(update={"max_epochs": 2}),
-        "capped best_fit": plain.model_copy(update={"max_epochs": 2, "packing": "best_fit"}),
-        "skip": make_dataset("jsonl", folder / "bad.jsonl", on_bad_record="skip"),
-        "gz": make_dataset("jsonl", folder / "a*.gz"),
-        "zst": make_dataset("jsonl", folder / "*.zst", packing="best_fit", max_epochs=1),
-        "parquet": make_dataset("parquet", folder / "*.parquet"),
-        "arrow": make_dataset("arrow", folder / "arrow"),
-        "streaming": make_dataset(
-            "huggingface", folder / "hub", streaming=True, packing="best_fit"
-        ),
-        "text": make_dataset("text", folder / "*.txt"),
-        "windows": make_dataset("jsonl", folder / "large.jsonl.gz"),
-        "mix": Dataset(sources=sources, stages=stages, num_workers=0),
-    }
+    datasets = {"mix": Dataset(sources=sources, stages=stages, num_workers=0)}
+    for name, options in DATASETS.items():
+        path = f"{folder}/{options['path']}"
+        datasets[name] = Dataset.model_validate(options | {"path": path, "num_workers": 0})
+    return datasets
 
 
 def make_keys(name):
@@ -125,10 +124,8 @@ def references(datasets):
     references = {}
     for name, dataset in datasets.items():
         ranks = RankLoaders(dataset, 1, **make_keys(name))
-        references[name] = [], []
-        for _ in range(STEPS):
-            references[name][0].append(ranks.batch())
-            references[name][1].append(ranks.state())
+        steps = [(ranks.batch(), ranks.state()) for _ in range(STEPS)]
+        references[name] = list(zip(*steps, strict=True))
     return references
 
 
@@ -148,26 +145,20 @@ def test_sequences_and_states_are_the_same_in_each_version(references, name):
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        (2, 4),
-        (3, 1),
-        pytest.param((24, 6), marks=pytest.mark.long),
-    ],
+    ("first", "second"), [(2, 4), (3, 1), pytest.param(24, 6, marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize("name", DIGESTS)
 def test_sequences_and_states_are_the_same_on_any_layout_and_after_restarts(
-    datasets, references, name, sizes
+    datasets, references, name, first, second
 ):
     batches, states = references[name]
-    local = 24 // sizes[0]
-    ranks = RankLoaders(datasets[name], sizes[0], local=local, **make_keys(name))
+    ranks = RankLoaders(datasets[name], first, local_batch_size=24 // first, **make_keys(name))
+    restarts = {2: second, 5: first}  # number of ranks by step
 
     for step in range(STEPS):
-        if step in (2, 5):
+        if step in restarts:
             state = ranks.state()
-            size = sizes[1] if step == 2 else sizes[0]
-            ranks = RankLoaders(datasets[name], size, **make_keys(name)).load(state)
+            ranks = RankLoaders(datasets[name], restarts[step], **make_keys(name)).load(state)
             assert ranks.state() == state
         assert torch.equal(ranks.batch(), batches[step])
         assert ranks.state() == states[step]
@@ -177,17 +168,11 @@ def test_sequences_and_states_are_the_same_on_any_layout_and_after_restarts(
 
 def test_another_global_batch_size_continues_with_the_same_sequences(datasets, references):
     batches, states = references["concat"]
-    ranks = RankLoaders(datasets["concat"], 2, global_batch=8).load(states[3])
+    ranks = RankLoaders(datasets["concat"], 2, global_batch_size=8).load(states[3])
 
     continued = [ranks.batch() for _ in range(6)]
 
     assert torch.equal(torch.cat(continued), torch.cat(batches[4:6]))
-
-
-def test_another_seed_reads_other_sequences(datasets, references):
-    other = RankLoaders(datasets["concat"], 1, seed=8).batch()
-
-    assert not torch.equal(other, references["concat"][0][0])
 
 
 def read_all(dataset, seq_len):
@@ -203,16 +188,17 @@ def read_all(dataset, seq_len):
 
 
 SIZES = st.lists(st.integers(0, 60), min_size=7, max_size=40)
+# Texts of 0 to 60 words, which start with their number.
+TEXTS_TO_PACK = SIZES.map(lambda sizes: [f"{i}" + " a" * size for i, size in enumerate(sizes)])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
-    sizes=SIZES,
+    texts=TEXTS_TO_PACK,
     seq_len=st.integers(1, 20),
     epochs=st.integers(1, 2),
 )
-def test_concat_predicts_each_token_exactly_once(tmp_path_factory, sizes, seq_len, epochs):
-    texts = [f"{i}" + " a" * size for i, size in enumerate(sizes)]
+def test_concat_predicts_each_token_exactly_once(tmp_path_factory, texts, seq_len, epochs):
     dataset = jsonl_dataset(tmp_path_factory.mktemp("concat"), texts, max_epochs=epochs)
 
     sequences = read_all(dataset, seq_len)
@@ -234,10 +220,9 @@ def test_concat_predicts_each_token_exactly_once(tmp_path_factory, sizes, seq_le
         assert sorted(part) == sorted(texts)
 
 
-@settings(max_examples=25, deadline=None)
-@given(sizes=SIZES, seq_len=st.integers(4, 20))
-def test_best_fit_cuts_only_documents_longer_than_a_sequence(tmp_path_factory, sizes, seq_len):
-    texts = [f"{i}" + " a" * size for i, size in enumerate(sizes)]
+@settings(max_examples=25)
+@given(texts=TEXTS_TO_PACK, seq_len=st.integers(4, 20))
+def test_best_fit_cuts_only_documents_longer_than_a_sequence(tmp_path_factory, texts, seq_len):
     folder = tmp_path_factory.mktemp("best_fit")
     dataset = jsonl_dataset(folder, texts, max_epochs=1, packing="best_fit", document_mask=True)
     lengths = [len(TOKENIZER.encode(text)) + 2 for text in texts]
@@ -311,7 +296,7 @@ def test_a_batch_from_few_documents_contains_no_sequence_twice(tmp_path, count, 
     for start in range(0, 1000 * count, 1000):
         numbers = map(str, range(start, start + 800))
         texts.append(" ".join(numbers))
-    ranks = RankLoaders(jsonl_dataset(tmp_path, texts), 1, global_batch=64, holdout=holdout)
+    ranks = RankLoaders(jsonl_dataset(tmp_path, texts), 1, global_batch_size=64, holdout=holdout)
 
     for _ in range(3 if count == 1 else 10):
         assert len(ranks.batch()[:, 0].unique(dim=0)) == 64
@@ -319,10 +304,10 @@ def test_a_batch_from_few_documents_contains_no_sequence_twice(tmp_path, count, 
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_data_with_max_epochs_ends_at_the_same_step_on_all_ranks(datasets, epochs):
-    dataset = datasets["concat"].model_copy(update={"max_epochs": epochs})
+    dataset = change(datasets["concat"], max_epochs=epochs)
     sequences = []
     for size in (1, 2, 3):
-        ranks = RankLoaders(dataset, size, global_batch=6)
+        ranks = RankLoaders(dataset, size, global_batch_size=6)
         batches = []
         with pytest.raises(OutOfData, match=r"dataset\.max_epochs = "):
             batches.extend(iter(ranks.batch, None))
@@ -341,15 +326,14 @@ WEIGHT = st.one_of(st.just(0.0), POSITIVE_WEIGHT)
 WEIGHTS = st.lists(WEIGHT, min_size=2, max_size=5).filter(any)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(weights=WEIGHTS, batch=st.integers(1, 7))
 def test_each_count_of_a_mixture_is_always_within_one_sequence_of_its_share(
     tmp_path_factory, weights, batch
 ):
     path = write_jsonl(tmp_path_factory.mktemp("mixture") / "a.jsonl", some_texts(30))
-    loader = make_loader(
-        make_mixture(*((path, weight) for weight in weights)), global_batch_size=batch
-    )
+    mixture = make_mixture(*((path, weight) for weight in weights))
+    loader = make_loader(mixture, global_batch_size=batch)
 
     for step in range(1, 26):
         loader.next_global_batch()
@@ -365,7 +349,7 @@ def test_stages_change_the_weights_and_each_sequence_has_one_source(tmp_path):
         DataStage(start_step=2, weights=(1.0, 3.0)),
     )
     dataset = make_mixture((paths[0], 1.0), (paths[1], 1.0), stages=stages)
-    ranks = RankLoaders(dataset, 1, global_batch=8)
+    ranks = RankLoaders(dataset, 1, global_batch_size=8)
 
     counts = []
     for _ in range(6):
@@ -392,10 +376,14 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(("keys", "options", "message"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(
+    ("keys", "options", "message"),
+    CHANGES.values(),
+    ids=CHANGES,
+)
 def test_a_changed_job_cannot_resume(datasets, references, keys, options, message):
     state = references["concat"][1][0]
-    ranks = RankLoaders(datasets["concat"].model_copy(update=keys), 1, **options)
+    ranks = RankLoaders(change(datasets["concat"], **keys), 1, **options)
 
     with pytest.raises(UserError, match=message):
         ranks.load(state)
@@ -416,23 +404,20 @@ def test_changed_sources_cannot_resume(datasets, references, tmp_path):
         with pytest.raises(UserError, match=message):
             RankLoaders(dataset, 1).load(state)
 
-    allowed = changed.model_copy(update={"on_change": "warn"})
-    batch = RankLoaders(allowed, 1).load(state).batch()
+    batch = RankLoaders(change(changed, on_change="warn"), 1).load(state).batch()
 
     assert "<new" in TOKENIZER.decode(batch[:, 0].flatten().tolist())
 
 
 def test_only_a_tokenizer_with_the_same_ids_can_resume(datasets, references, tmp_path):
     state = references["concat"][1][0]
-    smaller = tmp_path / "tokenizer.model"
-    lines = TOKENIZER.path.read_bytes().splitlines()
-    smaller.write_bytes(b"\n".join(lines[:-1]))
     same = load_tokenizer(TOKENIZER.path.with_suffix(".json"))
+    smaller = load_smaller_tokenizer(tmp_path)
 
     RankLoaders(datasets["concat"], 1, tokenizer=same).load(state)
 
     with pytest.raises(UserError, match="tokenizer"):
-        RankLoaders(datasets["concat"], 1, tokenizer=load_tokenizer(smaller)).load(state)
+        RankLoaders(datasets["concat"], 1, tokenizer=smaller).load(state)
 
 
 def test_a_state_of_an_unknown_version_cannot_be_loaded(datasets, references):
@@ -443,20 +428,17 @@ def test_a_state_of_an_unknown_version_cannot_be_loaded(datasets, references):
 
 
 def test_tokens_and_epochs_of_each_source_count_all_ranks(tmp_path):
-    paths = []
-    for i, count in enumerate((40, 150, 150)):
-        paths.append(write_jsonl(tmp_path / f"{i}.jsonl", some_texts(count)))
-    dataset = make_mixture(*zip(paths, (1.0, 3.0, 0.0), strict=True))
+    small = write_jsonl(tmp_path / "small.jsonl", some_texts(40))
+    large = write_jsonl(tmp_path / "large.jsonl", some_texts(150))
+    dataset = make_mixture((small, 1.0), (large, 3.0), (large, 0.0))
 
     stats = []
     for size in (1, 2, 3):
         ranks = RankLoaders(dataset, size)
         for step in range(8):
+            if size == 2 and step == 4:  # a resumed loader continues the counts
+                ranks = RankLoaders(dataset, size).load(ranks.state())
             ranks.batch()
-            # A resumed loader must continue the counts.
-            if step == 3:
-                state = ranks.state()
-                ranks = RankLoaders(dataset, size).load(state) if size == 2 else ranks
         stats += ranks.call(Loader.stats)
 
     for key in ("source_tokens", "source_epochs"):

@@ -59,7 +59,12 @@ def run(capsys: Output, command: str, code: int = 0) -> str:
     return out + re.sub(r"[\s│]+", " ", err)
 
 
-def get(capsys: Output, hub: Hub, data: str, code: int = 0) -> str:
+def get(
+    capsys: Output,
+    hub: Hub,
+    data: str,
+    code: int = 0,
+) -> str:
     """Run `titanlite get data` with the hub."""
     return run(capsys, f"get data {data} --from {hub.url}", code)
 

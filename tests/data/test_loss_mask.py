@@ -79,7 +79,7 @@ def test_a_mixture_with_masks_predicts_and_resumes_only_their_ranges(tmp_path, p
         )
         has_mask = packing == "best_fit"
         mixture = Dataset(sources=sources, num_workers=0, packing=packing, document_mask=has_mask)
-        return RankLoaders(mixture, size, global_batch=6)
+        return RankLoaders(mixture, size, global_batch_size=6)
 
     def load_masked(size):
         return load_mixture(size, "jsonl", "masked.jsonl", loss_mask_column="mask")

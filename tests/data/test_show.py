@@ -36,7 +36,10 @@ def show(capsys, dataset, options, code=0):
     return captured.err if code else captured.out
 
 
-@pytest.mark.parametrize(("packing", "holdout"), [("concat", 0.0), ("best_fit", 0.5)])
+@pytest.mark.parametrize(
+    ("packing", "holdout"),
+    [("concat", 0.0), ("best_fit", 0.5)],
+)
 def test_the_text_that_training_reads_is_shown(tmp_path, capsys, packing, holdout):
     dataset = jsonl_dataset(tmp_path, some_texts(200), packing=packing)
     loader = make_loader(dataset, global_batch_size=6, holdout=holdout)

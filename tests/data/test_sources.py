@@ -57,7 +57,11 @@ RECORD = b' {"text":"' + b"y" * 40 + b'"}'
 LINE = st.sampled_from([b"", b"  ", b"\t\r", RECORD, rb'{"text":"\n\u2028"}'])
 
 
-@given(lines=st.lists(LINE), has_end=st.booleans(), is_compressed=st.booleans())
+@given(
+    lines=st.lists(LINE),
+    has_end=st.booleans(),
+    is_compressed=st.booleans(),
+)
 def test_blank_lines_are_not_documents(tmp_path_factory, lines, has_end, is_compressed):
     name = "a.jsonl.gz" if is_compressed else "a.jsonl"
     path = tmp_path_factory.mktemp("lines") / name

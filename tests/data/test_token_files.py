@@ -152,7 +152,11 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("name", "changed", "change", "named"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize(
+    ("name", "changed", "change", "named"),
+    BAD.values(),
+    ids=BAD,
+)
 def test_a_bad_file_is_an_error_that_names_it(tmp_path, name, changed, change, named):
     write_megatron(tmp_path / "a.bin", DOCUMENTS)
     write_npy(tmp_path / "a.npy", DOCUMENTS, "int32")
@@ -172,7 +176,10 @@ def test_a_token_dtype_that_contradicts_the_file_is_rejected(tmp_path, name):
         make_loader(Dataset.model_validate(keys))
 
 
-@pytest.mark.parametrize(("name", "index"), [("a.bin", "a.idx"), ("a.ds", "a.ds.index")])
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [("a.bin", "a.idx"), ("a.ds", "a.ds.index")],
+)
 def test_an_index_that_changes_while_it_is_read_ends_the_run(tmp_path, name, index):
     write_megatron(tmp_path / "a.bin", DOCUMENTS)
     write_datatrove(tmp_path / "a.ds", DOCUMENTS)

@@ -40,7 +40,10 @@ def read_sequences(*validation_sets):
     return in_order[has_labels]
 
 
-@pytest.mark.parametrize(("size", "local"), [(2, 3), (3, 1), (4, 8), (8, 1)])
+@pytest.mark.parametrize(
+    ("size", "local"),
+    [(2, 3), (3, 1), (4, 8), (8, 1)],
+)
 @pytest.mark.parametrize("holdout", [0.0, 0.2])
 def test_sequences_and_counts_are_the_same_on_any_number_of_ranks(dataset, size, local, holdout):
     dataset = change(dataset, document_mask=holdout > 0)

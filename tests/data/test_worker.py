@@ -38,7 +38,10 @@ def wait_until(condition):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(("size", "num_workers"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("size", "num_workers"),
+    [(1, 1), (2, 2)],
+)
 def test_workers_change_no_sequence_and_no_state(tmp_path, size, num_workers):
     dataset = jsonl_dataset(tmp_path, some_texts(150))
     alone = RankLoaders(dataset, 1)
@@ -152,7 +155,10 @@ def test_workers_end_with_their_trainer_even_in_a_busy_loop(tmp_path, number):
     wait_until(lambda: not any(map(is_worker, workers)))
 
 
-@pytest.mark.parametrize("setup", [b"", b"\x80\x05\x95\xff", pickle.dumps(("data", "part"))])
+@pytest.mark.parametrize(
+    "setup",
+    [b"", b"\x80\x05\x95\xff", pickle.dumps(("data", "part"))],
+)
 def test_a_worker_whose_trainer_is_killed_at_once_prints_nothing(setup):
     reader, pipe = os.pipe()
     os.close(reader)
