@@ -121,7 +121,13 @@ def migrate(
     return result, flatten(content)
 
 
-def flatten(tables: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def run(command: str, code: int = 0) -> None:
+    assert cli.main(command.split()) == code
+
+
+def flatten(
+    tables: dict[str, dict[str, Any]],
+) -> dict[str, Any]:
     options = {}
     for name, keys in tables.items():
         for key, value in keys.items():
@@ -215,42 +221,107 @@ from torchtitan.trainer import Trainer
 def llama3_8b():
     return Trainer.Config()
 """.lstrip()
+HF_CONFIG = '{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}'
+JSON_JOB = '{"job": {}, "model": {"name": "llama3"}, "training": {}}'
 OTHER_FORMATS = {
-    '{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}': (
-        "config.json of a Hugging Face model"
-    ),
-    '{"job": {}, "model": {"name": "llama3"}, "training": {}}': "JSON copy of a torchtitan job",
+    HF_CONFIG: "config.json of a Hugging Face model",
+    JSON_JOB: "JSON copy of a torchtitan job",
     '{"version": "1.0"}': "is JSON",
     PYTHON_CONFIG: "is Python",
 }
 
 
-@pytest.mark.parametrize(("content", "named"), OTHER_FORMATS.items(), ids=OTHER_FORMATS.values())
+@pytest.mark.parametrize(
+    ("content", "named"),
+    OTHER_FORMATS.items(),
+    ids=OTHER_FORMATS.values(),
+)
 def test_files_of_other_formats_are_recognized(content, named, capsys):
     Path("file").write_text(content)
-    for command in (["migrate", "file"], ["check", "--job.config_file", "file"]):
-        assert cli.main(command) == 2
+    for command in ("migrate file", "check --job.config_file file"):
+        run(command, code=2)
         output = capsys.readouterr().err
         assert named in output
         assert "line 1" not in output
 
 
-DEFAULTS = (
-    "optimizer.lr = 8e-4 ; checkpoint.enable = false ; lr_scheduler.warmup_steps = 200 ; "
-    "model.n_heads = 16 ; activation_checkpoint.selective_ac_option = '2' ; "
-    "metrics.enable_tensorboard = false"
-)
-HF = "checkpoint.enable = true ; checkpoint.initial_load_in_hf = true ; model.hf_assets_path = 'a'"
-OUR_HF = "checkpoint.initial_load_path = 'a' ; checkpoint.initial_load_in_hf = true"
-PARTS = (
-    "parallelism.module_fqns_per_model_part = "
-    '[["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]'
-)
-STAGES = "parallelism.pipeline_parallel_degree = 2 ; parallelism.data_parallel_shard_degree = 4"
-LONG_WARMUP = "training.steps = 5 ; lr_scheduler.warmup_steps = 9 ; lr_scheduler.total_steps = 1000"
-VALIDATED = "validation.source = 'c4' ; validation.split = 'validation' ; validation.freq = 7"
-SMALL = "model.converters = ['float8'] ; float8.filter_fqns = ['auto_filter_small_kn']"
-MXFP8 = "float8.enable = true ; float8.recipe_name = 'mxfp8' ; float8.min_features = 0"
+# In each block, the keys of torchtitan precede those of titanlite. titanlite rejects some keys
+# without the keys that they need.
+CONVERSIONS = """
+=> optimizer.lr = 8e-4 ; checkpoint.enable = false ; lr_scheduler.warmup_steps = 200 \
+; model.n_heads = 16 ; activation_checkpoint.selective_ac_option = '2' \
+; metrics.enable_tensorboard = false
+
+model.converters = ['float8']
+=> float8.enable = true ; float8.min_features = 0
+
+model.converters = ['mx'] ; mx.filter_fqns = ['output', 'wk']
+=> float8.enable = true ; float8.recipe_name = 'mxfp8' ; float8.min_features = 0 \
+; float8.filter_fqns = ['output', 'wk']
+
+model.converters = ['quantize.linear.mx'] ; quantize.linear.mx.filter_fqns = 'wk'
+=> float8.enable = true ; float8.recipe_name = 'mxfp8' ; float8.min_features = 0 \
+; float8.filter_fqns = ['wk']
+
+training.dataloader = { num_workers = 4, prefetch_factor = 3 }
+=> dataset.num_workers = 4 ; dataset.prefetch = 3
+
+lr_scheduler.lr_min = 0.1
+=> lr_scheduler.min_lr_factor = 0.1
+
+training.steps = 50
+=> training.steps = 50 ; lr_scheduler.warmup_steps = 50
+
+training.steps = 5 ; lr_scheduler.warmup_steps = 9
+=> lr_scheduler.warmup_steps = 5
+
+training.steps = 5 ; lr_scheduler.warmup_steps = 9 ; lr_scheduler.total_steps = 1000
+=> training.steps = 5 ; lr_scheduler.warmup_steps = 9 ; lr_scheduler.total_steps = 1000
+
+checkpoint.enable = true
+=> checkpoint.enable = true ; checkpoint.last_save_model_only = true
+
+activation_checkpoint.selective_ac_option = 3
+=> activation_checkpoint.selective_ac_option = '3'
+
+float8.filter_fqns = 'attention.wk,output'
+=> float8.filter_fqns = ['attention.wk', 'output']
+
+model.converters = ['float8'] ; float8.filter_fqns = ['auto_filter_small_kn']
+=> float8.filter_fqns = [] ; float8.min_features = 1024
+
+training.dataset = 'mine' ; training.dataset_path = 'a'
+=> dataset.source = 'huggingface' ; dataset.path = 'a'
+
+training.dataset = 'c4' ; training.dataset_path = 'a'
+=> dataset.config = 'en' ; dataset.streaming = true
+
+validation.enable = true ; validation.freq = 7
+=> validation.source = 'c4' ; validation.split = 'validation' ; validation.freq = 7
+
+compile.components = ['model']
+=> compile.enable = false
+
+compile.enable = true ; compile.components = []
+=> compile.enable = false
+
+float8.recipe_name = 'rowwise'
+=> float8.enable = false
+
+checkpoint.enable = true ; checkpoint.initial_load_in_hf = true ; model.hf_assets_path = 'a'
+=> checkpoint.initial_load_path = 'a' ; checkpoint.initial_load_in_hf = true
+
+checkpoint.enable = false ; checkpoint.initial_load_in_hf = true ; model.hf_assets_path = 'a'
+=> checkpoint.enable = false
+
+parallelism.module_fqns_per_model_part = \
+[["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]
+=> parallelism.pipeline_parallel_split_points = ['layers.1']
+
+parallelism.pipeline_parallel_degree = 2 ; parallelism.data_parallel_shard_degree = 4
+=> training.local_batch_size = 1 ; training.global_batch_size = 32
+"""
+CONVERTED_DEBUG = "training.seed = 5 ; training.deterministic = true"
 FROM_BEFORE_01 = """\
 parallelism.data_parallel_shard_degree = 2
 parallelism.tensor_parallel_degree = 2
@@ -266,61 +337,23 @@ float8.min_features = 0
 """
 
 
+def split_rows(
+    table: str,
+    separator: str = "\n",
+) -> list[tuple[str, str]]:
+    """Return the texts before and after " => " in each row of a table."""
+    pairs = []
+    for row in table.strip().split(separator):
+        left, _, right = row.rpartition("=> ")
+        pairs.append((left.strip(), right))
+    return pairs
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
-        ("", DEFAULTS),
-        ("model.converters = ['float8']", "float8.enable = true ; float8.min_features = 0"),
-        (
-            "model.converters = ['mx'] ; mx.filter_fqns = ['output', 'wk']",
-            f"{MXFP8} ; float8.filter_fqns = ['output', 'wk']",
-        ),
-        (
-            "model.converters = ['quantize.linear.mx'] ; quantize.linear.mx.filter_fqns = 'wk'",
-            f"{MXFP8} ; float8.filter_fqns = ['wk']",
-        ),
-        (
-            "[debug]\r ; seed = 5\r ; deterministic = true",
-            "training.seed = 5 ; training.deterministic = true",
-        ),
-        (
-            "training.dataloader = { num_workers = 4, prefetch_factor = 3 }",
-            "dataset.num_workers = 4 ; dataset.prefetch = 3",
-        ),
-        ("lr_scheduler.lr_min = 0.1", "lr_scheduler.min_lr_factor = 0.1"),
-        ("training.steps = 50", "training.steps = 50 ; lr_scheduler.warmup_steps = 50"),
-        ("training.steps = 5 ; lr_scheduler.warmup_steps = 9", "lr_scheduler.warmup_steps = 5"),
-        (LONG_WARMUP, LONG_WARMUP),
-        (
-            "checkpoint.enable = true",
-            "checkpoint.enable = true ; checkpoint.last_save_model_only = true",
-        ),
-        (
-            "activation_checkpoint.selective_ac_option = 3",
-            "activation_checkpoint.selective_ac_option = '3'",
-        ),
-        (
-            "float8.filter_fqns = 'attention.wk,output'",
-            "float8.filter_fqns = ['attention.wk', 'output']",
-        ),
-        (SMALL, "float8.filter_fqns = [] ; float8.min_features = 1024"),
-        (
-            "training.dataset = 'mine' ; training.dataset_path = 'a'",
-            "dataset.source = 'huggingface' ; dataset.path = 'a'",
-        ),
-        (
-            "training.dataset = 'c4' ; training.dataset_path = 'a'",
-            "dataset.config = 'en' ; dataset.streaming = true",
-        ),
-        ("validation.enable = true ; validation.freq = 7", VALIDATED),
-        # titanlite rejects these keys without the keys that they need.
-        ("compile.components = ['model']", "compile.enable = false"),
-        ("compile.enable = true ; compile.components = []", "compile.enable = false"),
-        ("float8.recipe_name = 'rowwise'", "float8.enable = false"),
-        (HF, OUR_HF),
-        (HF.replace("true", "false", 1), "checkpoint.enable = false"),
-        (PARTS, "parallelism.pipeline_parallel_split_points = ['layers.1']"),
-        (STAGES, "training.local_batch_size = 1 ; training.global_batch_size = 32"),
+        *split_rows(CONVERSIONS, "\n\n"),
+        ("[debug]\r\nseed = 5\r\ndeterministic = true", CONVERTED_DEBUG),
         (BEFORE_01, FROM_BEFORE_01),
     ],
     ids=lambda text: text[:60],
@@ -332,23 +365,23 @@ def test_keys_of_torchtitan_are_converted(theirs, ours):
 
 
 # Options without an equivalent, and text in the reported reason.
-LOST = [
-    ('checkpoint.initial_load_path = "a/step-5"', "titanlite import --torchtitan"),
-    ("checkpoint.load_step = 5", "titanlite run resumes from"),
-    ('model.converters = ["quantize.grouped_mm.mx"]', "only float8.enable"),
-    ('mx.recipe_name = "mxfp8_emulated"', "float8.emulate"),
-    ('model.converters = ["float8"]', "because its logits are computed in chunks"),
-    ("training.steps = 5\ntraining.fooled = 1", "no key of torchtitan 0.1 to 0.3"),
-    ("training.steps = 5\noptimizer.wd = 0.1", "Did you mean optimizer.weight_decay?"),
-    ("parallelism.pipeline_parallel_degree = 2", "training.global_batch_size to 8 times"),
-    ("validation.enable = true", "validation.sequences"),
-    ('training.dataset = "c4_test"', "python_stdlib"),
-]
+LOST = """
+checkpoint.initial_load_path = "a/step-5" => titanlite import --torchtitan
+checkpoint.load_step = 5 => titanlite run resumes from
+model.converters = ["quantize.grouped_mm.mx"] => only float8.enable
+mx.recipe_name = "mxfp8_emulated" => float8.emulate
+model.converters = ["float8"] => because its logits are computed in chunks
+training.steps = 5 ; training.fooled = 1 => no key of torchtitan 0.1 to 0.3
+training.steps = 5 ; optimizer.wd = 0.1 => Did you mean optimizer.weight_decay?
+parallelism.pipeline_parallel_degree = 2 => training.global_batch_size to 8 times
+validation.enable = true => validation.sequences
+training.dataset = "c4_test" => python_stdlib
+"""
 
 
-@pytest.mark.parametrize(("text", "reason"), LOST)
+@pytest.mark.parametrize(("text", "reason"), split_rows(LOST))
 def test_an_option_without_an_equivalent_is_reported_with_the_reason(text, reason):
-    lost = migrate(text)[0].lost
+    lost = migrate(text.replace(" ; ", "\n"))[0].lost
     assert any(reason in line for line in lost), lost
 
 
@@ -357,7 +390,7 @@ def test_the_command_writes_a_whole_file_or_prints_it(capsys):
     new = Path("made/new.toml")
     old.write_text("[training]\ndataset_path = 'data'\n[checkpoint]\ninitial_load_path = ''")
 
-    assert cli.main(["migrate", "old.toml"]) == 0
+    run("migrate old.toml")
 
     # The report contains each key of the old file and no other key.
     report = capsys.readouterr().err
@@ -365,18 +398,21 @@ def test_the_command_writes_a_whole_file_or_prints_it(capsys):
     assert "checkpoint.initial_load_path" in report
 
     old.write_text(OF_02)
-    assert cli.main(["migrate", "old.toml", "--out", "made/new.toml"]) == 0
+    run("migrate old.toml --out made/new.toml")
+
     assert tomli.loads(new.read_text()) == tomli.loads(EXPECTED)
     assert os.listdir("made") == ["new.toml"]
     assert "  model.hf_assets_path -> tokenizer.path\n" in capsys.readouterr().out
-    assert cli.main(["migrate", "old.toml", "--torchtitan-version", "0.1"]) == 0
+    run("migrate old.toml --torchtitan-version 0.1")
 
     out, report = capsys.readouterr()
     assert tomli.loads(out) == tomli.loads(f"{EXPECTED}model.rope_scaling_factor = 1.0")
     assert "Left out:" in report
-    assert cli.main(["migrate", "old.toml", "--out", "old.toml"]) == 2
+
+    run("migrate old.toml --out old.toml", code=2)
     assert old.read_text() == OF_02
-    assert cli.main(["migrate", "old.toml", "--out", "old.toml", "--overwrite"]) == 0
+
+    run("migrate old.toml --out old.toml --overwrite")
     assert old.read_text() == new.read_text()
 
 

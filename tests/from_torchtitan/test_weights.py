@@ -24,13 +24,7 @@ from titanlite.model.formats import parameter_shapes
 from titanlite.model.llama import Llama
 from titanlite.torchtitan.weights import torchtitan_weights
 
-SIZES: dict[str, Any] = {
-    "dim": 32,
-    "n_layers": 2,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "ffn_dim": 48,
-}
+SIZES: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48}
 ARCH = Architecture(
     **SIZES, vocab_size=64, max_seq_len=8192, rope_theta=10000.0, rope_scaling_factor=8.0
 )
@@ -115,13 +109,14 @@ def compute_logits(factor: float) -> Tensor:
     return linear(norm(x, "norm"), "output")
 
 
-def model_options(factor: float = 8.0, **keys: int) -> list[str]:
+def model_options(factor: float = 8.0, **keys: int) -> str:
     """Return options of the saved model, whose vocabulary size follows from the checkpoint."""
     job = SIZES | {"rope_scaling_factor": factor} | keys
-    options = []
-    for key, value in job.items():
-        options += [f"--model.{key}", str(value)]
-    return options
+    return " ".join(f"--model.{key} {value}" for key, value in job.items())
+
+
+def run_import(options: str, code: int = 0) -> None:
+    assert main(f"import {options}".split()) == code
 
 
 @pytest.fixture(scope="module")
@@ -139,18 +134,17 @@ def steps(tmp_path_factory) -> Path:
         ("0.1", 1.0),
         ("weights", 8.0),
         ("weights", 1.0),
-        pytest.param("two ranks", 8.0, marks=pytest.mark.slow),
+        pytest.param("two_ranks", 8.0, marks=pytest.mark.slow),
     ],
 )
 def test_imported_checkpoints_have_the_same_logits_as_in_torchtitan(kind, factor, steps, tmp_path):
-    if kind == "two ranks":
+    if kind == "two_ranks":
         run_ranks(2, save, str(steps / kind), "0.2")
         assert len(list((steps / kind).glob("*.distcp"))) == 2
     (tmp_path / "job.toml").write_text("[model]\nrope_theta = 10000.0")
-    job = ["--job.config_file", str(tmp_path / "job.toml"), *model_options(factor)]
-    folders = ["--torchtitan", str(steps / kind), "--out", str(tmp_path)]
+    job = f"--job.config_file {tmp_path}/job.toml {model_options(factor)}"
 
-    assert main(["import", *folders, *job]) == 0
+    run_import(f"--torchtitan {steps / kind} --out {tmp_path} {job}")
 
     model = Llama(checkpoint_weights(tmp_path / "step-00000000").arch)
     assert (model.arch.rope_scaling_factor, model.arch.vocab_size) == (factor, 64)
@@ -168,58 +162,51 @@ def test_weights_that_were_gathered_in_fp8_are_read_and_weights_keep_their_dtype
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Wrapped
 
     config = LinearMMConfig()
-    wrapped = {
-        name: Wrapped(w.bfloat16(), config, e4m3_dtype) for name, w in make_weights().items()
-    }
+    weights = {name: weight.bfloat16() for name, weight in make_weights().items()}
+    wrapped = {name: Wrapped(weight, config, e4m3_dtype) for name, weight in weights.items()}
     dcp_save(wrapped, checkpoint_id=str(tmp_path))
 
     name = "layers.1.feed_forward.w2.weight"
     weight = torchtitan_weights(tmp_path, Model(**SIZES)).read(name)
 
     assert type(weight) is Tensor
-    assert torch.equal(weight, make_weights()[name].bfloat16())
+    assert torch.equal(weight, weights[name])
 
 
-def import_and_fail(capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -> str:
+def import_and_fail(
+    capsys: pytest.CaptureFixture[str], folder: Path, options: str = model_options()
+) -> str:
     """Check that an import fails, and return its error in one line."""
     out = folder.parent / "refused"
-    assert main(["import", "--torchtitan", str(folder), "--out", str(out), *options]) == 2
+    run_import(f"--torchtitan {folder} --out {out} {options}", code=2)
     assert not list(out.glob("step-*"))
     error = " ".join(capsys.readouterr().err.split())
     assert "Traceback" not in error
     return error
 
 
-# Checkpoint, options, and text in the error.
-WRONG = [
-    ("0.2", [], "--job.config_file"),
-    ("0.2", ["--flavor", "8B"], "--flavor"),
-    (
-        "0.2",
-        model_options(n_kv_heads=4, ffn_dim=80),
-        "layers.1.feed_forward.w3.weight: shape (48, 32), expected (80, 32)",
-    ),
-    ("0.2", model_options(n_layers=1), "layers.1.attention.wk.weight: not part of this"),
-    (
-        "0.2",
-        model_options(vocab_size=65),
-        "tok_embeddings.weight: shape (64, 32), expected (65, 32)",
-    ),
-    ("0.2", model_options(n_heads=32, n_kv_heads=16), "32 heads"),
-    (
-        "0.1",
-        model_options(1.0, n_heads=2, n_kv_heads=1),
+OTHER_FFN = "layers.1.feed_forward.w3.weight: shape (48, 32), expected (80, 32)"
+OTHER_VOCABULARY = "tok_embeddings.weight: shape (64, 32), expected (65, 32)"
+NOT_PART = "layers.1.attention.wk.weight: not part of this"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "error"),
+    [
+        ("0.2", "", "--job.config_file"),
+        ("0.2", "--flavor 8B", "--flavor"),
+        ("0.2", model_options(n_kv_heads=4, ffn_dim=80), OTHER_FFN),
+        ("0.2", model_options(n_layers=1), NOT_PART),
+        ("0.2", model_options(vocab_size=65), OTHER_VOCABULARY),
+        ("0.2", model_options(n_heads=32, n_kv_heads=16), "32 heads"),
         # The rotary frequencies in the checkpoint belong to heads of another width.
-        "n_heads",
-    ),
-    ("0.1", model_options(8.0), "torchtitan 0.1"),
-    ("0.2", model_options(1.0), "torchtitan 0.2"),
-]
-
-
-@pytest.mark.parametrize(("kind", "options", "error"), WRONG)
+        ("0.1", model_options(1.0, n_heads=2, n_kv_heads=1), "n_heads"),
+        ("0.1", model_options(8.0), "torchtitan 0.1"),
+        ("0.2", model_options(1.0), "torchtitan 0.2"),
+    ],
+)
 def test_options_that_contradict_the_checkpoint_are_rejected(kind, options, error, steps, capsys):
-    assert error in import_and_fail(capsys, steps / kind, *options)
+    assert error in import_and_fail(capsys, steps / kind, options)
 
 
 class Hostile:
@@ -227,20 +214,15 @@ class Hostile:
         return (Path.touch, (Path("run-by-the-index"),))
 
 
-# Files and their damage.
-BROKEN = [
-    (".metadata", lambda raw: pickle.dumps(Hostile(), protocol=4)),
-    (".metadata", lambda raw: raw.replace(b"__0_0.distcp", b"../_0.distcp")),
-    ("__0_0.distcp", lambda raw: raw[:-4000]),
-    (
-        "__0_0.distcp",
-        # This damages the archive of the last tensor.
-        lambda raw: raw[:-200] + bytes(200),
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "change"), BROKEN)
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        (".metadata", lambda raw: pickle.dumps(Hostile(), protocol=4)),
+        (".metadata", lambda raw: raw.replace(b"__0_0.distcp", b"../_0.distcp")),
+        ("__0_0.distcp", lambda raw: raw[:-4000]),
+        ("__0_0.distcp", lambda raw: raw[:-200] + bytes(200)),  # the archive of the last tensor
+    ],
+)
 def test_a_damaged_checkpoint_is_rejected_without_running_its_code(
     name, change, tmp_path, monkeypatch, capsys
 ):
@@ -249,38 +231,32 @@ def test_a_damaged_checkpoint_is_rejected_without_running_its_code(
     file = Path("theirs") / name
     file.write_bytes(change(file.read_bytes()))
 
-    assert "theirs" in import_and_fail(capsys, Path("theirs"), *model_options())
+    assert "theirs" in import_and_fail(capsys, Path("theirs"))
     assert not Path("run-by-the-index").exists()
 
 
 def test_folders_without_a_torchtitan_checkpoint_are_rejected(steps, tmp_path, capsys):
-    assert ".metadata" in import_and_fail(capsys, tmp_path, *model_options())
+    assert ".metadata" in import_and_fail(capsys, tmp_path)
 
-    options = ["--torchtitan", str(steps / "0.2"), "--out", str(tmp_path), *model_options()]
-    assert main(["import", *options]) == 0
-    assert "titanlite checkpoint" in import_and_fail(
-        capsys, tmp_path / "step-00000000", *model_options()
-    )
+    run_import(f"--torchtitan {steps}/0.2 --out {tmp_path} {model_options()}")
+    assert "titanlite checkpoint" in import_and_fail(capsys, tmp_path / "step-00000000")
 
-    hf = f"import --hf {tmp_path} --out {tmp_path}/p --model.flavor 8b"
-    assert main(hf.split()) == 2
+    run_import(f"--hf {tmp_path} --out {tmp_path}/p --model.flavor 8b", code=2)
     assert "--torchtitan" in capsys.readouterr().err
 
 
+BIAS = "layers.0.attention.wq.bias"
+
+
 @pytest.mark.parametrize(
-    ("name", "tensor", "problem"),
+    ("tensors", "problem"),
     [
-        ("layers.0.attention.wq.bias", torch.zeros(32), ""),
-        ("norm.weight", torch.zeros(32, dtype=torch.int32), ": torch.int32"),
+        (make_weights() | {BIAS: torch.zeros(32)}, BIAS),
+        (make_weights() | {"norm.weight": torch.zeros(32).int()}, "norm.weight: torch.int32"),
+        ({"encoder.weight": torch.zeros(1)}, "norm.weight: missing"),
     ],
+    ids=["additional", "integer", "missing"],
 )
-def test_a_tensor_that_is_not_part_of_the_model_is_rejected(
-    name, tensor, problem, tmp_path, capsys
-):
-    dcp_save(make_weights() | {name: tensor}, checkpoint_id=str(tmp_path / "theirs"))
-    assert f"{name}{problem}" in import_and_fail(capsys, tmp_path / "theirs", *model_options())
-
-
-def test_a_missing_tensor_is_rejected(tmp_path, capsys):
-    dcp_save({"encoder.weight": torch.zeros(1)}, checkpoint_id=str(tmp_path / "theirs"))
-    assert "norm.weight: missing" in import_and_fail(capsys, tmp_path / "theirs", *model_options())
+def test_other_tensors_than_those_of_the_model_are_rejected(tensors, problem, tmp_path, capsys):
+    dcp_save(tensors, checkpoint_id=str(tmp_path / "theirs"))
+    assert problem in import_and_fail(capsys, tmp_path / "theirs")
