@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from report.test_run_files import create_run, event_line, line, write_metrics
+from report.test_run_files import FINISHED, create_run, event_line, line, write_metrics
 
 from titanlite.report.page import make_page, page_data
 from titanlite.report.run_files import read_status
@@ -32,11 +32,7 @@ def data_of(*folders: Path) -> dict[str, Any]:
     return json.loads(data)
 
 
-def create_full_run(
-    folder: Path,
-    *events: tuple[str, int | None, str],
-    **changes: Any,
-) -> Path:
+def create_full_run(folder: Path, *events: str, **changes: Any) -> Path:
     """Write all files of a run."""
     run = create_run(folder, *events, **changes)
     (run / "validation.jsonl").write_text(VALIDATION)
@@ -46,16 +42,11 @@ def create_full_run(
 
 
 def test_a_page_has_all_that_a_run_has_written(tmp_path):
-    events = [
-        ("data", None, "Data: a table"),
-        ("save", 50, "saved step 50"),
-        ("finish", 50, "Done"),
-    ]
+    events = "data: Data: a table", "save 50: saved step 50", "finish 50: Done"
 
     data = data_of(create_full_run(tmp_path / "mine", *events))
 
     (run,) = data["runs"]
-
     assert (run["name"], run["state"]) == ("mine", "finished")
     assert (run["step"], run["total_steps"]) == (50, 100)
     assert run["curves"]["x"]["step"] == [10, 20, 30, 40, 50]
@@ -80,11 +71,7 @@ def test_runs_with_the_same_name_are_named_with_their_folder(tmp_path):
 def test_events_after_which_a_later_start_resumed_are_marked_and_a_kill_is_found(tmp_path):
     create_run(tmp_path)
     kinds = ["start 0", "save 50", "save 100", "start 50", "save 100", "stop", "start 100"]
-    lines = []
-    for index, kind in enumerate(kinds):
-        name, _, step_text = kind.partition(" ")
-        step = int(step_text) if step_text else None
-        lines.append(event_line(name, step, "", time=1e9 + index))
+    lines = [event_line(f"{kind}: ", time=1e9 + index) for index, kind in enumerate(kinds)]
     (tmp_path / "events.jsonl").write_text("".join(lines))
     lines = []
     for step in (10, 20, 30, 20, 40, 50):
@@ -108,7 +95,7 @@ def test_events_after_which_a_later_start_resumed_are_marked_and_a_kill_is_found
 
 
 def test_a_stop_between_two_logged_steps_is_at_its_step_and_counts_its_tokens(tmp_path):
-    events = ("save", 3, "Saved step 3"), ("stop", None, "Stopped by SIGTERM after step 3")
+    events = "save 3: Saved step 3", "stop: Stopped by SIGTERM after step 3"
     create_run(tmp_path, *events, steps=400)
     write_metrics(tmp_path, [line(1, tokens=2048)])
 
@@ -127,7 +114,9 @@ def list_tags(page: str) -> list[str]:
 
 
 def test_text_from_files_is_in_the_data_only_and_printable(tmp_path):
-    run = create_run(tmp_path / "a<b>&", ("failure", None, EVIL), (EVIL, 3, "text"))
+    run = create_run(tmp_path / "a<b>&", f"failure: {EVIL}")
+    with (run / "events.jsonl").open("a") as file:
+        file.write(event_line("kind 3: text", event=EVIL))
     quoted = json.dumps(EVIL)
     (run / "config.toml").write_text(f"[job]\ndescription = {quoted}\n[{quoted}]\nx = 1\n")
     environment = {"device": EVIL, EVIL: {EVIL: EVIL}, "world_size": EVIL}
@@ -175,7 +164,7 @@ def test_a_long_run_keeps_its_mean_and_each_spike(tmp_path):
 
 def test_a_page_of_many_runs_stays_small(tmp_path):
     text = "x" * 5000
-    events = [("failure", 1, text), ("save", 1, text)]
+    events = [f"failure 1: {text}", f"save 1: {text}"]
     metrics = {f"number {i}": 0.123456789 for i in range(20)}
     lines = [line(step, **metrics) for step in range(1, 501)]
     runs = []
@@ -199,7 +188,7 @@ assert "torch" not in sys.modules
 
 
 def test_the_commands_need_no_torch(tmp_path):
-    run = create_run(tmp_path / "run", ("finish", 50, "Finished"))
+    run = create_run(tmp_path / "run", FINISHED)
     page = tmp_path / "page.html"
 
     subprocess.run([sys.executable, "-c", NO_TORCH, run, page], check=True)
@@ -207,10 +196,7 @@ def test_the_commands_need_no_torch(tmp_path):
     assert page.read_text().startswith("<!doctype html>")
 
 
-DAMAGE = [
-    *(b"NaN", b"1e999", b"-1", b"null", b"{}", b"[]", b'"x"', b"true"),
-    *(b"9" * 400, b"\xff", b"\n", b'"step"'),
-]
+DAMAGE = [*b'NaN 1e999 -1 null {} [] "x" true \xff "step"'.split(), b"9" * 400, b"\n"]
 
 
 def damage(content: bytes, rng: random.Random) -> bytes:
@@ -224,10 +210,8 @@ def damage(content: bytes, rng: random.Random) -> bytes:
 
 
 def test_damaged_files_still_have_a_view_and_a_page(tmp_path):
-    events = [("save", 20, ""), ("start", 20, ""), ("stop", None, "")]
-    metrics = []
-    for step in range(1, 60):
-        metrics.append(line(step, tokens=step, elapsed=step, grad_norm=None))
+    events = "save 20: ", "start 20: ", "stop: "
+    metrics = [line(step, tokens=step, elapsed=step, grad_norm=None) for step in range(1, 60)]
     for seed in range(40):
         rng = random.Random(seed)
         run = create_full_run(tmp_path / str(seed), *events)
@@ -242,10 +226,8 @@ def test_damaged_files_still_have_a_view_and_a_page(tmp_path):
         json.dumps(page_data([run]), allow_nan=False)
 
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
-    None,
-)
+BROWSERS = map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))
+CHROMIUM = next(filter(None, BROWSERS), None)
 # Uses the page after its own scripts have run, and stores what it then shows.
 USE = """
 const scale = () => charts.map((chart) => [chart.plot.scales.x.min, chart.plot.scales.x.max]);
@@ -295,15 +277,13 @@ def open_in_browser(file: Path, page: str) -> str:
 
 @pytest.fixture
 def two_run_page(tmp_path) -> str:
+    events = f"failure 250: {EVIL}", "finish 500: Finished"
     lines = []
     for step in range(1, 501):
         lines.append(line(step, tokens=step * 100, elapsed=step, time=1e9 + step))
-    runs = []
-    for name in ("a", "b"):
-        events = ("failure", 250, EVIL), ("finish", 500, "Finished")
-        run = create_full_run(tmp_path / name, *events, steps=600)
+    runs = [create_full_run(tmp_path / name, *events, steps=600) for name in "ab"]
+    for run in runs:
         write_metrics(run, lines)
-        runs.append(run)
     return make_page(runs)
 
 
@@ -333,11 +313,8 @@ def test_a_browser_zooms_smooths_and_changes_the_axis_and_requests_nothing(tmp_p
 
     document = open_in_browser(tmp_path / "used.html", page)
 
-    stored = re.search('data-seen="(.*?)"', document)
-
-    assert stored is not None
-
-    seen = json.loads(unquote(stored[1]))
+    (stored,) = re.findall('data-seen="(.*?)"', document)
+    seen = json.loads(unquote(stored))
     assert seen["canvases"] == seen["charts"] == len(seen["scales"])
     assert all(scale == [0, 500] for scale in seen["scales"])
     assert all(scale == [100, 200] for scale in seen["zoomed"])

@@ -36,10 +36,13 @@ def line(step: int, **changes: Any) -> str:
     return json.dumps(entry | changes) + "\n"
 
 
-def event_line(kind: str, step: int | None, text: str, **changes: Any) -> str:
-    """Return a line of events.jsonl."""
-    event = {"time": time.time(), "event": kind, "step": step, "text": text}
-    return json.dumps(event | changes) + "\n"
+def event_line(event: str, /, **changes: Any) -> str:
+    """Return a line of events.jsonl, of an event such as "save 50: text" or "stop: text"."""
+    match = re.fullmatch(r"([a-z ]+?)(?: (\d+))?: (.*)", event, re.DOTALL)
+    assert match
+    kind, step, text = match.groups()
+    entry = {"time": time.time(), "event": kind, "step": int(step) if step else None, "text": text}
+    return json.dumps(entry | changes) + "\n"
 
 
 def write_metrics(folder: Path, lines: Iterable[str]) -> None:
@@ -48,7 +51,7 @@ def write_metrics(folder: Path, lines: Iterable[str]) -> None:
 
 def create_run(
     folder: Path,
-    *events: tuple[str, int | None, str],
+    *events: str,
     steps: int = 100,
     **start: Any,
 ) -> Path:
@@ -58,93 +61,81 @@ def create_run(
     (folder / "config.toml").write_text(config)
     write_metrics(folder, [line(step) for step in range(10, 60, 10)])
     start = {"host": "elsewhere", "process": 1} | start
-    lines = [event_line("start", 0, "starts", **start)]
-    lines += [event_line(*event) for event in events]
+    lines = [event_line("start 0: starts", **start), *map(event_line, events)]
     (folder / "events.jsonl").write_text("".join(lines))
     return folder
 
 
-def read_state(folder: Path) -> tuple[str, str, int]:
-    status = read_status(folder)
-    return status.state, status.exit_reason, status.step
+def read_state(folder: Path) -> str:
+    return read_status(folder).state
 
 
-SAVED = ("save", 50, "saved step 50")
-DATA = ("data", None, "")
+SAVED = "save 50: saved step 50"
+FINISHED = "finish 50: Finished"
+STOPPED = "stop: Stopped by SIGTERM\nTo resume: ..."
 TRACEBACK = "Traceback (most recent call last):\n  File x\nValueError: boom\nTo resume: ..."
 
 
 @pytest.mark.parametrize(
-    ("events", "expected"),
+    ("events", "state", "reason", "step"),
     [
-        ([], ("running", "", 50)),
-        ([SAVED, ("finish", 100, "Finished after step 100.")], ("finished", "", 100)),
+        ([], "running", "", 50),
+        ([SAVED, "finish 100: Finished after step 100."], "finished", "", 100),
+        ([SAVED, "finish 60: Finished after step 60: No gain."], "finished", "No gain.", 60),
+        ([SAVED, STOPPED], "stopped", "Stopped by SIGTERM", 50),
+        (["guard: Step 51: loss is nan"], "stopped", "Step 51: loss is nan", 50),
+        (["user error: line 3: no JSON"], "failed", "line 3: no JSON", 50),
+        ([SAVED, "stop 50: ", "data: ", "user error: x:\n  y\nz"], "rejected", "x: y", 50),
         (
-            [SAVED, ("finish", 60, "Finished after step 60: No gain.")],
-            ("finished", "No gain.", 60),
+            ["finish 100: ", "data: ", "refusal: y", "refusal: x"],
+            "finished",
+            "a later start was rejected: x",
+            100,
         ),
-        (
-            [SAVED, ("stop", None, "Stopped by SIGTERM\nTo resume: ...")],
-            ("stopped", "Stopped by SIGTERM", 50),
-        ),
-        ([("guard", None, "Step 51: loss is nan")], ("stopped", "Step 51: loss is nan", 50)),
-        ([("user error", None, "line 3: no JSON")], ("failed", "line 3: no JSON", 50)),
-        (
-            [SAVED, ("stop", 50, ""), DATA, ("user error", None, "x:\n  y\nz")],
-            ("rejected", "x: y", 50),
-        ),
-        (
-            [
-                ("finish", 100, ""),
-                DATA,
-                ("refusal", None, "y"),
-                ("refusal", None, "x"),
-            ],
-            ("finished", "a later start was rejected: x", 100),
-        ),
-        ([("failure", None, TRACEBACK)], ("crashed", "ValueError: boom", 50)),
-        (
-            [("failure", None, "killed"), ("restart", None, "again")],
-            ("running", "its launcher is restarting it", 50),
-        ),
+        ([f"failure: {TRACEBACK}"], "crashed", "ValueError: boom", 50),
+        (["failure: killed", "restart: again"], "running", "its launcher is restarting it", 50),
     ],
 )
-def test_the_last_event_determines_the_state_of_a_run(tmp_path, events, expected):
-    assert read_state(create_run(tmp_path, *events)) == expected
+def test_the_last_event_determines_the_state_of_a_run(tmp_path, events, state, reason, step):
+    status = read_status(create_run(tmp_path, *events))
+
+    assert (status.state, status.exit_reason, status.step) == (state, reason, step)
 
 
 def test_a_run_on_this_machine_has_crashed_if_its_process_is_gone(tmp_path):
     with subprocess.Popen(["sleep", "600"]) as process:
         start = {"host": socket.gethostname(), "process": process.pid}
-        assert read_state(create_run(tmp_path, **start))[0] == "running"
+        assert read_state(create_run(tmp_path, **start)) == "running"
         # A run that started earlier had another process with this number.
         create_run(tmp_path, **start, time=time.time() - 60)
-        assert read_state(tmp_path)[0] == "crashed"
+        assert read_state(tmp_path) == "crashed"
         process.kill()
 
-    assert read_state(create_run(tmp_path, **start))[0] == "crashed"
+    assert read_state(create_run(tmp_path, **start)) == "crashed"
 
     damaged_start = start | {"process": 0}
-    assert read_state(create_run(tmp_path, **damaged_start))[0] == "crashed"
+    assert read_state(create_run(tmp_path, **damaged_start)) == "crashed"
 
-    create_run(tmp_path, ("data", None, "of the next start"), **start)
-    assert read_state(tmp_path)[0] == "running"
+    create_run(tmp_path, "data: of the next start", **start)
+    assert read_state(tmp_path) == "running"
 
 
-@pytest.mark.parametrize(("step_time", "state"), [(0.1, "stale"), (3600.0, "running")])
+@pytest.mark.parametrize(
+    ("step_time", "state"),
+    [(0.1, "stale"), (3600.0, "running")],
+)
 def test_a_run_on_another_machine_is_stale_if_it_logs_nothing_for_many_steps(
     tmp_path, step_time, state
 ):
     hour_ago = time.time() - 3600
     create_run(tmp_path, time=hour_ago)
-    (tmp_path / "metrics.jsonl").write_text(line(10, time=hour_ago, step_time=step_time))
+    write_metrics(tmp_path, [line(10, time=hour_ago, step_time=step_time)])
 
-    assert read_state(tmp_path)[0] == state
+    assert read_state(tmp_path) == state
 
 
 def test_a_resumed_run_is_at_the_step_of_its_start(tmp_path):
-    events = [SAVED, ("stop", None, "stopped"), ("start", 20, "goes back")]
-    create_run(tmp_path, *events, steps=999)
+    create_run(tmp_path, SAVED, STOPPED, "start 20: goes back", steps=999)
     write_metrics(tmp_path, [line(10), line(20)])
 
     status = read_status(tmp_path)
@@ -177,13 +168,7 @@ def test_metrics_of_version_0_2_are_read_by_their_new_names(tmp_path):
 
 
 def test_the_eta_is_unknown_until_a_resumed_run_logs_a_step(tmp_path):
-    events = [
-        SAVED,
-        ("stop", None, "stopped"),
-        ("data", None, "Data"),
-        ("start", 50, "starts"),
-    ]
-    create_run(tmp_path, *events)
+    create_run(tmp_path, SAVED, STOPPED, "data: Data", "start 50: starts")
     now = time.time()
     before = line(50, time=now - 9, eta=40.0)
     after = line(60, time=now + 9, eta=40.0)
@@ -231,12 +216,12 @@ def test_an_environment_that_is_not_an_object_is_reported(tmp_path):
     assert run["problems"] == ["environment.json cannot be read: it is not an object"]
 
 
-def in_terminal(*options: str, **environment: str) -> str:
-    """Return what `titanlite WORDS` writes to a terminal, without escape codes."""
+def in_terminal(command: str, **environment: str) -> str:
+    """Return what `titanlite COMMAND` writes to a terminal, without escape codes."""
     ours, theirs = pty.openpty()
     variables = {**os.environ, "TERM": "xterm", "COLUMNS": "40", "LOG_RANK": "0", **environment}
-    command = [sys.executable, "-m", "titanlite", *options]
-    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=variables)
+    words = [sys.executable, "-m", "titanlite", *command.split()]
+    process = subprocess.Popen(words, stdout=theirs, stderr=theirs, env=variables)
     os.close(theirs)
     output = b""
     # On Linux, reading from a closed terminal is an error.
@@ -248,7 +233,7 @@ def in_terminal(*options: str, **environment: str) -> str:
 
 
 def test_a_run_that_has_ended_is_shown_once(tmp_path, capsys):
-    events = ("save", 50, "saved [red]step 50\nin\x1b[2J"), ("finish", 50, "Finished\u202e \r")
+    events = "save 50: saved [red]step 50\nin\x1b[2J", "finish 50: Finished\u202e \r"
     create_run(tmp_path, *events, steps=50)
 
     assert main(["watch", str(tmp_path)]) == 0
@@ -266,15 +251,15 @@ def test_a_run_that_has_ended_is_shown_once(tmp_path, capsys):
 
 
 def test_lines_fit_into_a_narrow_terminal(tmp_path):
-    create_run(tmp_path, ("finish", 50, "Finished"), steps=50)
+    create_run(tmp_path, FINISHED, steps=50)
     (tmp_path / "config.toml").write_text(f"[job]\ndescription = '{'漢字' * 40}'")
 
-    output = in_terminal("watch", str(tmp_path))
+    output = in_terminal(f"watch {tmp_path}")
 
     assert "finished  " in output
     assert all(len(text) <= 40 for text in output.splitlines())
     # The column does not fit into 40 characters.
-    assert "tokens/s" not in in_terminal("runs", str(tmp_path))
+    assert "tokens/s" not in in_terminal(f"runs {tmp_path}")
 
 
 def create_console(width: int, file: io.StringIO) -> Console:
@@ -348,12 +333,7 @@ def test_the_echo_of_ctrl_c_below_a_full_line_leaves_no_second_view():
 
 
 @pytest.mark.parametrize(
-    ("values", "bars"),
-    [
-        ([], ""),
-        ([3.0], "▄"),
-        (range(1000, -1, -1), "█▇▆▅▄▃▂▁"),
-    ],
+    ("values", "bars"), [([], ""), ([3.0], "▄"), (range(1000, -1, -1), "█▇▆▅▄▃▂▁")]
 )
 def test_a_sparkline_has_a_bar_for_each_group_of_values(values, bars):
     assert sparkline([float(value) for value in values], 8) == bars
@@ -362,11 +342,14 @@ def test_a_sparkline_has_a_bar_for_each_group_of_values(values, bars):
 @pytest.mark.slow
 def test_watching_follows_a_run_to_its_end_and_ctrl_c_ends_the_watching_quietly(tmp_path):
     create_run(tmp_path)
-    command = [sys.executable, "-u", "-m", "titanlite", "watch", str(tmp_path)]
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    pipes |= {"text": True, "bufsize": 1}
-    interrupted: Any = subprocess.Popen(command, **pipes)
-    watching: Any = subprocess.Popen(command, **pipes)
+
+    def watch() -> Any:
+        command = [sys.executable, "-u", "-m", "titanlite", "watch", str(tmp_path)]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, bufsize=1)
+
+    interrupted = watch()
+    watching = watch()
     for process in (interrupted, watching):
         while "starts" not in process.stdout.readline():
             pass
@@ -381,7 +364,7 @@ def test_watching_follows_a_run_to_its_end_and_ctrl_c_ends_the_watching_quietly(
     for text in ("step 60/100\n", "loss 7.4", "metrics.jsonl: 1 "):
         assert text in watching.stdout.readline()
     with (tmp_path / "events.jsonl").open("a") as file:
-        file.write(event_line("finish", 100, "Finished"))
+        file.write(event_line("finish 100: Finished"))
     output, errors = watching.communicate(timeout=60)
 
     assert (watching.returncode, errors) == (0, "")
@@ -393,24 +376,24 @@ def test_training_on_a_terminal_shows_its_log_and_the_view_below_it(tmp_path):
     job = tmp_path / "small.toml"
     job.write_text(SMALL)
     out = tmp_path / "mine"
-    command = f"train --job.config_file {job} --job.dump_folder {out}".split()
+    command = f"train --job.config_file {job} --job.dump_folder {out}"
 
-    output = in_terminal(*command, COLUMNS="120")
+    output = in_terminal(command, COLUMNS="120")
 
     assert re.search(r"\[\d\d:\d\d:\d\d\] step  3/12  loss", output)
     assert "running  mine" in output
     # The job has no validation.
     assert not (out / "validation.jsonl").exists()
     # A dumb terminal cannot move its cursor, so it shows no view.
-    assert "running  mine" not in in_terminal(*command, TERM="dumb")
+    assert "running  mine" not in in_terminal(command, TERM="dumb")
 
 
 def test_runs_are_listed_the_latest_first_and_each_once(tmp_path, capsys):
-    old = create_run(tmp_path / "old", ("finish", 50, "Finished"), steps=50)
+    old = create_run(tmp_path / "old", FINISHED, steps=50)
     for path in old.glob("*.jsonl"):
         earlier = f'"time": {time.time() - 7200}'
         path.write_text(re.sub(r'"time": [\d.]+', earlier, path.read_text()))
-    create_run(tmp_path / "group" / "new\x1b[2J", ("failure", None, "boom"))
+    create_run(tmp_path / "group" / "new\x1b[2J", "failure: boom")
     (tmp_path / "group" / "again").symlink_to(tmp_path)
     create_run(old / "archived-1")
 
