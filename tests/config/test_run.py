@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import tomli
 import torch
 from small_runs import job_tables
 
@@ -22,33 +23,33 @@ from titanlite.config.schema import JobConfig, Model
 from titanlite.model.llama import Llama
 
 # All numbers except the last two were published.
-PARAMETERS = {
-    "1b": 1_235_814_400,
-    "3b": 3_212_749_824,
-    "8b": 8_030_261_248,
-    "70b": 70_553_706_496,
-    "405b": 405_853_388_800,
-    "llama2-7b": 6_738_415_616,
-    "mistral-7b": 7_248_023_552,
-    "mistral-nemo": 12_247_782_400,
-    "smollm2-135m": 134_515_008,
-    "smollm2-360m": 361_821_120,
-    "smollm2-1.7b": 1_711_376_384,
-    "qwen2.5-0.5b": 494_032_768,
-    "qwen2.5-1.5b": 1_543_714_304,
-    "qwen2.5-7b": 7_615_616_512,
-    "qwen3-0.6b": 596_049_920,
-    "qwen3-1.7b": 1_720_574_976,
-    "qwen3-4b": 4_022_468_096,
-    "qwen3-8b": 8_190_735_360,
-    "olmo2-1b": 1_484_916_736,
-    "olmo2-7b": 7_298_617_344,
-    "olmo3-7b": 7_298_011_136,
-    "olmo3-32b": 32_233_522_176,
-    "smollm3-3b": 3_075_098_624,
-    "debugmodel": 6_229_248,
-    "150m": 150_917_760,
-}
+PARAMETERS = tomli.loads("""
+1b = 1_235_814_400
+3b = 3_212_749_824
+8b = 8_030_261_248
+70b = 70_553_706_496
+405b = 405_853_388_800
+llama2-7b = 6_738_415_616
+mistral-7b = 7_248_023_552
+mistral-nemo = 12_247_782_400
+smollm2-135m = 134_515_008
+smollm2-360m = 361_821_120
+"smollm2-1.7b" = 1_711_376_384
+"qwen2.5-0.5b" = 494_032_768
+"qwen2.5-1.5b" = 1_543_714_304
+"qwen2.5-7b" = 7_615_616_512
+"qwen3-0.6b" = 596_049_920
+"qwen3-1.7b" = 1_720_574_976
+qwen3-4b = 4_022_468_096
+qwen3-8b = 8_190_735_360
+olmo2-1b = 1_484_916_736
+olmo2-7b = 7_298_617_344
+olmo3-7b = 7_298_011_136
+olmo3-32b = 32_233_522_176
+smollm3-3b = 3_075_098_624
+debugmodel = 6_229_248
+150m = 150_917_760
+""")
 ARCHITECTURE = job_tables(
     "dim = 96 ; n_layers = 3 ; n_heads = 6 ; n_kv_heads = 3 ; ffn_dim = 100 ; vocab_size = 77 ; "
     "max_seq_len = 33 ; norm_eps = 1e-6 ; rope_theta = 123.0 ; rope_scaling_factor = 2.0 ; "
@@ -140,7 +141,7 @@ def test_stages_balance_time_within_the_memory_of_an_even_split(flavor, degree, 
 
 PACKAGE = Path(schema.__file__).parents[1]
 # Rules only check keys, so they do not count as a use.
-UNREAD = {"config/schema.py", "rules.py", "checkpoint/job_diff.py", "torchtitan/migrate.py"}
+UNREAD = {"config/schema.py", "rules.py", "config/job_diff.py", "torchtitan/migrate.py"}
 # This key only decides whether a run may start.
 READ_BY_RULES = {"require_certificate"}
 

@@ -31,21 +31,19 @@ SIZES = json.loads(
     '{"num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,'
     ' "rope_theta": 10000.0}'
 )
-FAMILIES: dict[str, dict[str, Any]] = {
-    name: SIZES | json.loads(keys)
-    for name, keys in {
-        "mistral": '{"model_type": "mistral", "sliding_window": null}',
-        "qwen2": '{"model_type": "qwen2", "use_sliding_window": false, "sliding_window": 8,'
-        ' "max_window_layers": 1}',
-        "qwen3": '{"model_type": "qwen3", "head_dim": 16, "use_sliding_window": false,'
-        ' "max_window_layers": 1}',
-        "olmo2": '{"model_type": "olmo2", "attention_bias": false}',
-        "olmo3": '{"model_type": "olmo3", "sliding_window": 9, "rope_theta": 500000.0,'
-        ' "layer_types": ["sliding_attention", "full_attention"]}',
-        "smollm3": '{"model_type": "smollm3", "no_rope_layers": [1, 0],'
-        ' "no_rope_layer_interval": 2, "pad_token_id": null}',
-    }.items()
-}
+FAMILIES: dict[str, dict[str, Any]] = {}
+for line in """
+{"model_type": "mistral", "sliding_window": null}
+{"model_type": "qwen2", "use_sliding_window": false, "sliding_window": 8, "max_window_layers": 1}
+{"model_type": "qwen3", "use_sliding_window": false, "head_dim": 16, "max_window_layers": 1}
+{"model_type": "olmo2", "attention_bias": false}
+{"model_type": "olmo3", "sliding_window": 9, "rope_theta": 500000.0, \
+"layer_types": ["sliding_attention", "full_attention"]}
+{"model_type": "smollm3", "no_rope_layers": [1, 0], "no_rope_layer_interval": 2, \
+"pad_token_id": null}
+""".strip().splitlines():
+    keys = json.loads(line)
+    FAMILIES[keys["model_type"]] = SIZES | keys
 QWEN2 = FAMILIES["qwen2"]
 OLMO3 = FAMILIES["olmo3"]
 ALL_WINDOWS = {"layer_types": ["sliding_attention"] * 2, "rope_scaling": YARN}
@@ -213,43 +211,35 @@ REJECTED = """
 {"is_encoder_decoder": true}
 {"pruned_heads": {"1": [0]}}
 """
-REJECTED_ROPE = """
-{"rope_type": "default", "type": "llama3"}
-{"high_freq_factor": 1.0}
-{"attention_factor": 2.0}
-{"partial_rotary_factor": 0.5}
+# Family and keys.
+REJECTED_IN_FAMILY = """
+qwen2 {"use_sliding_window": true}
+qwen2 {"layer_types": ["sliding_attention", "sliding_attention"]}
+qwen3 {"attention_bias": true}
+qwen3 {"head_dim": null}
+smollm3 {"no_rope_layers": [0, 1]}
+olmo3 {"layer_types": ["full_attention", "sliding_attention"]}
+olmo3 {"layer_types": "full_attention"}
+olmo3 {"sliding_window": null}
+olmo3 {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
+olmo3 {"rope_parameters": {"full_attention": 3}}
 """
-REJECTED_IN_FAMILY = {
-    "qwen2": [
-        '{"use_sliding_window": true}',
-        '{"layer_types": ["sliding_attention", "sliding_attention"]}',
-    ],
-    "qwen3": ['{"attention_bias": true}', '{"head_dim": null}'],
-    "smollm3": ['{"no_rope_layers": [0, 1]}'],
-    "olmo3": [
-        '{"layer_types": ["full_attention", "sliding_attention"]}',
-        '{"layer_types": "full_attention"}',
-        '{"sliding_window": null}',
-        '{"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}',
-        '{"rope_parameters": {"full_attention": 3}}',
-    ],
-}
-ROPE = []
-for line in REJECTED_ROPE.strip().splitlines():
-    ROPE.append({"rope_scaling": LLAMA3 | json.loads(line)})
 IN_FAMILY = []
-for family, lines in REJECTED_IN_FAMILY.items():
-    for line in lines:
-        keys = json.loads(line)
-        # The rejected key comes first, and its value replaces the value of the family.
-        IN_FAMILY.append(keys | FAMILIES[family] | keys)
+for line in REJECTED_IN_FAMILY.strip().splitlines():
+    family, _, text = line.partition(" ")
+    keys = json.loads(text)
+    # The rejected key comes first, and its value replaces the value of the family.
+    IN_FAMILY.append(keys | FAMILIES[family] | keys)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         *map(json.loads, REJECTED.strip().splitlines()),
-        *ROPE,
+        {"rope_scaling": LLAMA3 | {"rope_type": "default", "type": "llama3"}},
+        {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}},
+        {"rope_scaling": LLAMA3 | {"attention_factor": 2.0}},
+        {"rope_scaling": LLAMA3 | {"partial_rotary_factor": 0.5}},
         {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": LLAMA3},
         *IN_FAMILY,
     ],
@@ -284,16 +274,17 @@ def test_a_model_that_no_family_supports_is_not_exported():
 
 
 NOT_PART = "model.layers.1.input_layernorm.weight: not part of this architecture"
-DIFFERENT = [
-    # The heads have the odd width 3.
-    ({"num_attention_heads": 16}, "into 16 heads"),
-    ({"num_key_value_heads": 4}, "4 key/value heads"),
-    ({"vocab_size": 98}, r"embed_tokens.weight: shape \(97, 48\), expected \(98, 48\)"),
-    ({"num_hidden_layers": 1}, NOT_PART),
-]
 
 
-@pytest.mark.parametrize(("changes", "message"), DIFFERENT)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_attention_heads": 16}, "into 16 heads"),  # the heads have the odd width 3
+        ({"num_key_value_heads": 4}, "4 key/value heads"),
+        ({"vocab_size": 98}, r"embed_tokens.weight: shape \(97, 48\), expected \(98, 48\)"),
+        ({"num_hidden_layers": 1}, NOT_PART),
+    ],
+)
 def test_a_configuration_that_contradicts_the_tensors_is_rejected(tmp_path, changes, message):
     write(tmp_path, BASE)
     (tmp_path / "config.json").write_text(json.dumps(BASE | changes))
