@@ -31,17 +31,30 @@ PASSED = {
 }
 
 
-def job_words(out: Path) -> tuple[object, ...]:
-    """Return options that name the small job and the output folder `out`."""
+def run(
+    out: Path,
+    command: str,
+    ranks: int = 1,
+    code: int = 0,
+) -> str:
+    """Run a command with the small job and the output folder `out`, and return the output."""
     job = out.with_suffix(".toml")
     job.write_text(SMALL_WITHOUT_WORKERS)
-    return ("--job.config_file", job, "--job.dump_folder", out)
+    command += f" --job.config_file {job} --job.dump_folder {out}"
+    return titanlite(*command.split(), ranks=ranks, code=code)
 
 
-def prove(out: Path, *options: object, ranks: int = 2) -> dict[str, Any]:
+def prove(
+    out: Path,
+    options: str = "",
+    ranks: int = 2,
+) -> dict[str, Any]:
     """Prove the small job, and return the certificate that is printed."""
-    printed = titanlite("prove", "--json", *job_words(out), *options, ranks=ranks)
-    return read_printed_json(printed)
+    return read_printed_json(run(out, f"prove --json {options}", ranks))
+
+
+def passed_checks(certificate: dict[str, Any]) -> set[str]:
+    return {row["check"] for row in certificate["rows"] if row["passed"]}
 
 
 @pytest.mark.parametrize(
@@ -54,28 +67,27 @@ def prove(out: Path, *options: object, ranks: int = 2) -> dict[str, Any]:
     ],
 )
 def test_a_correct_layout_is_proven(ranks, options, tmp_path):
-    certificate = prove(tmp_path / "out", *options.split(), ranks=ranks)
+    certificate = prove(tmp_path / "out", options, ranks)
 
     assert certificate["proven"]
-    assert {row["check"] for row in certificate["rows"] if row["passed"]} >= PASSED
+    assert passed_checks(certificate) >= PASSED
 
 
 def test_a_folder_that_cannot_be_used_is_named_by_its_option(tmp_path):
     (tmp_path / "file").touch()
-    options = job_words(tmp_path / "out")
-    assert "--out" in titanlite("prove", *options, "--out", tmp_path / "file", code=2)
+    assert "--out" in run(tmp_path / "out", f"prove --out {tmp_path}/file", code=2)
 
 
 @pytest.mark.parametrize(
     ("ranks", "number"),
-    [
-        (1, signal.SIGTERM),
-        pytest.param(2, signal.SIGINT, marks=pytest.mark.long),
-    ],
+    [(1, signal.SIGTERM), pytest.param(2, signal.SIGINT, marks=pytest.mark.long)],
 )
 def test_a_stopped_proof_deletes_its_temporary_files(ranks, number, tmp_path):
-    options = ("prove", *job_words(tmp_path / "out"), "--world-size", ranks, "--steps", 1000)
-    with subprocess.Popen([sys.executable, "-m", "titanlite", *map(str, options)]) as process:
+    job = tmp_path / "job.toml"
+    job.write_text(SMALL_WITHOUT_WORKERS)
+    options = f"--job.config_file {job} --job.dump_folder {tmp_path}/out --world-size {ranks}"
+    command = f"{sys.executable} -m titanlite prove {options} --steps 1000"
+    with subprocess.Popen(command.split()) as process:
         while not list(tmp_path.glob("out/proof/run-*/*")):
             assert process.poll() is None
             time.sleep(0.05)
@@ -85,19 +97,17 @@ def test_a_stopped_proof_deletes_its_temporary_files(ranks, number, tmp_path):
     assert not list(tmp_path.glob("out/proof/run-*"))
 
 
-def require_certificate(out: Path) -> tuple[object, ...]:
-    return ("train", *job_words(out), "--job.require_certificate", "--training.steps", 2)
+TRAIN_WITH_CERTIFICATE = "train --job.require_certificate --training.steps 2"
 
 
 def test_a_start_can_require_a_certificate(tmp_path):
     out = tmp_path / "out"
-    certificate = prove(out)
-    assert {row["check"] for row in certificate["rows"] if row["passed"]} >= PASSED
+    assert passed_checks(prove(out)) >= PASSED
 
-    rejected = titanlite(*require_certificate(out), "--optimizer.lr", 3e-3, code=2)
+    rejected = run(out, f"{TRAIN_WITH_CERTIFICATE} --optimizer.lr 3e-3", code=2)
     assert "job.require_certificate" in rejected
     assert "titanlite prove" in rejected
-    assert "certificate" in titanlite(*require_certificate(out))
+    assert "certificate" in run(out, TRAIN_WITH_CERTIFICATE)
 
 
 def test_a_certificate_of_fewer_ranks_or_with_a_failed_comparison_is_rejected(tmp_path):
@@ -105,13 +115,13 @@ def test_a_certificate_of_fewer_ranks_or_with_a_failed_comparison_is_rejected(tm
     certificate = prove(out, ranks=1)
 
     assert certificate["proven"]
-    assert "require_certificate" in titanlite(*require_certificate(out), ranks=2, code=2)
+    assert "require_certificate" in run(out, TRAIN_WITH_CERTIFICATE, ranks=2, code=2)
 
     certificate["rows"][0]["passed"] = False
     (path,) = out.glob("proof/certificate-*.json")
     path.write_text(json.dumps(certificate))
 
-    assert "require_certificate" in titanlite(*require_certificate(out), code=2)
+    assert "require_certificate" in run(out, TRAIN_WITH_CERTIFICATE, code=2)
 
 
 def test_a_certificate_is_compared_with_a_job_whose_plugin_has_no_source_file(tmp_path):
@@ -131,23 +141,24 @@ def test_more_ranks_than_a_node_can_start_are_rejected(tmp_path):
 
 
 def test_an_impossible_number_of_ranks_is_an_invalid_job(tmp_path):
-    options = ("--job.dump_folder", tmp_path, "--parallelism.tensor_parallel_degree", 2)
-    assert "--world-size 3" in titanlite("prove", *options, ranks=3, code=2)
+    command = f"prove --job.dump_folder {tmp_path} --parallelism.tensor_parallel_degree 2"
+    assert "--world-size 3" in titanlite(*command.split(), ranks=3, code=2)
 
 
 def test_degrees_that_do_not_fit_the_original_model_are_rejected(tmp_path):
-    options = job_words(tmp_path / "out")
-    printed = titanlite("prove", *options, "--parallelism.tensor_parallel_degree", 3, code=2)
+    printed = run(tmp_path / "out", "prove --parallelism.tensor_parallel_degree 3", code=2)
     assert "parallelism.tensor_parallel_degree" in printed
     assert not (tmp_path / "out").exists()
 
 
 def test_short_sequences_are_shrunk_to_a_length_that_the_small_degrees_divide(tmp_path):
     # 3 ranks divide 33 tokens, but the small job has 2 ranks.
-    options = "--training.seq_len 33 --parallelism.tensor_parallel_degree 3"
-    model = "--model.dim 192 --model.ffn_dim 576 --model.n_heads 6 --model.n_kv_heads 6"
-    dtype = "--training.mixed_precision_param float32"
-    original = parse_original([*options.split(), *model.split(), *dtype.split()])
+    options = (
+        "--training.seq_len 33 --parallelism.tensor_parallel_degree 3 "
+        "--model.dim 192 --model.ffn_dim 576 --model.n_heads 6 --model.n_kv_heads 6 "
+        "--training.mixed_precision_param float32"
+    )
+    original = parse_original(options.split())
 
     small = shrink(original, world_size=None, steps=1, out=tmp_path)
 
