@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from ranks import World, start_small
+from ranks import start_small
 from test_manifest import reseal
 from tiny_run import PROOF, Malicious, TinyRun, assert_equal, list_names, load_model_weights
 from torch.distributed.checkpoint.metadata import Metadata
@@ -34,9 +34,9 @@ def flip_bit(path: Path, position: int | None = None) -> None:
     path.write_bytes(content)
 
 
-def resume(folder: Path, lines: list[str] | None = None) -> int:
+def resume(folder: Path, **keys: Any) -> int:
     """Resume a run, and return the step of the loaded checkpoint."""
-    return TinyRun(seed=99).checkpoints(folder, lines=lines).load()["step"]
+    return TinyRun(seed=99).checkpoints(folder, **keys).load()["step"]
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "manifest.json"])
@@ -52,14 +52,15 @@ def test_resume_from_a_damaged_checkpoint_names_the_file_and_uses_an_older_one(t
     with pytest.raises(CheckpointError, match=f"{LATEST} is damaged: {file}"):
         load_model_weights(damaged, model)
 
-    assert resume(folder, lines) == 2
+    checkpoints = TinyRun().checkpoints(folder)
+    assert checkpoints.load()["step"] == 2
     assert list_names(folder) == ["step-00000002", f"{LATEST}.damaged"]
-    assert any(f"{LATEST} is DAMAGED ({file}" in line for line in lines)
+    assert any(f"{LATEST} is DAMAGED ({file}" in line for line in checkpoints.lines)
 
     # load_step never falls back to another checkpoint.
     damaged.with_suffix(".damaged").rename(damaged)
     with pytest.raises(CheckpointError, match=f"load_step = 4(?s:.*){LATEST}: {file}"):
-        TinyRun().checkpoints(folder, load_step=4).load()
+        resume(folder, load_step=4)
 
 
 def test_rollback_with_only_damaged_checkpoints_erases_the_live_state(two_saved):
@@ -105,10 +106,10 @@ def test_resume_reads_a_large_checkpoint_once_and_verifies_all_of_it(tmp_path):
     for position in (size // 8, size // 2, size - 2000):
         flip_bit(file, position)
         resumed = TinyRun(seed=99, model=large)
-        lines = []
-        assert resumed.checkpoints(tmp_path, lines=lines).load() == run.train_state(2)
+        checkpoints = resumed.checkpoints(tmp_path)
+        assert checkpoints.load() == run.train_state(2)
         assert_equal(resumed.copy_state(), older_state)
-        assert "__0_0.distcp" in next(line for line in lines if "DAMAGED" in line)
+        assert "__0_0.distcp" in next(line for line in checkpoints.lines if "DAMAGED" in line)
         file.parent.with_suffix(".damaged").rename(file.parent)
         flip_bit(file, position)
 
@@ -117,20 +118,24 @@ def test_resume_reads_a_large_checkpoint_once_and_verifies_all_of_it(tmp_path):
 def test_damage_on_one_rank_is_erased_on_all_ranks(tmp_path):
     """The older checkpoint has no averages, so those of the damaged one must not survive."""
 
-    def train(name: str, steps: int, *options: str) -> World:
-        batch = "--training.local_batch_size 1 --training.steps"
-        return start_small(tmp_path / name, batch, steps, *options, ranks=2)
+    def train(
+        name: str,
+        steps: int,
+        options: str = "--ema.decay 0.9",
+        code: int = 0,
+    ) -> str:
+        batch = f"--training.local_batch_size 1 --training.steps {steps}"
+        return start_small(tmp_path / name, batch, options, ranks=2).wait_for_exit(code)
 
     run = tmp_path / "run/checkpoint"
     expected = tmp_path / "expected/checkpoint"
-    ema = "--ema.decay 0.9"
-    train("run", 5).wait_for_exit(0)
+    train("run", 5, options="")
     shutil.copytree(run.parent, expected.parent)
-    train("expected", 7, ema).wait_for_exit(0)
-    train("run", 10, ema).wait_for_exit(0)
+    train("expected", 7)
+    train("run", 10)
     flip_bit(run / "step-00000010/__1_0.distcp")
 
-    assert "Resumed after step 5 " in train("run", 7, ema).wait_for_exit(0)
+    assert "Resumed after step 5 " in train("run", 7)
 
     assert (run / "step-00000010.damaged").is_dir()
 
@@ -141,7 +146,7 @@ def test_damage_on_one_rank_is_erased_on_all_ranks(tmp_path):
         flip_bit(step_folder / "__1_0.distcp")
     metrics = expected.with_name("metrics.jsonl")
     before = metrics.read_bytes()
-    train("expected", 8, ema).wait_for_exit(4)
+    train("expected", 8, code=4)
 
     assert metrics.read_bytes() == before
     assert list_names(expected) == ["step-00000005.damaged", "step-00000007.damaged"]
@@ -161,7 +166,7 @@ def test_unreadable_file_stops_the_run_and_renames_nothing(two_saved, monkeypatc
         patch.setattr(os, "open", open_or_fail)
         message = r"cannot read .*__0_0\.distcp: .*Stale file handle"
         with pytest.raises(CheckpointError, match=message):
-            TinyRun().checkpoints(folder).load()
+            resume(folder)
 
     assert list_names(folder) == before
     assert resume(folder) == 4
@@ -174,7 +179,7 @@ def test_run_without_a_valid_checkpoint_fails_at_every_start(two_saved):
 
     for message in (r"no valid checkpoint(?s:.*)step-00000002: .metadata: mis", "renamed earlier"):
         with pytest.raises(CheckpointError, match=message):
-            TinyRun().checkpoints(folder).load()
+            resume(folder)
 
 
 def truncate(path: Path) -> None:
@@ -198,17 +203,19 @@ def test_step_whose_manifest_is_destroyed_is_set_aside_and_saved_again(two_saved
     assert_equal(resumed.copy_state(), run.copy_state())
 
 
-@pytest.mark.parametrize("options", [{}, {"load_step": 2}], ids=["newest", "load_step"])
-def test_resume_keeps_step_folders_of_other_programs(two_saved, options):
+@pytest.mark.parametrize(
+    ("load_step", "step"),
+    [(-1, 4), (2, 2)],
+    ids=["newest", "load_step"],
+)
+def test_resume_keeps_step_folders_of_other_programs(two_saved, load_step, step):
     folder, _ = two_saved
     foreign = folder / "step-00001000"
     foreign.mkdir()
     for name in ("manifest.json", ".metadata"):
         (foreign / name).write_text("{}")
 
-    state = TinyRun().checkpoints(folder, **options).load()
-
-    assert state["step"] == options.get("load_step", 4)
+    assert resume(folder, load_step=load_step) == step
     assert list_names(foreign) == [".metadata", "manifest.json"]
 
 
@@ -275,12 +282,11 @@ def test_malicious_index_with_valid_checksums_is_rejected(two_saved, alter, mess
     index = pickle.loads((path / ".metadata").read_bytes())
     reseal(path, None, **{".metadata": alter(index) or pickle.dumps(index, 4)})
 
-    for load in (
-        lambda: load_model_weights(folder, Llama(run.model.arch)),
-        TinyRun().checkpoints(folder).load,
-    ):
-        with pytest.raises(CheckpointError, match=f"cannot read .*metadata: .*{message}"):
-            load()
+    rejected = f"cannot read .*metadata: .*{message}"
+    with pytest.raises(CheckpointError, match=rejected):
+        load_model_weights(folder, Llama(run.model.arch))
+    with pytest.raises(CheckpointError, match=rejected):
+        resume(folder)
 
     assert not PROOF.exists()
     assert not hasattr(Metadata, "planted")
@@ -319,24 +325,19 @@ def test_load_rejects_weights_that_are_not_finite(tmp_path):
     saved = tmp_path / "saved"
     run.checkpoints(saved).save(1, run.train_state(1))
 
-    for load in (
-        TinyRun().checkpoints(saved).load,
-        TinyRun().checkpoints(tmp_path / "new", initial_load_path=str(saved)).load,
-        lambda: load_model_weights(saved, Llama(run.model.arch)),
-    ):
-        message = r"NaN or infinite:\n.*layers\.1\.attention\.wq\.weight\n.*norm\."
-        with pytest.raises(CheckpointError, match=message):
-            load()
+    message = r"NaN or infinite:\n.*layers\.1\.attention\.wq\.weight\n.*norm\."
+    with pytest.raises(CheckpointError, match=message):
+        resume(saved)
+    with pytest.raises(CheckpointError, match=message):
+        resume(tmp_path / "new", initial_load_path=str(saved))
+    with pytest.raises(CheckpointError, match=message):
+        load_model_weights(saved, Llama(run.model.arch))
 
 
-def test_weights_load_into_a_model_and_into_a_new_run(two_saved, tmp_path):
+def test_initial_weights_are_loaded_by_a_new_run_and_not_by_its_restart(two_saved, tmp_path):
     folder, run = two_saved
-    model = Llama(run.model.arch)
-    load_model_weights(folder / LATEST, model)
-
-    assert_equal(dict(model.state_dict()), run.copy_weights())
     with pytest.raises(UserError, match="elsewhere does not exist"):
-        load_model_weights(folder / "elsewhere", model)
+        load_model_weights(folder / "elsewhere", run.model)
 
     fresh = TinyRun(seed=99)
     checkpoints = fresh.checkpoints(tmp_path / "new", initial_load_path=str(folder))

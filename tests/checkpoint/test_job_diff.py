@@ -32,6 +32,7 @@ TEXT_A = A.replace("jsonl", "text")
 HEAVY_A = f"{A}weight = 2.0\n"
 WARN = "dataset.on_change = 'warn'\n"
 WEIGHT = "dataset.sources.0.weight: 1.0 -> 2.0"
+THETA = "model.rope_theta: 10000.0 -> 500000.0"
 
 
 @pytest.mark.parametrize(
@@ -42,13 +43,7 @@ WEIGHT = "dataset.sources.0.weight: 1.0 -> 2.0"
         ("", "training.steps = 7", None, AFFECTS_TRAINING, ["training.steps: 10000 -> 7"]),
         ("", "training.local_batch_size = 4", None, AFFECTS_TRAINING, 1),
         (BATCH, f"{BATCH}training.local_batch_size = 2", None, COMPATIBLE, 1),
-        (
-            "",
-            "model.rope_theta = 5e5",
-            None,
-            AFFECTS_TRAINING,
-            ["model.rope_theta: 10000.0 -> 500000.0"],
-        ),
+        ("", "model.rope_theta = 5e5", None, AFFECTS_TRAINING, [THETA]),
         # These options describe the same model as the flavor.
         ("", SPELLED_OUT, None, COMPATIBLE, []),
         ("", OTHER_DATA, None, AFFECTS_TRAINING, 3),  # None: the data starts again

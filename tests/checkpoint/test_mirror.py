@@ -102,7 +102,12 @@ def to_folder(mirror_folder) -> str:
     return f"--checkpoint.mirror file://{mirror_folder}"
 
 
-def train(out: Path, *options: str, code: int = 0, before: Callable[[], None] | None = None) -> str:
+def train(
+    out: Path,
+    *options: str,
+    code: int = 0,
+    before: Callable[[], None] | None = None,
+) -> str:
     """Train the small job on one rank, check the exit code, and return the output."""
     return start_small(out, *options, before=before).wait_for_exit(code)
 
@@ -454,7 +459,12 @@ def test_data_tokenizer_and_model_in_a_bucket_equal_local_ones(
     for folder in ("data/", "data/parts/", "data/shards/"):
         boto3.client("s3").put_object(Bucket="bucket", Key=folder)
 
-    def train_on(data_folder: object, out: Path, options: str, code: int = 0) -> None:
+    def train_on(
+        data_folder: object,
+        out: Path,
+        options: str,
+        code: int = 0,
+    ) -> None:
         write_job(job, data_folder)
         options += " --lr_scheduler.total_steps 12 --checkpoint.last_save_in_hf"
         files = ("--job.config_file", job, "--job.dump_folder", out)

@@ -5,33 +5,33 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import World, start_small
+from ranks import start_small
+from small_runs import job_tables
 from tiny_run import Checkpoints, TinyRun, assert_equal, list_names
+from train_variants import merge
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import JobConfig
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-Sections = dict[str, Any]
-TIED: Sections = {"model": {"tied_embeddings": True}}
-RECOMPUTING: Sections = {"activation_checkpoint": {"mode": "full"}}
-OFFLOADED: Sections = {"training": {"enable_cpu_offload": True}}
+TIED = job_tables("model.tied_embeddings = true")
+RECOMPUTING = job_tables("activation_checkpoint.mode = 'full'")
+OFFLOADED = job_tables("training.enable_cpu_offload = true")
 # Muon has optimizer state before the first step.
-MUON: Sections = {"optimizer": {"name": "Muon"}, "parallelism": {"memory_savers": "none"}}
-HALF: Sections = {
-    "training": {"dtype": "bfloat16"},
-    "optimizer": {"stochastic_rounding": True},
-}
-HALF_MOMENTS: Sections = {"optimizer": {"state_dtype": "bfloat16", "stochastic_rounding": True}}
-HALF_WEIGHTS: Sections = {
-    "training": {"dtype": "bfloat16"},
-    "optimizer": {"state_dtype": "float32", "stochastic_rounding": True},
-}
+MUON = job_tables("optimizer.name = 'Muon' ; parallelism.memory_savers = 'none'")
+HALF = job_tables("training.dtype = 'bfloat16' ; optimizer.stochastic_rounding = true")
+HALF_MOMENTS = job_tables(
+    "optimizer.state_dtype = 'bfloat16' ; optimizer.stochastic_rounding = true"
+)
+HALF_WEIGHTS = merge(HALF, job_tables("optimizer.state_dtype = 'float32'"))
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-@pytest.mark.parametrize("sections", [{}, TIED, RECOMPUTING, OFFLOADED, MUON, HALF])
+@pytest.mark.parametrize(
+    "sections",
+    [{}, TIED, RECOMPUTING, OFFLOADED, MUON, HALF],
+)
 def test_resume_is_bitwise_equal_to_an_uninterrupted_run(tmp_path, sections, mode):
     straight = TinyRun(**sections)
     checkpoints = straight.checkpoints(tmp_path, async_mode=mode)
@@ -144,11 +144,12 @@ def test_resume_logs_changes_and_rejects_incompatible_jobs(tmp_path):
 
     def resume(
         run: TinyRun,
+        *,
         hard: str = "",
         soft: str = "",
         **options: Any,
     ) -> list[str]:
-        """Resume with data that differs as described."""
+        """Resume with data that differs as described, and return the log."""
         changes = [hard] if hard else [], [soft] if soft else []
         options["compare_data"] = lambda _: changes
         checkpoints = run.checkpoints(tmp_path, job=job, **options)
@@ -162,29 +163,29 @@ def test_resume_logs_changes_and_rejects_incompatible_jobs(tmp_path):
         f"{prefix} optimizer.lr: 0.0003 -> 1.0 (affects training)",
     ]
 
-    length = "training.seq_len was 32, it is now 64"
-    soft = {"soft": "a has changed"}
-    tokenizer = {"tokenizer": "another"}
-    fix = f'initial_load_path = "{tmp_path}/step-00000001"'
-    cases: Any = (
-        (TinyRun(model={"n_layers": 3}), {}, r"model\.n_layers: 2 -> 3"),
-        (TinyRun(**TIED), {}, r"model\.tied_embeddings: False -> True"),
-        (run, soft, r"a has changed(?s:.*)dataset\.on_change = .warn."),
-        (run, soft | {"hard": length}, f"{length}(?s:.*){fix}"),
-        (run, tokenizer, r"tokenizer\.path: .* has other token IDs"),
-        (run, tokenizer | {"exclude_from_loading": ("data",)}, r"tokenizer\.path: "),
-    )
     # The manifest of this copy belongs to another step.
     damaged = shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000002")
-    for other, options, message in cases:
+
+    def assert_rejected(message: str, run: TinyRun, **options: Any) -> None:
         with pytest.raises(UserError, match=message) as caught:
-            resume(other, **options)
+            resume(run, **options)
         # The job is wrong, so no checkpoint must be renamed.
         assert caught.value.exit_code == 2
         assert damaged.is_dir()
 
+    soft = "a has changed"
+    length = "training.seq_len was 32, it is now 64"
+    fix = f'initial_load_path = "{tmp_path}/step-00000001"'
+    assert_rejected(r"model\.n_layers: 2 -> 3", TinyRun(model={"n_layers": 3}))
+    assert_rejected(r"model\.tied_embeddings: False -> True", TinyRun(**TIED))
+    assert_rejected(rf"{soft}(?s:.*)dataset\.on_change = .warn.", run, soft=soft)
+    assert_rejected(f"{length}(?s:.*){fix}", run, soft=soft, hard=length)
+    assert_rejected(r"tokenizer\.path: .* has other token IDs", run, tokenizer="another")
+    without_data = {"exclude_from_loading": ("data",)}
+    assert_rejected(r"tokenizer\.path: ", run, tokenizer="another", **without_data)
+
     job["dataset"]["on_change"] = "warn"
-    lines = resume(run, **soft)
+    lines = resume(run, soft=soft)
 
     assert f"{prefix} a has changed (affects training)" in lines
     assert not any("dataset.path" in line for line in lines)  # reported once, by its effect
@@ -204,18 +205,19 @@ def test_resume_logs_changes_and_rejects_incompatible_jobs(tmp_path):
 def test_saved_optimizer_state_that_is_not_loaded_is_an_error_with_a_way_out(tmp_path, layout):
     """In the pipeline, only the last rank has the parameter."""
 
-    def train(*options: str) -> World:
+    def train(options: str, code: int = 0) -> str:
         plugin = "--job.plugins freezing_momentum --optimizer.name freezing_momentum"
         ranks = 2 if layout else 1
-        return start_small(tmp_path / "run", plugin, layout, *options, ranks=ranks)
+        world = start_small(tmp_path / "run", plugin, layout, options, ranks=ranks)
+        return world.wait_for_exit(code)
 
-    train("--training.steps 2").wait_for_exit(0)
-    more = "--training.steps 4 --freezing_momentum.frozen output.weight"
+    train("--training.steps 2")
+    frozen = "--training.steps 4 --freezing_momentum.frozen output.weight"
 
-    log = train(more).wait_for_exit(2)
+    log = train(frozen, code=2)
     assert "optimizer.output.weight.momentum" in log
     assert "optimizer.norm.weight" not in log
     assert 'checkpoint.exclude_from_loading = ["optimizer"]' in log
 
-    log = train(more, "--checkpoint.exclude_from_loading optimizer").wait_for_exit(0)
+    log = train(f"{frozen} --checkpoint.exclude_from_loading optimizer")
     assert "Resumed after step 2 " in log

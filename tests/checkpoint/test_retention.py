@@ -1,6 +1,5 @@
 """Retention keeps the newest, every n-th and the best checkpoint, and files of other programs."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 from ranks import start_small
-from tiny_run import TinyRun, assert_equal, list_names, load_model_weights
+from small_runs import read_jsonl
+from tiny_run import Checkpoints, TinyRun, assert_equal, list_names, load_model_weights
 
 from titanlite.checkpoint import huggingface
 from titanlite.checkpoint.find import find_checkpoints
@@ -32,10 +32,11 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 )
 def test_retention_keeps_the_selected_checkpoints_and_foreign_files(tmp_path, keys, kept):
     run = TinyRun()
-    other = run.checkpoints(tmp_path)
-    other.save(0, run.train_state(0) | {"run": "another run"})
-    foreign = ["step-00000000-notes", "step-00000000/notes.txt", "step-00000001/notes.txt"]
-    foreign += ["step-00000100/lit_model.pth", "step-00000101/manifest.json", ".tmp-step-00000200"]
+    run.checkpoints(tmp_path).save(0, run.train_state(0) | {"run": "another run"})
+    foreign = (
+        "step-00000000-notes step-00000000/notes.txt step-00000001/notes.txt .tmp-step-00000200 "
+        "step-00000100/lit_model.pth step-00000101/manifest.json"
+    ).split()
     others = {Path(name).parts[0] for name in foreign}
     checkpoints = run.checkpoints(tmp_path, **keys)
 
@@ -84,23 +85,27 @@ def best_of(folder: Path) -> str:
 def test_best_checkpoint_is_linked_and_kept_until_a_better_one_is_saved(tmp_path):
     run = TinyRun()
     folder = tmp_path / "checkpoint"
-    losses = {1: 5.0, 2: 3.0, 3: 4.0, 4: 3.0, 5: 3.5}
-    losses |= {6: 2.0, 8: 1.0}
-    for steps, best, kept, keys in (
-        (range(1, 6), 2, [2, 5], {"async_mode": "async"}),
-        ([6], 6, [6], {}),
-        ([8], 8, [6], {"last_save_model_only": True}),
-    ):
+
+    def save(
+        losses: dict[int, float],
+        kept: list[int],
+        **keys: Any,
+    ) -> None:
+        """Save a step for each loss, and check which checkpoints remain. The last one is best."""
         folder.mkdir(exist_ok=True)
         (folder / ".best.new").symlink_to("anything")  # left by a killed run
         checkpoints = run.checkpoints(folder, keep_latest_k=1, keep_best=True, **keys)
-        for step in steps:
-            assert checkpoints.saver.is_best(losses[step]) == (step in (1, 2, 6, 8))
-            checkpoints.save(step, scored(run, step, losses[step]), is_last=step == 8)
+        for step, loss in losses.items():
+            assert checkpoints.saver.is_best(loss) == (step in (1, 2, 6, 8))
+            checkpoints.save(step, scored(run, step, loss), is_last=step == 8)
         checkpoints.close()
         assert list_names(folder) == ["best", *map(step_folder_name, kept)]
-        assert best_of(folder) == step_folder_name(best)
 
+    save({1: 5.0, 2: 3.0, 3: 4.0, 4: 3.0, 5: 3.5}, kept=[2, 5], async_mode="async")
+    assert best_of(folder) == "step-00000002"
+    save({6: 2.0}, kept=[6])
+    assert best_of(folder) == "step-00000006"
+    save({8: 1.0}, kept=[6], last_save_model_only=True)
     assert (folder / "best").resolve() == tmp_path / "final" / "step-00000008"
 
 
@@ -113,20 +118,21 @@ def test_best_checkpoint_is_determined_by_the_files_alone(tmp_path):
     checkpoints.save(6, scored(run, 4, 1.0))  # step 6 was not validated
     checkpoints.close()
 
+    def restart(**keys: Any) -> Checkpoints:
+        checkpoints = run.checkpoints(tmp_path, keep_best=True, **keys)
+        checkpoints.load()
+        checkpoints.saver.update_best_link()
+        return checkpoints
+
     # The run was killed before it moved the link.
     (tmp_path / "best").unlink()
     (tmp_path / "best").symlink_to("step-00000002")
-    checkpoints = run.checkpoints(tmp_path, keep_best=True)
-    checkpoints.load()
-    checkpoints.saver.update_best_link()
-    checkpoints.close()
+    restart().close()
 
     assert best_of(tmp_path) == "step-00000004"
 
     # Going back renames steps 4 and 6.
-    checkpoints = run.checkpoints(tmp_path, keep_best=True, keep_latest_k=1, load_step=2)
-    checkpoints.load()
-    checkpoints.saver.update_best_link()
+    checkpoints = restart(keep_latest_k=1, load_step=2)
 
     assert best_of(tmp_path) == "step-00000002"
 
@@ -154,7 +160,7 @@ def test_best_checkpoint_of_a_run_survives_worse_steps_and_a_restart(tmp_path):
     for last in ("7 --optimizer.lr 0.01", "12 --optimizer.lr 1"):
         start_small(out, options, last, ranks=2).wait_for_exit(0)
 
-    entries = map(json.loads, (out / "validation.jsonl").open())
+    entries = read_jsonl(out / "validation.jsonl")
     losses = {entry["step"]: entry["loss"] for entry in entries if entry["step"]}
     best = min(losses, key=losses.__getitem__)
 
@@ -178,10 +184,14 @@ def test_best_checkpoint_of_a_run_survives_worse_steps_and_a_restart(tmp_path):
 def test_last_save_writes_final_outputs_and_archives_earlier_ones(tmp_path, model_only):
     final = tmp_path / ("final" if model_only else "checkpoint")
     run = TinyRun()
-    options = {"last_save_in_hf": True, "last_save_model_only": model_only, "async_mode": "async"}
 
     def save_last(step: int) -> list[str]:
-        checkpoints = run.checkpoints(tmp_path / "checkpoint", **options)
+        checkpoints = run.checkpoints(
+            tmp_path / "checkpoint",
+            last_save_in_hf=True,
+            last_save_model_only=model_only,
+            async_mode="async",
+        )
         if checkpoints.load() is None or step > run.step:
             run.train(1)
             run.step = step
@@ -229,12 +239,8 @@ def test_failed_export_leaves_no_files_and_counts_as_failed_save(tmp_path, monke
 
     token = checkpoints.context.token
     foreign = ".tmp-step-00000002-0123456789abcdef-01234567-1"
-    for name in (
-        f"final/.tmp-step-00000002-{token}-1",
-        f".tmp-final_hf-{token}",
-        f"final/{foreign}",
-        ".tmp-final_hf-y",
-    ):
+    leftovers = f"final/.tmp-step-00000002-{token}-1 .tmp-final_hf-{token}"
+    for name in f"{leftovers} final/{foreign} .tmp-final_hf-y".split():
         (tmp_path / name).mkdir(parents=True)
     checkpoints = run.checkpoints(folder, last_save_in_hf=True)
     checkpoints.load()

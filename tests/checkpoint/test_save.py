@@ -95,7 +95,6 @@ def test_failed_save_does_not_affect_the_next_one(tmp_path, monkeypatch, mode, e
         checkpoints.save(1, run.train_state(1))
         checkpoints.saver.wait_until_saved()
 
-    assert checkpoints.stats()["failed_saves"] == 1
     assert not checkpoints.has_saved(1)
     assert list_names(tmp_path) == []
 
@@ -161,10 +160,9 @@ def test_save_with_fp8_all_gather_stores_plain_weights(tmp_path):
         model, config=config, module_filter_fn=lambda _, name: "output" not in name
     )
     fully_shard(model)
+    checkpoints = Checkpoints(tmp_path, LiveState(model))
 
     assert any(type(to_local(parameter)) is not torch.Tensor for parameter in model.parameters())
-
-    checkpoints = Checkpoints(tmp_path, LiveState(model))
 
     checkpoints.save(0, {"step": 0, "tokens": 0})
 
@@ -199,10 +197,9 @@ def test_run_that_cannot_save_fails_at_the_start(tmp_path):
 
 
 def test_folder_without_file_locks_is_used_with_a_warning(tmp_path, monkeypatch):
-    error = OSError(37, "No locks available")
-    monkeypatch.setattr(fcntl, "lockf", Mock(side_effect=error))
+    no_locks = OSError(37, "No locks available")
+    monkeypatch.setattr(fcntl, "lockf", Mock(side_effect=no_locks))
     lines: list[str] = []
 
     assert lock_folder(tmp_path, 0, lines.append) is None
-
     assert "No locks available" in lines[0]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import tomli
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,22 +34,21 @@ BATCH_SIZE = 4
 SEQ_LEN = 16
 VOCAB_SIZE = 64
 LEARNING_RATE = 1e-2
-JOB: dict[str, dict[str, Any]] = {
-    "model": {
-        "dim": 32,
-        "n_layers": 2,
-        "n_heads": 4,
-        "n_kv_heads": 2,
-        "ffn_dim": 48,
-        "vocab_size": VOCAB_SIZE,
-    },
-    "training": {
-        "seq_len": SEQ_LEN,
-        "global_batch_size": BATCH_SIZE,
-        "mixed_precision_param": "float32",
-    },
-    "activation_checkpoint": {"mode": "none"},
-}
+JOB = tomli.loads(f"""
+[model]
+dim = 32
+n_layers = 2
+n_heads = 4
+n_kv_heads = 2
+ffn_dim = 48
+vocab_size = {VOCAB_SIZE}
+[training]
+seq_len = {SEQ_LEN}
+global_batch_size = {BATCH_SIZE}
+mixed_precision_param = "float32"
+[activation_checkpoint]
+mode = "none"
+""")
 
 
 class Checkpoints:
@@ -59,13 +59,12 @@ class Checkpoints:
         folder: Path,
         live: LiveState,
         *,
-        lines: list[str] | None = None,
         job: dict[str, Any] | None = None,
         tokenizer: str = "fingerprint",
         compare_data: Callable[[dict[str, Any]], Any] | None = None,
         **keys: Any,
     ) -> None:
-        self.lines = [] if lines is None else lines
+        self.lines: list[str] = []
         config = schema.Checkpoint(**keys)
         self.ranks = RankGroup(config.timeout_seconds)
         self.context = CheckpointContext(
@@ -77,7 +76,12 @@ class Checkpoints:
         self.stats = self.saver.stats
         self.resumer = Resumer(self.context, lambda other: other == tokenizer, compare_data)
 
-    def save(self, step: int, state: dict[str, Any], **keys: Any) -> None:
+    def save(
+        self,
+        step: int,
+        state: dict[str, Any],
+        **keys: Any,
+    ) -> None:
         self.saver.save(step, lambda: state, **keys)
 
     def load(self) -> Any:
@@ -97,7 +101,7 @@ class TinyRun:
         self,
         seed: int = 0,
         device: str = "cpu",
-        **sections: Mapping[str, Any],
+        **sections: Any,
     ) -> None:
         world_size = dist.get_world_size()
         training = {"local_batch_size": BATCH_SIZE // world_size, "seed": seed}
@@ -117,7 +121,7 @@ class TinyRun:
 
     def train_state(self, step: int | None = None) -> dict[str, Any]:
         step = self.step if step is None else step
-        return {"step": step, "tokens": 0, "cursor": {"row": step * BATCH_SIZE}}
+        return {"step": step, "tokens": 0}
 
     def train(self, steps: int) -> list[float]:
         losses = []
@@ -154,7 +158,10 @@ class TinyRun:
         return not any(value.any() for state in states for value in state.values())
 
 
-def assert_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def assert_equal(
+    actual: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+) -> None:
     assert actual.keys() == expected.keys()
     assert [name for name in actual if not torch.equal(actual[name], expected[name])] == []
 
