@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from data.data_helpers import load_smaller_tokenizer
 from ranks import World, titanlite
 from small_runs import job_tables
 from torch.nn import functional as F
@@ -33,7 +35,7 @@ from titanlite.completion import LoadedCheckpoint, sample_token
 from titanlite.config.errors import CheckpointError
 from titanlite.config.load import PACKAGE, dump_config
 from titanlite.config.run import build_architecture
-from titanlite.config.schema import JobConfig, Parallelism
+from titanlite.config.schema import JobConfig, Parallelism, TokenizerOptions
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.model.llama import Llama
 from titanlite.runtime.process import STORE
@@ -44,6 +46,7 @@ Output = pytest.CaptureFixture[str]
 MODEL_FILE = PACKAGE / "assets" / "tokenizer" / "tokenizer.model"
 TOKENIZER = load_tokenizer(MODEL_FILE)
 PROMPTS = ["def f", "import os, sys", "", "class A:", "x"]
+GREEDY = "--prompt 'import os' --temperature 0"
 JOB = JobConfig.model_validate(
     job_tables(
         "job.dump_folder = 'unused' ; model.dim = 32 ; model.n_layers = 4 ; model.n_heads = 4 ; "
@@ -95,19 +98,19 @@ def save_run(folder: Path, *steps: int, job: JobConfig = JOB) -> Path:
     return folder
 
 
-def run(*options: object, code: int = 0) -> None:
+def run(command: str, code: int = 0) -> None:
     """Run a command in this process."""
-    assert cli.main([str(word) for word in options]) == code
+    assert cli.main(shlex.split(command)) == code
 
 
 def run_generate(
     capsys: Output,
     folder: Path,
-    *options: str,
+    options: str = "",
     code: int = 0,
 ) -> tuple[str, str]:
     """Run `titanlite generate`, and return standard output and standard error."""
-    run("generate", "--checkpoint", folder, "--max-new-tokens", 12, *options, code=code)
+    run(f"generate --checkpoint {folder} --max-new-tokens 12 {options}", code)
     out, err = capsys.readouterr()
     assert "Traceback" not in err
     return out, " ".join(err.split())
@@ -143,7 +146,7 @@ def test_average_writes_the_weighted_mean_as_a_checkpoint(trained, files, tmp_pa
     out = tmp_path / "mean"
     first = trained / "checkpoint" / "step-00000010"
 
-    titanlite("average", first, trained, "--weights", 1, 3, "--out", out)
+    run(f"average {first} {trained} --weights 1 3 --out {out}")
 
     mean = load_checkpoint(out)
 
@@ -160,9 +163,9 @@ def test_average_of_unsuitable_checkpoints_is_an_error(trained, tmp_path, capsys
     out = tmp_path / "out"
 
     # The folder is not empty, the weights are too few, and the models differ.
-    run("average", trained, trained, "--out", tmp_path, code=2)
-    run("average", trained, trained, "--weights", 1, "--out", out, code=2)
-    run("average", trained, other, "--out", out, code=2)
+    run(f"average {trained} {trained} --out {tmp_path}", code=2)
+    run(f"average {trained} {trained} --weights 1 --out {out}", code=2)
+    run(f"average {trained} {other} --out {out}", code=2)
 
     message = capsys.readouterr().err
 
@@ -170,7 +173,7 @@ def test_average_of_unsuitable_checkpoints_is_an_error(trained, tmp_path, capsys
     assert not [*out.glob("*")]
 
 
-def score_by_transformers(folder: Path, length: int, stride: int) -> tuple[float, int]:
+def score_by_transformers(folder: Path, window: int, stride: int) -> tuple[float, int]:
     """Return nats and tokens of TEXTS, computed as in the transformers guide on perplexity."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -184,7 +187,7 @@ def score_by_transformers(folder: Path, length: int, stride: int) -> tuple[float
         # The first token of a document is not scored.
         previous_end = 1
         for begin in range(0, ids.shape[1], stride):
-            end = min(begin + length, ids.shape[1])
+            end = min(begin + window, ids.shape[1])
             with torch.no_grad():
                 logits = model(ids[:, begin:end]).logits[0].double()
             scored = logits[previous_end - 1 - begin : -1]
@@ -199,14 +202,14 @@ def score_by_transformers(folder: Path, length: int, stride: int) -> tuple[float
 
 @pytest.mark.slow
 def test_eval_computes_the_loss_of_transformers_on_the_exported_model(trained, files, tmp_path):
-    titanlite("export", "--checkpoint", trained, "--out", tmp_path / "hf", "--dtype", "float32")
+    run(f"export --checkpoint {trained} --out {tmp_path}/hf --dtype float32")
     num_bytes = sum(len(text.encode()) for text in TEXTS)
 
-    for length, stride in ((48, 24), (33, 5)):
-        is_default = length == 48
-        keys: dict[str, Any] = {} if is_default else {"window": length, "stride": stride}
-        score = evaluate_text(trained, files, **keys)
-        nats, num_tokens = score_by_transformers(tmp_path / "hf", length, stride)
+    for score, window, stride in (
+        (evaluate_text(trained, files), 48, 24),
+        (evaluate_text(trained, files, window=33, stride=5), 33, 5),
+    ):
+        nats, num_tokens = score_by_transformers(tmp_path / "hf", window, stride)
 
         assert (score.documents, score.bytes, score.tokens) == (5, num_bytes, num_tokens)
         loss = nats / num_tokens
@@ -225,13 +228,24 @@ LAYOUTS = [
 ]
 
 
-def score_in_layouts(trained: Path, files: list[Path], store: Path) -> list[TextScore]:
+def score_in_layouts(
+    trained: Path,
+    files: list[Path],
+    store: Path,
+) -> list[TextScore]:
     os.environ[STORE] = f"{store}-of-scores"
     scores = []
     for layout in LAYOUTS:
         parallelism = Parallelism.model_validate(job_tables(layout))
-        sizes: dict[str, Any] = {"window": 37, "stride": 10, "batch_size": 3}
-        scores.append(evaluate_text(trained, files, parallelism=parallelism, **sizes))
+        score = evaluate_text(
+            trained,
+            files,
+            window=37,
+            stride=10,
+            batch_size=3,
+            parallelism=parallelism,
+        )
+        scores.append(score)
     return scores
 
 
@@ -248,18 +262,17 @@ def test_eval_computes_the_same_score_in_each_layout(trained, files):
 
 @pytest.mark.slow
 def test_eval_starts_ngpu_ranks_and_prints_only_json(trained, files):
-    command = [sys.executable, "-m", "titanlite", "eval", "--checkpoint", str(trained), "--data"]
-    command += [*map(str, files), "--json", "--parallelism.tensor_parallel_degree", "2"]
+    options = f"eval --checkpoint {trained} --json --parallelism.tensor_parallel_degree 2 --data"
+    command = [sys.executable, "-m", "titanlite", *options.split(), *files]
     environment = {**os.environ, "NGPU": "2"}
 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
 
     assert "float32 on 2 x cpu" in done.stderr
 
-    alone = evaluate_text(trained, files)
     loss = json.loads(done.stdout)["loss"]
-
-    assert loss == pytest.approx(alone.loss, rel=1e-6)  # fp32 sums in another order
+    expected = evaluate_text(trained, files).loss
+    assert loss == pytest.approx(expected, rel=1e-6)  # fp32 sums in another order
 
 
 def test_greedy_text_does_not_depend_on_the_other_prompts_of_a_batch(loaded, monkeypatch):
@@ -299,9 +312,9 @@ def test_an_exported_model_computes_the_same_in_transformers_and_after_an_import
     trained = save_run(tmp_path, 1, job=job)
     hf = tmp_path / "hf"
 
-    run("export", "--checkpoint", trained, "--out", hf, "--dtype", "float32")
+    run(f"export --checkpoint {trained} --out {hf} --dtype float32")
     theirs: Any = AutoModelForCausalLM.from_pretrained(hf)
-    run("import", "--hf", hf, "--out", tmp_path / "back")
+    run(f"import --hf {hf} --out {tmp_path}/back")
     # The imported checkpoint contains its tokenizer.
     shutil.rmtree(hf)
     imported = load_checkpoint(tmp_path / "back")
@@ -338,31 +351,32 @@ def imported(tmp_path) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
     shutil.copy(MODEL_FILE, tmp_path / "llama")
-    run("import", "--hf", tmp_path / "llama", "--out", tmp_path / "imported")
+    run(f"import --hf {tmp_path}/llama --out {tmp_path}/imported")
     return (tmp_path / "imported").rename(tmp_path / "moved")
 
 
 @pytest.mark.slow
 def test_every_command_accepts_an_imported_checkpoint(imported, files, tmp_path, capsys):
-    text = run_generate(capsys, imported, "--prompt", "def f")[0]
+    text = run_generate(capsys, imported, "--prompt 'def f'")[0]
     score = evaluate_text(imported, files)
 
     assert (score.documents, score.window) == (5, 128)
 
     # Each command writes a copy of the weights. The learning rate is too small to change them.
     train = (
+        f"train --from {imported} --job.dump_folder {tmp_path}/run "
         "--training.steps 1 --training.seq_len 64 --training.global_batch_size 1 "
         "--training.local_batch_size 1 --optimizer.lr 1e-30 "
         "--training.mixed_precision_param float32"
     )
-    hf = tmp_path / "hf"
-    titanlite("average", imported, imported, "--out", tmp_path / "mean")
-    titanlite("export", "--checkpoint", imported, "--out", hf, "--dtype", "float32")
-    titanlite("import", "--hf", hf, "--out", tmp_path / "again")
-    titanlite("train", "--from", imported, "--job.dump_folder", tmp_path / "run", *train.split())
+    run(f"average {imported} {imported} --out {tmp_path}/mean")
+    run(f"export --checkpoint {imported} --out {tmp_path}/hf --dtype float32")
+    run(f"import --hf {tmp_path}/hf --out {tmp_path}/again")
+    titanlite(*train.split())
+    capsys.readouterr()
 
     for copy in ("mean", "again", "run"):
-        assert run_generate(capsys, tmp_path / copy, "--prompt", "def f")[0] == text
+        assert run_generate(capsys, tmp_path / copy, "--prompt 'def f'")[0] == text
         assert evaluate_text(tmp_path / copy, files, window=128).loss == score.loss
 
     assert "steps to replay" in titanlite("replay", imported, "--step", 1, code=2)
@@ -370,12 +384,12 @@ def test_every_command_accepts_an_imported_checkpoint(imported, files, tmp_path,
 
 @pytest.mark.slow
 def test_a_damaged_tokenizer_of_a_checkpoint_is_reported(imported, capsys):
-    run("verify", imported)
+    run(f"verify {imported}")
 
     tokenizer = imported / "step-00000000/tokenizer.model"
     tokenizer.write_bytes(tokenizer.read_bytes()[:-1])
 
-    run("verify", imported, code=4)
+    run(f"verify {imported}", code=4)
     run_generate(capsys, imported, code=4)
 
 
@@ -385,33 +399,32 @@ def test_export_names_a_key_of_the_saved_job_that_it_cannot_read(tmp_path, capsy
     manifest["info"]["job"] = {"training": {"stepz": 1}}
     (checkpoint / MANIFEST).write_bytes(encode_manifest(manifest))
 
-    run("export", "--checkpoint", checkpoint, "--out", tmp_path / "hf", code=2)
+    run(f"export --checkpoint {checkpoint} --out {tmp_path}/hf", code=2)
 
     assert "training.stepz. Or pass --tokenizer FILE to export." in capsys.readouterr().err
 
 
 def test_weights_are_imported_without_a_tokenizer_that_does_not_fit(trained, tmp_path, capsys):
     hf = tmp_path / "hf"
-    run("export", "--checkpoint", trained, "--out", hf)
+    bare = tmp_path / "bare"
+    whole = tmp_path / "whole"
+    run(f"export --checkpoint {trained} --out {hf}")
     (hf / "tokenizer.json").unlink()
 
-    run("import", "--hf", hf, "--out", tmp_path / "bare")
+    run(f"import --hf {hf} --out {bare}")
 
-    assert "--tokenizer FILE" in run_generate(capsys, tmp_path / "bare", code=4)[1]
+    assert "--tokenizer FILE" in run_generate(capsys, bare, code=4)[1]
 
-    arguments = ["import", "--hf", hf, "--out", tmp_path / "whole", "--tokenizer"]
-    run(*arguments, hf / "config.json", code=2)
-    run(*arguments, MODEL_FILE)
+    run(f"import --hf {hf} --out {whole} --tokenizer {hf}/config.json", code=2)
+    run(f"import --hf {hf} --out {whole} --tokenizer {MODEL_FILE}")
     capsys.readouterr()
-    options = ["--prompt", "def f", "--temperature", "0"]
-    text, _ = run_generate(capsys, tmp_path / "whole", *options)
+    text, _ = run_generate(capsys, whole, GREEDY)
 
-    tokenizer = ["--tokenizer.path", MODEL_FILE]
+    with_tokenizer = f"--tokenizer.path {MODEL_FILE}"
+    assert run_generate(capsys, bare, f"{GREEDY} {with_tokenizer}")[0] == text
 
-    assert run_generate(capsys, tmp_path / "bare", *options, *tokenizer)[0] == text
-
-    run("check", "--from", tmp_path / "bare", code=2)
-    run("check", "--from", tmp_path / "bare", *tokenizer)
+    run(f"check --from {bare}", code=2)
+    run(f"check --from {bare} {with_tokenizer}")
 
 
 def test_sampled_text_depends_only_on_its_prompt_and_the_seed(loaded):
@@ -463,22 +476,20 @@ def test_pieces_are_whole_characters_and_add_up_to_the_text(loaded, monkeypatch,
 
 
 def test_generate_prints_only_the_completion_to_standard_output(capsys, trained, loaded):
-    greedy = ("--prompt", "import os", "--temperature", "0")
-
-    out, err = run_generate(capsys, trained, *greedy)
+    out, err = run_generate(capsys, trained, GREEDY)
 
     assert out == "import os" + complete(loaded, "import os", 12) + "\n"
     assert "step-00000020" in err
     assert "12 tokens" in err
 
     older = trained / "checkpoint" / "step-00000010"
-    assert run_generate(capsys, older, *greedy)[0] != out
+    assert run_generate(capsys, older, GREEDY)[0] != out
 
 
 def test_generate_escapes_control_characters_on_a_terminal(capsys, trained, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
 
-    assert run_generate(capsys, trained, "--prompt", "a\x1b[2J")[0].startswith(r"a\x1b[2J")
+    assert run_generate(capsys, trained, "--prompt a\x1b[2J")[0].startswith(r"a\x1b[2J")
 
 
 def test_generate_reads_prompts_from_files_and_standard_input(
@@ -491,12 +502,12 @@ def test_generate_reads_prompts_from_files_and_standard_input(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"def f\nimport os\n")))
     expected = ""
     for prompt in ("def f", "import os"):
-        expected += run_generate(capsys, trained, "--prompt", prompt)[0]
+        expected += run_generate(capsys, trained, f"--prompt '{prompt}'")[0]
 
-    assert run_generate(capsys, trained, "--prompts", str(text))[0] == expected
-    assert run_generate(capsys, trained, "--prompts", "-")[0] == expected
+    assert run_generate(capsys, trained, f"--prompts {text}")[0] == expected
+    assert run_generate(capsys, trained, "--prompts -")[0] == expected
 
-    out = run_generate(capsys, trained, "--prompts", str(lines), "--json")[0]
+    out = run_generate(capsys, trained, f"--prompts {lines} --json")[0]
     results = [json.loads(line) for line in out.splitlines()]
     completed = [f"{result['prompt']}{result['completion']}\n" for result in results[:2]]
 
@@ -511,10 +522,8 @@ def test_a_checkpoint_of_another_model_or_tokenizer_is_an_error(capsys, trained,
 
     assert "does not fit" in run_generate(capsys, folder, code=2)[1]
 
-    other = tmp_path / "other.model"
-    other.write_bytes(b"".join(MODEL_FILE.read_bytes().splitlines(keepends=True)[:-1]))
-    tokenizer = JOB.tokenizer.model_copy(update={"path": str(other)})
-    job = JOB.model_copy(update={"tokenizer": tokenizer})
+    smaller = load_smaller_tokenizer(tmp_path)
+    job = JOB.model_copy(update={"tokenizer": TokenizerOptions(path=str(smaller.path))})
     (folder / "config.toml").write_text(dump_config(job))
 
     assert "another tokenizer" in run_generate(capsys, folder, code=4)[1]

@@ -58,7 +58,7 @@ def encode_parts(parts, has_marks):
     for index, (part, counts) in enumerate(parts):
         tokens = TOKENIZER.encode(part)
         if index == 0:
-            tokens.insert(0, TOKENIZER.bos_id)
+            tokens = [TOKENIZER.bos_id, *tokens]
         if index == len(parts) - 1:
             tokens.append(TOKENIZER.eos_id)
         ids += [MARK] * len(tokens) if has_marks and not counts else tokens
