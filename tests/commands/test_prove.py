@@ -129,8 +129,8 @@ def test_a_certificate_is_compared_with_a_job_whose_plugin_has_no_source_file(tm
     (folder / "proof").mkdir(parents=True)
     (folder / "proof" / "certificate-20260131-120000.json").write_text("{}")
 
-    options = (*require_certificate(folder), "--job.plugins", "time")
-    assert "require_certificate" in titanlite(*options, code=2)
+    command = f"{TRAIN_WITH_CERTIFICATE} --job.plugins time"
+    assert "require_certificate" in run(folder, command, code=2)
 
 
 def test_more_ranks_than_a_node_can_start_are_rejected(tmp_path):

@@ -186,8 +186,9 @@ class Trainer:
             extra_hooks: Hooks of the caller, which follow the standard hooks.
             standard: Whether to create the standard hooks.
         """
-        hooks: list[Hook] = [self.stop_signals]
+        hooks: list[Hook] = []
         if standard:
+            hooks.append(self.stop_signals)
             # The hang report covers the other hooks, which use the files of the records.
             hooks += self._open_outputs()
             if self.job.checkpoint.enable:
