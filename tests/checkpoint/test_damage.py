@@ -55,7 +55,7 @@ def test_resume_from_a_damaged_checkpoint_names_the_file_and_uses_an_older_one(t
     checkpoints = TinyRun().checkpoints(folder)
     assert checkpoints.load()["step"] == 2
     assert list_names(folder) == ["step-00000002", f"{LATEST}.damaged"]
-    assert any(f"{LATEST} is DAMAGED ({file}" in line for line in checkpoints.lines)
+    assert any(f"{LATEST} is damaged: {file}" in line for line in checkpoints.lines)
 
     # load_step never falls back to another checkpoint.
     damaged.with_suffix(".damaged").rename(damaged)
@@ -109,7 +109,7 @@ def test_resume_reads_a_large_checkpoint_once_and_verifies_all_of_it(tmp_path):
         checkpoints = resumed.checkpoints(tmp_path)
         assert checkpoints.load() == run.train_state(2)
         assert_equal(resumed.copy_state(), older_state)
-        assert "__0_0.distcp" in next(line for line in checkpoints.lines if "DAMAGED" in line)
+        assert "__0_0.distcp" in next(line for line in checkpoints.lines if "damaged" in line)
         file.parent.with_suffix(".damaged").rename(file.parent)
         flip_bit(file, position)
 

@@ -74,7 +74,8 @@ def test_one_sequence_is_shown_with_its_file_and_offsets(capsys):
 
     assert heading == "=== step 1, sequence 2, python_stdlib"
     assert re.fullmatch(r"--- document \d+: .*\.py, bytes 0 to \d+, tokens 0 to 32", location)
-    assert show(capsys, Dataset(), "--row 2").startswith(heading)  # the option's old name
+    for old_name in ("--row 2", "--row=2"):
+        assert show(capsys, Dataset(), old_name).startswith(heading)
 
 
 def test_control_characters_are_escaped(tmp_path, capsys):

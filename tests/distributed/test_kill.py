@@ -214,7 +214,7 @@ def test_a_run_killed_at_any_point_of_a_save_ends_undisturbed(tmp_path, layout, 
             assert len(unfinished) == (point != "after_rename:0"), unfinished
     out = run.finish("full_disk:0")
 
-    assert f"Saving step {saved + 2} FAILED (OSError: [Errno 28] No space left on device)" in out
+    assert f"Could not save step {saved + 2}: OSError: [Errno 28] No space left on device" in out
     assert_undisturbed(run, references(layout[0]))
 
 

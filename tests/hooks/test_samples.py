@@ -49,7 +49,7 @@ def test_each_prompt_is_completed_every_few_steps_as_by_generate(alone):
 
     assert [(line["step"], line["prompt"]) for line in samples] == expected
     assert all(line["tokens"] == 6 or line["end"] == "document" for line in samples)
-    assert "sample after step 8: def f" in read_log(folder)
+    assert "Sample after step 8: def f" in read_log(folder)
 
     options = ("--checkpoint", folder, "--temperature", 0, "--max-new-tokens", 6, "--json")
     output = titanlite("generate", *options, "--prompt", samples[-2]["prompt"])

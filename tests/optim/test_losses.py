@@ -79,7 +79,7 @@ def test_each_loss_is_the_same_on_each_layout(tmp_path, computed):
 
     def validated(loss: str) -> str:
         log = read_log(tmp_path / f"{loss}-alone" / "out")
-        return re.findall(r"validation after step 0: (.*)", log)[0]
+        return re.findall(r"Validation after step 0: (.*)", log)[0]
 
     pairs = [(loss, layout) for loss in computed for layout in LAYOUTS]
     for loss, layout in [("reference", "alone"), ("unsmoothed", "alone"), *pairs]:

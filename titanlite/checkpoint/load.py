@@ -168,7 +168,7 @@ class Resumer:
                 state = self._load(path)
             except Damage as damage:
                 damages[path] = f"{path.name}: {damage}"
-                self._log(f"Checkpoint {path.name} is DAMAGED ({damage})")
+                self._log(f"Checkpoint {path.name} is damaged: {damage}")
                 continue
             tokens = f"{state['tokens']:,} tokens seen"
             self._log(f"{action} after step {state['step']} of {path}: {tokens}")

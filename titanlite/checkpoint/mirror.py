@@ -450,7 +450,7 @@ class Mirror:
         except Exception as error:  # for example, the local folder cannot be listed
             self.num_failed += 1
             text = f"{type(error).__name__}: {one_line(str(error))}"
-            self._log(Event(f"Copying to the mirror FAILED ({text})", "failed mirror"))
+            self._log(Event(f"Could not copy to the mirror: {text}", "failed mirror"))
         finally:
             self.sending = None
 
@@ -481,7 +481,7 @@ class Mirror:
 
         name = self._get_name(path)
         if error is not None and name not in self._failed:
-            text = f"Copying {name} to the mirror FAILED ({error})"
+            text = f"Could not copy {name} to the mirror: {error}"
             self._log(Event(text, "failed mirror", get_step(path)))
             self._failed.add(name)
             self.num_failed += 1

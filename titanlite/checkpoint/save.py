@@ -294,7 +294,7 @@ class Saver:
             dcp_save(tensors, storage_writer=writer, planner=planner, process_group=group)
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
             if self._ranks.rank == 0:
-                text = f"Saving step {writer.step} FAILED ({describe_error(error)})"
+                text = f"Could not save step {writer.step}: {describe_error(error)}"
                 self._log(Event(text, "failed save", writer.step))
                 shutil.rmtree(writer.tmp_folder, ignore_errors=True)
             return False

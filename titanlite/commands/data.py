@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-import tyro
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from titanlite.config.errors import UserError, format_count, printable
@@ -53,7 +54,7 @@ class Show(Options):
 
     step: PositiveInt = 1
     """Number of the global batch, counted from 1."""
-    sequence: Annotated[NonNegativeInt | None, tyro.conf.arg(aliases=["--row"])] = None
+    sequence: NonNegativeInt | None = None
     """Index of a sequence in the batch, counted from 0. Default: all sequences."""
     world_size: OptionRanks = 1
     """Number of ranks of the run. It determines the batch size if training.global_batch_size is
@@ -70,6 +71,9 @@ def run_data_show(argv: Sequence[str]) -> None:
         UserError: If the job or an option is invalid, or the data cannot be read.
     """
     argv = argv[1:] if argv[:1] == ["show"] else argv
+    if any(word.partition("=")[0] == "--row" for word in argv):
+        logging.getLogger("titanlite").warning("--row is now called --sequence.")
+        argv = [re.sub("^--row(?==|$)", "--sequence", word) for word in argv]
     options, words = parse_options_and_job(Show, argv, "data show")
     run = load_run(words, options.world_size, trains=False)
     print(show_step(run, options.step, options.sequence))

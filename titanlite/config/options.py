@@ -160,14 +160,13 @@ def _check_required(options: type[Options], argv: Sequence[str], prog: str) -> N
         prog: Name of the command for the error message, such as "titanlite plan".
 
     Raises:
-        UserError: If an option is missing. Unlike the tyro message, this message explains the
-            option.
+        UserError: If an option is missing. The tyro message would be several lines long.
     """
     given_flags = {_normalize_flag(word) for word in argv}
     for flag, field in _list_flags(options).items():
         is_positional = tyro.conf.Positional in field.metadata
         if field.is_required() and not is_positional and flag not in given_flags:
-            raise UserError(f"{flag} is required by `{prog}`. {field.description}")
+            raise UserError(f"`{prog}` requires {flag}. Run `{prog} --help` for its meaning.")
 
 
 def _check_repeated_or_dropped(options: type[Options], argv: Sequence[str]) -> None:

@@ -163,7 +163,7 @@ def _prepare_source(
         shard_content = _join(group)
         shards.append(_write_shard(folder, len(shards), shard_content))
         for reason in shard_content.skipped:
-            print(f"skipped a record: {reason}")
+            print(f"Skipped a record: {reason}")
         write_atomically(progress, json.dumps({**header, "shards": shards}).encode())
         num_tokens = sum(shard["tokens"] for shard in shards)
         print(f"{folder}: shards: {len(shards)}, tokens: {num_tokens:,}", flush=True)

@@ -248,11 +248,11 @@ class Checkpointer(Hook):
         if self._saver.failed_export is not None:
             return (
                 f"{self._saver.failed_export} is saved, but exporting it in Hugging Face format "
-                "FAILED; see the log for the reason. Fix it and start again, or run "
+                "failed; see the log for the reason. Fix it and start again, or run "
                 "`titanlite export`."
             )
         return (
-            f"Saving the last step, {step}, FAILED; see the log for the reason. "
+            f"Could not save the last step, {step}; see the log for the reason. "
             "Fix it and start again to repeat the steps since the newest checkpoint."
         )
 

@@ -66,7 +66,7 @@ class Samples(Hook):
             hook.sampled(step, samples)
         for completion in completions:
             self._trainer.log(
-                f"sample after step {step}: {completion.prompt}{completion.completion}"
+                f"Sample after step {step}: {completion.prompt}{completion.completion}"
             )
 
     def complete(self) -> list[Completion]:

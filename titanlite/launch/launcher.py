@@ -173,7 +173,7 @@ def _describe_invalid_variable(failure: ValidationError) -> str:
     value = one_line(os.environ[name][:40])
     # "Input should be a valid integer, unable to parse ..." becomes "must be a valid integer".
     requirement = error["msg"].replace("Input should", "must").partition(",")[0]
-    return f"{name}={value}: {requirement}. {Variables.model_fields[name].description}"
+    return f"{name}={value}: {requirement}."
 
 
 def count_gpus() -> int:

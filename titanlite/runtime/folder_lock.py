@@ -54,7 +54,7 @@ def lock_folder(folder: Path, timeout: float, log: Callable[[str], None]) -> int
             os.close(descriptor)
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 log(
-                    f"cannot lock {folder}: {error.strerror}. "
+                    f"Cannot lock {folder}: {error.strerror}. "
                     "A second run in this folder would not be noticed"
                 )
                 return None

@@ -442,7 +442,7 @@ class Trainer:
             score = self.validator.compute_score()
             for hook in self.hooks:
                 hook.validated(step, asdict(score))
-        self.log(Event(f"validation after step {step}: {score}", "validation", step))
+        self.log(Event(f"Validation after step {step}: {score}", "validation", step))
         return score
 
     def save(self, is_last: bool = False) -> None:
