@@ -125,7 +125,10 @@ def find_broken_rules(run: Run) -> list[Problem]:
 
     The planner, which never changes warmup or decay, uses this to skip invalid layouts.
     """
-    return [problem for check in KEY_RULES for problem in check(run)]
+    problems: list[Problem] = []
+    for check in KEY_RULES:
+        problems += check(run)
+    return problems
 
 
 # Model and layout.
@@ -137,9 +140,11 @@ def check_model(run: Run) -> Problems:
 
     arch = run.arch
     if arch.rope_scaling == "yarn":
-        upper_key, lower_key = "rope_beta_fast", "rope_beta_slow"
+        upper_key = "rope_beta_fast"
+        lower_key = "rope_beta_slow"
     else:  # "llama3", which is also the value for models without scaling
-        upper_key, lower_key = "rope_high_freq_factor", "rope_low_freq_factor"
+        upper_key = "rope_high_freq_factor"
+        lower_key = "rope_low_freq_factor"
     upper_limit = getattr(arch, upper_key)
     lower_limit = getattr(arch, lower_key)
     if upper_limit <= lower_limit:
@@ -408,7 +413,8 @@ def _nearest_multiples(number: int, divisor: int) -> str:
 
 def check_total_steps(run: Run) -> Problems:
     """Check that the learning rate schedule is not shorter than the run."""
-    steps, total = run.job.training.steps, run.job.lr_scheduler.total_steps
+    steps = run.job.training.steps
+    total = run.job.lr_scheduler.total_steps
     if total is not None and total < steps:
         yield Problem(
             "lr_scheduler.total_steps",
@@ -716,7 +722,9 @@ def check_effects(run: Run) -> Problems:
     For example, `samples.freq` has no effect without `samples.prompts`.
     """
     job = run.job
-    float8, parallelism, validation = job.float8, job.parallelism, job.validation
+    float8 = job.float8
+    parallelism = job.parallelism
+    validation = job.validation
 
     validates = validation.freq > 0
     validation_key = "validation.path" if validation.path else "validation.source"

@@ -30,7 +30,8 @@ TABLE = Path(__file__).with_name("gpus.toml")
 MAX_FILE_BYTES = 1 << 22
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Device files of the NVIDIA, AMD and Windows (WSL) GPU drivers."""
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+GIB = 2**30
 MOST_GIB = 1e6
 """Maximum memory of a device, in GiB: over a thousand times the memory of the largest GPU."""
 RENAMED_KEYS = {"host": "cpu_link", "machine": "gpus_per_node"}

@@ -242,9 +242,8 @@ def explain_encoding(error: UnicodeDecodeError) -> str:
 
     The command assumes UTF-16 if the first 64 bytes contain a zero byte, and otherwise Latin-1.
     """
-    name, encoding = "Latin-1", "LATIN1"
-    if b"\0" in error.object[:64]:
-        name = encoding = "UTF-16"
+    encoding = "UTF-16" if b"\0" in error.object[:64] else "LATIN1"  # as iconv calls it
+    name = "Latin-1" if encoding == "LATIN1" else encoding
     convert = f"If it is {name}, `iconv -f {encoding} -t UTF-8 FILE > NEW` converts it"
     return f"byte 0x{error.object[error.start]:02x} is not UTF-8. {convert}"
 
