@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from data.data_helpers import load_smaller_tokenizer
+from data_helpers import load_smaller_tokenizer
 from ranks import World, titanlite
 from small_runs import job_tables
 from torch.nn import functional as F

@@ -1133,7 +1133,7 @@ class JobConfig(RootConfig):
                     error["loc"] = (name, *error["loc"])  # ("lr",) -> ("my_section", "lr")
                     errors.append(error)
         for name, table in tables.items():
-            if name not in SECTIONS:
+            if isinstance(name, str) and name not in SECTIONS:  # pydantic reports other types
                 errors.append({"type": UNKNOWN_NAME, "loc": (name,), "input": table})
         return tables, errors
 
