@@ -24,7 +24,7 @@ from titanlite.config.files import find_write_problem, make_folder, write_output
 from titanlite.config.schema import Dataset, JobConfig
 from titanlite.data import tokenizer as formats
 from titanlite.data.documents import source_specs
-from titanlite.data.mixture import find_weights
+from titanlite.data.mixture import check_weights, find_weights
 from titanlite.data.shuffle import permuted
 from titanlite.data.sources.base import RandomAccess, Source, TokenSource
 from titanlite.data.sources.files import open_source
@@ -81,8 +81,8 @@ def train_tokenizer(
         The paths of the written files, and statistics of the text.
 
     Raises:
-        UserError: If `out` cannot be written or already contains a tokenizer, or if the text cannot
-            be read or is too small for `vocab_size` ids.
+        UserError: If `out` cannot be written or already contains a tokenizer, if the weights of the
+            sources are wrong, or if the text cannot be read or is too small for `vocab_size` ids.
     """
     trained = TrainedTokenizer(out / "tokenizer.model", out / "tokenizer.json")
     for file in (trained.tiktoken, trained.json):
@@ -91,6 +91,7 @@ def train_tokenizer(
     if problem := find_write_problem(out.absolute()):
         raise UserError(f"cannot create {out}: {problem}")
 
+    check_weights(dataset)
     without_stages = dataset.model_copy(update={"stages": ()})
     weights = find_weights(without_stages, step=0)
     skip_bad = dataset.on_bad_record == "skip"
