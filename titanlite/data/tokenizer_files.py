@@ -138,16 +138,19 @@ def _read_texts(source: Source, max_bytes: int, skip_bad: bool) -> Iterator[str]
         UserError: If the source contains tokens instead of text.
         BadRecord: If a record cannot be read and `skip_bad` is False.
     """
-    if isinstance(source, TokenSource):
-        raise UserError(
-            f"{source.name} contains tokens instead of text. Choose the text that was prepared."
-        )
+    not_text = UserError(
+        f"{source.name} contains tokens instead of text. Choose the text that was prepared."
+    )
+    if isinstance(source, TokenSource):  # cannot be read before it is checked with a tokenizer
+        raise not_text
+
     num_bytes = 0
     records = _read_shuffled(source) if isinstance(source, RandomAccess) else iter(source)
     for record in records:
         if num_bytes >= max_bytes:
             return
-        assert not isinstance(record, Prepared)
+        if isinstance(record, Prepared):  # from a plugin
+            raise not_text
         if isinstance(record, BadRecord):
             if not skip_bad:
                 raise record
