@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +18,11 @@ from titanlite.runtime.folder_lock import LOCK_TIMEOUT, lock_file, lock_folder
 from titanlite.runtime.logging import EVENTS_FILE, LOG_FILE, LOGGER_NAME, note
 
 INVALID_JOB = UserError.exit_code
+
+FileId = tuple[int, int] | None
+"""Device and inode number, which identify a file even after it was renamed. None if there is no
+file.
+"""
 
 
 def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
@@ -61,22 +66,26 @@ def _missing_folders(folder: Path) -> list[Path]:
     return [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
 
 
-def _wait_for_other_runs(run: Run) -> set[Path]:
+def _wait_for_other_runs(run: Run) -> dict[Path, FileId]:
     """Wait until no other run uses the output folder or the checkpoint folder.
 
     A run locks both folders while it trains. To wait for its end, acquire each lock and release it
     again. This process does not keep the locks, because rank 0 of the new run acquires them.
 
     Returns:
-        The lock files, so that they can be removed later.
+        The lock files and their IDs, so that the files can be removed later.
     """
     locked_paths = [run.dump_folder / "run"]  # its lock file is .run.lock in the output folder
     if run.job.checkpoint.enable:
         locked_paths.append(run.checkpoint_folder)
 
+    lock_files: dict[Path, FileId] = {}
     for path in locked_paths:
-        _release_lock(lock_folder(path, LOCK_TIMEOUT, note))
-    return set(map(lock_file, locked_paths))
+        descriptor = lock_folder(path, LOCK_TIMEOUT, note)
+        _release_lock(descriptor)
+        file = lock_file(path)
+        lock_files[file] = _file_id(file)
+    return lock_files
 
 
 def _release_lock(descriptor: int | None) -> None:
@@ -85,22 +94,24 @@ def _release_lock(descriptor: int | None) -> None:
         os.close(descriptor)
 
 
-def _create_logs(folder: Path) -> set[Path]:
+def _create_logs(folder: Path) -> dict[Path, FileId]:
     """Create the log files in a new output folder.
 
     Returns:
-        The created files. Files that another process has created are not included.
+        The created files and their IDs. Files that another process has created are not included.
     """
-    created_files = set()
+    file_ids: dict[Path, FileId] = {}
     for name in (LOG_FILE, EVENTS_FILE):
         file = folder / name
         with suppress(FileExistsError):
             file.touch(exist_ok=False)
-            created_files.add(file)
-    return created_files
+            file_ids[file] = _file_id(file)
+    return file_ids
 
 
-def _remove_unused(run: Run, new_folders: Sequence[Path], created_files: set[Path]) -> None:
+def _remove_unused(
+    run: Run, new_folders: Sequence[Path], created_files: dict[Path, FileId]
+) -> None:
     """Remove the new output folder of a run that has trained nothing.
 
     The folder is kept if another run has locked it, or if it contains any file that this process
@@ -109,23 +120,54 @@ def _remove_unused(run: Run, new_folders: Sequence[Path], created_files: set[Pat
     Args:
         run: The run that has ended.
         new_folders: Folders that this process has created, innermost first.
-        created_files: Files that this process has created, in the output folder or elsewhere.
+        created_files: IDs of the files that this process has created, keyed by path.
     """
     try:
         descriptor = lock_folder(run.dump_folder / "run", timeout=0.0, log=note)
     except UserError:  # another run has started to use the folder
         return
 
-    if run.checkpoint_folder.parent == run.dump_folder:
-        with suppress(OSError):  # it contains checkpoints, or does not exist
-            run.checkpoint_folder.rmdir()
+    try:
+        # If the ID of a file has changed, another process has replaced it.
+        files = {path for path, file_id in created_files.items() if _file_id(path) == file_id}
+        _remove_created(run, files, new_folders)
+    finally:
+        _release_lock(descriptor)
+
+
+def _remove_created(run: Run, created_files: Set[Path], new_folders: Sequence[Path]) -> None:
+    """Remove the new output folder of a run, unless it contains a file of another process.
+
+    Args:
+        run: The run that has ended.
+        created_files: Files that this process has created, in the output folder or elsewhere.
+        new_folders: Folders that this process has created, innermost first.
+    """
     files = set(run.dump_folder.iterdir())
-    if files <= created_files:
-        # Stop logging, because the error that ends this process would create train.log again.
-        logging.getLogger(LOGGER_NAME).handlers.clear()
-        for file in files:
-            file.unlink(missing_ok=True)
-        with suppress(OSError):  # another process may have put a file into one of the folders
-            for folder in new_folders:
-                folder.rmdir()
-    _release_lock(descriptor)
+    folders = list(new_folders)
+    if run.checkpoint_folder in files and _is_empty_folder(run.checkpoint_folder):
+        files.remove(run.checkpoint_folder)
+        folders.insert(0, run.checkpoint_folder)  # before the folder that contains it
+    if not files <= created_files:
+        return
+
+    # Stop logging, because the error that ends this process would create train.log again.
+    logging.getLogger(LOGGER_NAME).handlers.clear()
+    for file in files:
+        file.unlink(missing_ok=True)
+    with suppress(OSError):  # another process may have put a file into one of the folders
+        for folder in folders:
+            folder.rmdir()
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _file_id(path: Path) -> FileId:
+    """Return the device and inode number of a file, or None if the file does not exist."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
