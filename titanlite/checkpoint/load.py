@@ -460,8 +460,9 @@ class Resumer:
         Args:
             info: Entry "info" of the manifest.
         """
+        # The saved job has not been validated, so the items of this list can have any type.
         reset_before = get_saved_section(info, "checkpoint").get("exclude_from_loading", ())
-        return set[str](self._config.exclude_from_loading).difference(reset_before)
+        return {part for part in self._config.exclude_from_loading if part not in reset_before}
 
 
 def check_on_all_ranks(path: Path, ranks: RankGroup) -> Manifest:
