@@ -274,7 +274,11 @@ class Checkpointer(Hook):
         )
 
     def close(self) -> None:
-        """Wait for the save in progress and stop the background threads."""
+        """Wait for the save in progress and stop the background threads.
+
+        Unlike other hooks, this uses collectives, so all ranks must call it together. A second call
+        does nothing.
+        """
         self._resources.close()
 
 
