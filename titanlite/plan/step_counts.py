@@ -427,14 +427,14 @@ def _add_parameter_hooks(counter: Counter, part: nn.Module) -> None:
     def mark_parameters(module: nn.Module, _inputs: Any) -> None:
         counter.mark(module.parameters(), "unsharded parameters", overwrite=False)
 
-    def mark_gradients(module: nn.Module, _inputs: Any) -> None:
+    def add_gradient_hooks(module: nn.Module, _inputs: Any) -> None:
         _add_gradient_hooks(counter, module.parameters(), "gradients", overwrite=False)
         first_forward.remove()
 
     part.register_forward_pre_hook(mark_parameters)
     # FSDP creates the unsharded parameters in the first forward pass, and keeps them for all steps.
     # Add hooks to them once: the hook of the first forward pass removes itself.
-    first_forward = part.register_forward_pre_hook(mark_gradients)
+    first_forward = part.register_forward_pre_hook(add_gradient_hooks)
 
 
 def _add_gradient_hooks(

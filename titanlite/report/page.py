@@ -56,7 +56,7 @@ MAX_PROBLEMS = 100
 NOT_DRAWN = {"step", "time", "tokens", "elapsed"}
 """Fields of metrics.jsonl that are axes instead of curves."""
 SCRIPTS = ("uPlot.iife.min.js", "data.js", "charts.js", "tables.js", "page.js")
-"""Files of the script of the page, in the order in which they need each other."""
+"""Files that make up the script of the page. A file may use names from the files before it."""
 
 
 def make_page(folders: Sequence[Path]) -> str:

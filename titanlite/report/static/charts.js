@@ -429,7 +429,7 @@ function addChartBoxes(parent) {
   }
 }
 
-/** Draw all charts anew, for example after a change of `view`. */
+/** Create all charts. After a change of `view`, they replace the previous charts. */
 function drawCharts() {
   for (const chart of charts) chart.plot.destroy();
   charts = CHARTS.map((description) => {
