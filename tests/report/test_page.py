@@ -280,7 +280,9 @@ def two_run_page(tmp_path) -> str:
     events = f"failure 250: {EVIL}", "finish 500: Finished"
     lines = []
     for step in range(1, 501):
-        lines.append(line(step, tokens=step * 100, elapsed=step, time=1e9 + step))
+        # "constructor" is a metric of a plugin, with the name of a property of all objects.
+        metrics = {"tokens": step * 100, "elapsed": step, "constructor": 1.0}
+        lines.append(line(step, time=1e9 + step, **metrics))
     runs = [create_full_run(tmp_path / name, *events, steps=600) for name in "ab"]
     for run in runs:
         write_metrics(run, lines)

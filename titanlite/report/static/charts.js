@@ -37,7 +37,7 @@ function listVisibleRuns() {
 }
 
 function findEventColor(kind) {
-  return readCss(EVENT_COLORS[kind] || "--bad");
+  return readCss(lookUp(EVENT_COLORS, kind) || "--bad");
 }
 
 /** Return the position of a metric in the list of known metrics. Unknown metrics come last. */
@@ -54,7 +54,7 @@ function rankMetric(key) {
  */
 function describeMetric(key) {
   const [name, ...rest] = key.split("/");
-  const [tag, about] = report.tags[name] || [`custom/${name}`, ""];
+  const [tag, about] = lookUp(report.tags, name) || [`custom/${name}`, ""];
   if (rest.length === 0) return { tag, about };
   const part = rest.join("/");
   return { tag: `${tag}/${part}`, about: `${part}: ${about}` };
@@ -104,7 +104,7 @@ function listCharts() {
   }
   for (const validation of validations) {
     const unknown = [`custom/validation ${validation}`, ""];
-    const [tag, about] = report.validation_tags[validation] || unknown;
+    const [tag, about] = lookUp(report.validation_tags, validation) || unknown;
     descriptions.push({ rank: lastLoss + 0.2, validation, tag, about });
   }
 
@@ -152,14 +152,14 @@ function collectColumns({ metric, validation }) {
   const columns = [];
   for (const run of listVisibleRuns()) {
     const x = run.curves.x[view.axis];
-    const y = run.curves.y[metric];
+    const y = lookUp(run.curves.y, metric);
     if (x && y) {
       const parts = listCurveParts(y);
       tables.push([x, ...Object.values(parts)]);
       columns.push(...Object.keys(parts).map((part) => ({ run, part })));
     }
     const validationX = run.validations.x[view.axis];
-    const validationY = run.validations.y[validation];
+    const validationY = lookUp(run.validations.y, validation);
     if (validationX && validationY) {
       tables.push([validationX, validationY.mean]);
       columns.push({ run, part: "validation" });

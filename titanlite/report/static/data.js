@@ -10,6 +10,15 @@ function isPresent(value) {
   return value !== null && value !== undefined;
 }
 
+/**
+ * Return the value of a key from the files of a run, or undefined if the table lacks the key.
+ *
+ * Each object inherits some properties, such as "constructor", which can also be names of metrics.
+ */
+function lookUp(table, key) {
+  return key !== undefined && Object.hasOwn(table, key) ? table[key] : undefined;
+}
+
 /** Return a number with at most five significant digits, such as "0.54906" or "1.25M". */
 function formatNumber(value) {
   if (!isPresent(value)) return "-";

@@ -161,7 +161,9 @@ function showSamples() {
  */
 function showComparison(title, names, tables) {
   const keys = [...new Set(tables.flatMap((table) => Object.keys(table)))].sort();
-  const formatValue = (table, key) => (key in table ? JSON.stringify(table[key]) : "-");
+  const formatValue = (table, key) => {
+    return Object.hasOwn(table, key) ? JSON.stringify(table[key]) : "-";
+  };
   const rows = keys.map((key) => [key, ...tables.map((table) => formatValue(table, key))]);
   const columns = [
     { title: "key", kind: "key" },
