@@ -131,7 +131,11 @@ function smooth(values) {
   });
 }
 
-/** Return the columns that a curve is drawn from: its mean, and a band or the raw values. */
+/**
+ * Return the columns that a curve is drawn from: its mean, and a band or the raw values.
+ *
+ * The columns are drawn in this order. `makeCurveChart` expects `min` directly after `max`.
+ */
 function listCurveParts(y) {
   const isSmoothed = view.smoothing > 0;
   const mean = isSmoothed ? smooth(y.mean) : y.mean;

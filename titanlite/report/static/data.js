@@ -1,4 +1,4 @@
-// Format numbers and times, and prepare the data of the runs for charts and tables.
+// Prepare the data of the runs for charts and tables, format values, and add elements to the page.
 //
 // Text from the files of a run is always inserted as text, never as HTML.
 
