@@ -90,8 +90,11 @@ class Muon(torch.optim.Optimizer):
         To skip the step on the device, set the attribute `found_inf` to a scalar tensor of 1.
         Parameters and state then keep their values.
         """
-        matrix = next(iter(self._group_of_matrix))
-        skip = getattr(self, "found_inf", torch.zeros((), device=matrix.device))
+        # Never skip if the caller has not set `found_inf`. Only then, launch a kernel for the flag.
+        skip = getattr(self, "found_inf", None)
+        if skip is None:
+            matrix = next(iter(self._group_of_matrix))
+            skip = torch.zeros((), device=matrix.device)
         self._others.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
 
         # Update the other parameters while the momentum of the first round is gathered.
