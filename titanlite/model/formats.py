@@ -358,6 +358,8 @@ def _rope_fields(table: _AnyRope, config: HFConfig) -> dict[str, Any]:
     fields["rope_theta"] = rope_theta
     fields["rope_scaling"] = table.rope_type
     fields["rope_original_max_seq_len"] = table.rope_original_max_seq_len or config.max_seq_len
+    if isinstance(table, _YarnRope):
+        fields["rope_attention_factor"] = table.rope_attention_factor or 0.0  # 0 is the default
     return fields
 
 
