@@ -87,6 +87,20 @@ def test_a_resume_on_another_number_of_ranks_is_bitwise_equal(tmp_path):
     assert resumed == expected * 2
 
 
+def test_adamw8bit_trains_and_resumes_with_empty_shards(tmp_path):
+    # `wk` and `wv` have 4 rows. With 2 rows per rank, the last of 3 ranks has none.
+    options = (
+        "AdamW8bit --model.n_layers 1 --model.dim 1024 --model.head_dim 4 --model.ffn_dim 256 "
+        "--model.n_kv_heads 1 --model.tied_embeddings --training.global_batch_size 3 "
+        "--training.steps"
+    )
+    expected = run_ranks(1, weights_after, tmp_path / "straight", [f"{options} 3"])
+    for ranks, steps in (3, 1), (1, 2), (3, 3):
+        resumed = run_ranks(ranks, weights_after, tmp_path / "resumed", [f"{options} {steps}"])
+
+    assert resumed == expected * 3
+
+
 class TorchMuon(RandomGradients):
     """Applies `torch.optim.Muon` to copies of the weights, with the same gradients."""
 

@@ -105,8 +105,34 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
         for key, value in state.items():
             name = f"optimizer.{parameter_names[parameter]}.{key}"
             assert isinstance(value, Tensor), f"{name} is not a tensor: {type(value)}"
-            tensors |= _split_quantized(name, value)
+            if _is_empty_quantized_shard(value, optimizer):
+                tensors |= _split_empty(name, value)
+            else:
+                tensors |= _split_quantized(name, value)
     return tensors
+
+
+def _is_empty_quantized_shard(tensor: Tensor, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether this rank has an empty shard of a moment that other ranks store in 8 bits."""
+    shard = to_local(tensor)
+    if shard.dtype != torch.uint8 or shard.numel() > 0:
+        return False
+
+    from titanlite.optim.adamw8bit import AdamW8bit  # torchao takes a second to import
+
+    return isinstance(optimizer, AdamW8bit)
+
+
+def _split_empty(name: str, tensor: Any) -> dict[str, Tensor]:
+    """Return empty shards of the tensors that `_split_quantized` returns on ranks with elements."""
+    from titanlite.optim.adamw8bit import BLOCK_SIZE
+
+    codes = tensor.to_local()
+    scale = codes.new_empty(0, codes.shape[1] // BLOCK_SIZE, dtype=torch.float32)
+    return {
+        f"{name}.codes": _shard_rows_like(tensor, codes),
+        f"{name}.scale": _shard_rows_like(tensor, scale),
+    }
 
 
 def _split_quantized(name: str, tensor: Tensor) -> dict[str, Tensor]:

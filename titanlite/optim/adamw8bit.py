@@ -51,8 +51,11 @@ class AdamW8bit(torchao.optim.AdamW8bit):
 
         # Create this rank's shard in 8 bits, and make it the shard of a whole moment.
         assert isinstance(p, DTensor)
-        local_zeros = self._subclass_zeros(p.to_local(), signed, BLOCK_SIZE)
-        return wrap_shard(local_zeros, p)
+        shard = p.to_local()
+        if shard.numel() == 0:
+            # torchao cannot divide an empty shard into blocks, so store only its empty codes.
+            return wrap_shard(torch.empty_like(shard, dtype=torch.uint8), p)
+        return wrap_shard(self._subclass_zeros(shard, signed, BLOCK_SIZE), p)
 
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient.
