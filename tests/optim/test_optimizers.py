@@ -101,6 +101,20 @@ def test_adamw8bit_trains_and_resumes_with_empty_shards(tmp_path):
     assert resumed == expected * 3
 
 
+@pytest.mark.long
+def test_muon_supports_matrices_that_a_plugin_replicates(tmp_path):
+    """Tensor parallel ranks have replicas of the adapter, but shards of all other matrices."""
+    muon = (
+        "Muon --job.plugins adapter_model --model.architecture adapter --model.ffn_dim 88 "
+        "--training.steps 2 --checkpoint.no-enable "
+    )
+    expected = run_ranks(1, weights_after, tmp_path / "1", [muon])
+    layouts = {2: TP, 4: f"{HSDP} {TP}"}
+    for ranks, layout in layouts.items():
+        hashes = run_ranks(ranks, weights_after, tmp_path / str(ranks), [muon + layout])
+        assert hashes == expected * ranks
+
+
 class TorchMuon(RandomGradients):
     """Applies `torch.optim.Muon` to copies of the weights, with the same gradients."""
 

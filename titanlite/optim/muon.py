@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -249,11 +248,10 @@ def _assemble_owned(plan: _RoundPlan, gathered: Tensor) -> list[Tensor]:
         torch.empty(matrix.shape, dtype=gathered.dtype, device=gathered.device)
         for matrix in plan.owned
     ]
-    received_shards = iter(gathered.split(plan.numel_of_received))
-    for rank in plan.senders:
-        for momentum, matrix in zip(momenta, plan.owned, strict=True):
-            shard = momentum[shard_slices(matrix, rank)]  # a view
-            shard.copy_(next(received_shards).view_as(shard))
+    received_shards = gathered.split(plan.numel_of_received)
+    for (rank, i), received_shard in zip(plan.received, received_shards, strict=True):
+        shard = momenta[i][shard_slices(plan.owned[i], rank)]  # a view
+        shard.copy_(received_shard.view_as(shard))
     return momenta
 
 
@@ -333,8 +331,8 @@ class _RoundPlan:
         is_sender: For each of `matrices`, whether this rank sends its shard. If several ranks hold
             replicas of a shard, only the ranks in the replica of the owner send.
         owned: The matrices that this rank owns.
-        senders: The ranks in the replica of this rank, which send it their shards of `owned`.
-        numel_of_received: Number of elements of each received shard, ordered by sender.
+        received: Sending rank and index in `owned` of each shard that this rank receives.
+        numel_of_received: Number of elements of each shard in `received`.
         numel_to_owners: Number of momentum elements that this rank sends to each rank.
         numel_from_ranks: Number of momentum elements that this rank receives from each rank.
         numel_to_ranks: Number of elements of the result that this rank sends to each rank.
@@ -344,7 +342,7 @@ class _RoundPlan:
     matrices: list[Any]
     is_sender: list[bool]
     owned: list[Any]
-    senders: list[int]
+    received: list[tuple[int, int]]
     numel_of_received: list[int]
     numel_to_owners: list[int]
     numel_from_ranks: list[int]
@@ -404,28 +402,43 @@ def _plan_round(by_owner: list[list[DTensor]], this_rank: int) -> _RoundPlan:
     """
     ranks = range(len(by_owner))
     owned = by_owner[this_rank]
-    matrices = list(chain.from_iterable(by_owner))
 
-    # Momentum is sent only within a replica. All matrices have the same replicas.
-    replica_of_rank = [_replica_index(matrices[0], rank) for rank in ranks]
-    is_same_replica = [replica == replica_of_rank[this_rank] for replica in replica_of_rank]
-    senders = [rank for rank in ranks if is_same_replica[rank]]
-    is_sender = [is_same_replica[owner] for owner in ranks for _ in by_owner[owner]]
+    # Count the momentum elements that this rank sends to each owner.
+    matrices: list[DTensor] = []
+    is_sender: list[bool] = []
+    numel_to_owners = [0] * len(ranks)
+    for owner, owner_matrices in enumerate(by_owner):
+        for matrix in owner_matrices:
+            is_same_replica = _are_in_same_replica(matrix, this_rank, owner)
+            matrices.append(matrix)
+            is_sender.append(is_same_replica)
+            if is_same_replica:
+                numel_to_owners[owner] += _shard_numel(matrix, this_rank)
 
-    # Results are sent to the ranks of all replicas.
-    numel_from_owners = [_count_elements(by_owner[owner], this_rank) for owner in ranks]
-    numel_to_ranks = [_count_elements(owned, rank) for rank in ranks]
+    # As an owner, this rank receives each matrix from the ranks in its replica of the matrix. With
+    # tensor parallelism, a plugin can replicate some of the matrices and shard the others.
+    received: list[tuple[int, int]] = []
+    numel_of_received: list[int] = []
+    numel_from_ranks = [0] * len(ranks)
+    for rank in ranks:
+        for i, matrix in enumerate(owned):
+            if _are_in_same_replica(matrix, rank, this_rank):
+                shard_numel = _shard_numel(matrix, rank)
+                received.append((rank, i))
+                numel_of_received.append(shard_numel)
+                numel_from_ranks[rank] += shard_numel
 
     return _RoundPlan(
         matrices=matrices,
         is_sender=is_sender,
         owned=owned,
-        senders=senders,
-        numel_of_received=[_shard_numel(matrix, rank) for rank in senders for matrix in owned],
-        numel_to_owners=[numel_from_owners[rank] if is_same_replica[rank] else 0 for rank in ranks],
-        numel_from_ranks=[numel_to_ranks[rank] if is_same_replica[rank] else 0 for rank in ranks],
-        numel_to_ranks=numel_to_ranks,
-        numel_from_owners=numel_from_owners,
+        received=received,
+        numel_of_received=numel_of_received,
+        numel_to_owners=numel_to_owners,
+        numel_from_ranks=numel_from_ranks,
+        # Results are sent to the ranks of all replicas.
+        numel_to_ranks=[_count_elements(owned, rank) for rank in ranks],
+        numel_from_owners=[_count_elements(by_owner[owner], this_rank) for owner in ranks],
     )
 
 
@@ -443,6 +456,11 @@ def _shard_numel(matrix: DTensor, rank: int) -> int:
 def _count_elements(matrices: Sequence[DTensor], rank: int) -> int:
     """Return the number of elements of several matrices that a rank holds."""
     return sum(_shard_numel(matrix, rank) for matrix in matrices)
+
+
+def _are_in_same_replica(matrix: DTensor, rank: int, other_rank: int) -> bool:
+    """Return whether the shards of two ranks belong to the same replica of a matrix."""
+    return _replica_index(matrix, rank) == _replica_index(matrix, other_rank)
 
 
 def _replica_index(matrix: DTensor, rank: int) -> list[int]:
