@@ -47,7 +47,9 @@ def split_from_option(argv: Sequence[str]) -> tuple[str | None, list[str]]:
         return None, other_words
 
     value = options.values[0]
-    if not value or len(options.values) > 1:
+    # argparse takes the next option as the value if that option contains a space.
+    is_missing = not value or value.startswith("--")
+    if is_missing or len(options.values) > 1:
         raise UserError(
             f"{FROM_OPTION}: takes one folder, or OWNER/NAME of a model on the Hugging Face Hub."
         )
