@@ -263,6 +263,8 @@ plan --wirte=plan.toml => Did you mean --write?
 check --from a --from b => takes one folder
 check --from= => takes one folder
 check --from '--job.description=a b' => takes one folder
+check --config job.toml => Did you mean job.config_file?
+check --data.config en => Did you mean dataset?
 llama_8b.toml => titanlite llama_8b.toml
 --training.steps 5 => `titanlite train ...`
 help nothing_at_all => nothing_at_all

@@ -435,6 +435,8 @@ def _get_annotation(key: str, flag: str, keys: Mapping[str, FieldInfo]) -> Any:
     """
     if key in keys:
         return keys[key].annotation
+    if key == "config":  # suggest --job.config_file, and not --dataset.config
+        raise _build_unknown_error("config_file")
     if key in SECTIONS:
         options = ", ".join(f"{flag}.{name}" for name in SECTIONS[key].model_fields)
         raise _OptionError(f"is a section. Its keys are {options}.")
