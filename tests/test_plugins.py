@@ -245,16 +245,35 @@ def test_the_hash_of_a_certificate_covers_a_plugin_that_an_entry_point_names(tmp
     monkeypatch.syspath_prepend(tmp_path)
     plugin = tmp_path / "empty_plugin.py"
     plugin.write_text("")
-    described = tmp_path / "empty_plugin-1.0.dist-info"
-    described.mkdir()
-    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: empty-plugin\nVersion: 1.0")
-    (described / "entry_points.txt").write_text("[titanlite.plugins]\nshort = empty_plugin\n")
+    write_entry_point(tmp_path, "short = empty_plugin")
     job = load_job(["--job.plugins", "short"])
 
     before = hash_job(job)
     plugin.write_text("changed = True")
 
     assert hash_job(job) != before
+
+
+def test_no_entry_point_of_the_current_folder_is_used(tmp_path, write_plugin, monkeypatch):
+    write_plugin("good_plugin", "")
+    here = tmp_path / "here"
+    (here / "evil").mkdir(parents=True)
+    (here / "evil" / "__init__.py").write_text("raise AssertionError('executed')")
+    (here / "evil" / "part.py").touch()
+    write_entry_point(here, "good_plugin = evil.part")
+    monkeypatch.chdir(here)
+    monkeypatch.syspath_prepend(here)  # as `python -m` does
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    hash_job(load_job(["--job.plugins", "good_plugin"]))
+
+
+def write_entry_point(folder: Path, line: str) -> None:
+    """Write the metadata of an installed package that declares a plugin."""
+    metadata = folder / "some_package-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: some-package\nVersion: 1.0")
+    (metadata / "entry_points.txt").write_text(f"[titanlite.plugins]\n{line}\n")
 
 
 def hash_options(options: list[str]) -> str:

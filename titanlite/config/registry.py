@@ -228,7 +228,7 @@ def _import_plugin(name: str) -> None:
             importlib.import_module(find_plugin_module(name))
     except (Exception, SystemExit) as error:  # the import runs the code of the plugin
         reason = one_line(str(error) or repr(error)).rstrip(".")
-        entry_point_names = sorted(entry_points(group=ENTRY_POINTS).names)
+        entry_point_names = sorted(_list_plugin_modules())
         raise UserError(
             f'job.plugins: cannot import the plugin "{name}": {reason}. It must be a module on '
             "PYTHONPATH or in an installed package, or one of the names that installed packages "
@@ -238,8 +238,13 @@ def _import_plugin(name: str) -> None:
 
 def find_plugin_module(name: str) -> str:
     """Return the name of a plugin module, given this name or the name of its entry point."""
-    modules = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
-    return modules.get(name, name)
+    return _list_plugin_modules().get(name, name)
+
+
+def _list_plugin_modules() -> dict[str, str]:
+    """Return the plugin modules that installed packages declare, by name of the entry point."""
+    with _without_current_folder():  # it may contain metadata of a package of another user
+        return {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
 
 
 @contextlib.contextmanager
