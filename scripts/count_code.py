@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 # The ceilings are ratchets: lower them whenever the count falls, until they reach the targets.
-MAX_PACKAGE_TOKENS = 200_700
+MAX_PACKAGE_TOKENS = 197_700
 TARGET_PACKAGE_TOKENS = 130_000
 MAX_PACKAGE_TOKENS_PER_LINE = 8.5
 TARGET_PACKAGE_TOKENS_PER_LINE = 8.5
-MAX_TEST_TOKENS = 147_400
+MAX_TEST_TOKENS = 139_900
 TARGET_TEST_TOKENS = 115_000
-MAX_TEST_TOKENS_PER_LINE = 9.3
+MAX_TEST_TOKENS_PER_LINE = 9.1
 TARGET_TEST_TOKENS_PER_LINE = 8.5
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -315,17 +315,18 @@ class Saver:
         Raises:
             CheckpointError: On all ranks, if copying failed on any rank.
         """
-
-        def get_tensors_of_rank() -> Tensors:
-            try:
-                return get_tensors()
-            except BaseException as error:
-                # Convert even an interrupt to an error that `run_together` raises on all ranks,
-                # because the other ranks wait for this one.
-                problem = f"copying the tensors failed: {describe_error(error)}"
-                raise CheckpointError(problem) from None
-
-        return self._ranks.run_together(get_tensors_of_rank)
+        tensors: Tensors = {}
+        problem = None
+        try:
+            tensors = get_tensors()
+        except BaseException as error:
+            # Convert even an interrupt to a CheckpointError on all ranks, because the other ranks
+            # wait for this one.
+            problem = f"copying the tensors failed: {describe_error(error)}"
+        for rank_problem in self._ranks.gather(problem):
+            if rank_problem:
+                raise CheckpointError(rank_problem)
+        return tensors
 
     def _log_success(self, writer: CheckpointWriter, seconds_blocked: float | None) -> None:
         """Log that a save succeeded and how long it took.
