@@ -200,7 +200,7 @@ class SavedFolders:
             if self.prepare_output(out, replace):
                 self._write_export(step_folder, out)
         except (OSError, UserError) as error:
-            self._log(f"Could not write {out}: {error}")
+            self._log(f"Could not export the checkpoint: {error}")
             return False
         return True
 
