@@ -70,8 +70,9 @@ fp32, commit 7efa86a runs at 0.99 to 1.09 times the speed of the modified versio
 1.04 times as much memory. The copies therefore explain the difference.
 
 On 2026-11-30, we compared commit 1f48ffd, which again avoids the copies of gradients, with a29075c
-on 2 cores of an AMD EPYC CPU. The table shows the median ratios of two pairs of runs, or four in
-the last row. The losses are bitwise equal.
+on 2 cores of an AMD EPYC CPU. The table shows the values of 1f48ffd divided by the values of
+a29075c, as the median of two pairs of runs, or of four pairs in the last row. The losses are
+bitwise equal.
 
 | one CPU rank | tokens/s | memory |
 |---|---:|---:|

@@ -409,7 +409,7 @@ def about(gpu: str = "") -> str:
 
 
 def describe_measurement(description: str) -> str:
-    """Return a sentence that describes a measurement by a result of `about`."""
+    """Return a sentence with the date and environment in `description`, a result of `about`."""
     date, _, environment = description.partition(", ")
     return f"Measured on {date} with {environment}."
 

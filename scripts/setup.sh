@@ -35,7 +35,7 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
         exit 2
     fi
     echo "Creating .venv with $("$python" --version)" >&2
-    # The Python of Debian lacks ensurepip.
+    # On Debian, Python lacks ensurepip unless python3-venv is installed.
     "$python" -m venv --clear .venv || "$python" -m venv --clear --without-pip .venv
     new=yes
 fi
@@ -73,7 +73,7 @@ install() {
     return 1
 }
 
-# Exit with an error if $python lacks a direct dependency of titanlite.
+# Fail if $python lacks a direct dependency of titanlite, or has an unsupported version of one.
 check_installed_packages() {
     "$python" - "$wanted" 2> >(tail -n 1 >&2) <<'EOF'
 import sys

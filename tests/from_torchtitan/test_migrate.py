@@ -245,8 +245,8 @@ def test_files_of_other_formats_are_recognized(content, named, capsys):
         assert "line 1" not in output
 
 
-# In each block, the keys of torchtitan precede those of titanlite. titanlite rejects some keys
-# without the keys that they need.
+# Each block has torchtitan keys, followed by the resulting titanlite keys. titanlite rejects some
+# keys without the keys that they need.
 CONVERSIONS = """
 => optimizer.lr = 8e-4 ; checkpoint.enable = false ; lr_scheduler.warmup_steps = 200 \
 ; model.n_heads = 16 ; activation_checkpoint.selective_ac_option = '2' \

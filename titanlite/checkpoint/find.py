@@ -348,8 +348,8 @@ def _read_saved_job(step_folder: Path, sections: dict[str, Any]) -> JobConfig:
     require_plugins(job.job.plugins, step_folder)
 
     # Ignore options and option values that titanlite has removed since the save. They do not
-    # change the model. No value of [model] has been removed, so an unknown one there is from a
-    # newer version and describes another model.
+    # change the model. No value of a [model] option was ever removed, so an unknown value there is
+    # from a newer version and describes a different model.
     unreadable_keys = []
     for mistake in mistakes:
         is_removed_value = mistake.kind == "literal_error" and not mistake.name.startswith("model.")
@@ -395,7 +395,7 @@ def read_compute_dtype(run: Run) -> ComputeDtype | None:
             manifest = _read_newest_manifest_at(mirror)
         else:
             manifest = load_newest_of(list_checkpoints(run.checkpoint_folder), read_manifest)
-    except UserError:  # if there is a checkpoint, loading it later raises the error
+    except UserError:  # loading the checkpoint later reports the error
         return None
 
     # The saved job has not been validated.

@@ -256,8 +256,8 @@ class Resumer:
         if job is None or info["job"] is None:
             return
 
-        # Compare the resulting architectures instead of the section [model], because different keys
-        # can describe the same model.
+        # Compare architectures instead of the [model] sections, because different keys can describe
+        # the same model.
         arch = self._live.model.arch
         saved_job = info["job"] | {"model": _complete_architecture(info["architecture"], arch)}
         current_job = job | {"model": asdict(arch)}
@@ -697,7 +697,7 @@ def _set_random_state(tensors: dict[str, Tensor]) -> None:
 
     Args:
         tensors: The loaded tensors by name. Only names such as "rng.cpu.0" and "rng.cuda.0" are
-            used. Without them, nothing changes.
+            used. If there are none, the generators keep their states.
     """
     for name, tensor in tensors.items():
         if name.startswith("rng.cuda."):
@@ -739,7 +739,7 @@ def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
     A new torch optimizer has no state before its first step.
     """
-    set_mode(optimizer, "train")  # because creating the state takes a step
+    set_mode(optimizer, "train")  # schedule-free optimizers can only step in this mode
     _take_empty_step(optimizer)
     set_mode(optimizer, "eval")
 

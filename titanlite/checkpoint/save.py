@@ -217,7 +217,7 @@ class Saver:
         result = self._write_in_background(writer, tensors) if self._is_async else None
         if result is None:
             # Training waits, so the tensors cannot change and need no copies. Other ranks may write
-            # in the background. They call the same collectives.
+            # in the background, and call the same collectives.
             result = Future[bool]()
             result.set_result(self._write_and_publish(writer, lambda: tensors))
         self._pending = writer.step, result

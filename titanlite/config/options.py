@@ -27,7 +27,7 @@ from titanlite.config.run import MOST_RANKS
 from titanlite.config.schema import RootConfig, check_path
 
 _MIN_SIMILARITY = 0.75
-"""Minimum `difflib` ratio of a suggested option. At the default, 0.6, `--lr` gets `--plot`."""
+"""Minimum `difflib` ratio of a suggestion. The default, 0.6, suggests `--plot` for `--lr`."""
 JOB_KEYS = "Every key of a job is also an option. Run `titanlite train --help` for a list."
 
 # A path. A leading ~ is expanded, and names that no file system accepts are rejected.

@@ -130,7 +130,7 @@ class Checkpointer(Hook):
         self._create_saver(context)
 
     def _create_saver(self, context: CheckpointContext) -> None:
-        """Create the `Saver` of the run, which notifies all hooks after each save."""
+        """Create the `Saver` of the run and make it notify all hooks after each save."""
         trainer = self._trainer
         max_seq_len = trainer.run.arch.max_seq_len
         write_files = partial(write_tokenizer, trainer.tokenizer, max_seq_len=max_seq_len)

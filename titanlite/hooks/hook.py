@@ -225,7 +225,7 @@ class Hook:
             stopped: Description of the signal that stopped the run, or "".
 
         Returns:
-            An error to end the run with, or None.
+            The error that ends the run, or None.
         """
 
     def failed(self, error: BaseException) -> None:

@@ -187,7 +187,7 @@ def _split_logits(
     """
     if trainer.mesh.tensor is not None:
         hidden = cast(DTensor, hidden).redistribute(placements=[Replicate()]).to_local()
-    # Each row is the sequence index of a token and its position in this sequence.
+    # Each row holds the index of a sequence and the position of a token in it.
     indices = (labels != IGNORE_INDEX).nonzero()
     for chunk in indices.split(LOGITS_CHUNK):
         sequences, positions = chunk.unbind(dim=1)

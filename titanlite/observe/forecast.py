@@ -62,8 +62,8 @@ class Forecast(FileModel):
     rank: int
     """Rank with the highest memory peak. Ranks with the same pipeline stages have the same peak."""
     peaks: dict[str, int]
-    """Peak memory in bytes, keyed by rank. Of ranks with the same pipeline stages, only one is
-    listed."""
+    """Peak memory in bytes, keyed by rank. If several ranks have the same pipeline stages, only one
+    of them is listed."""
     peak: int
     """Peak memory of tensors on the rank `rank`, in bytes."""
     moment: str

@@ -259,7 +259,7 @@ def shard_slices(tensor: DTensor, rank: int | None = None) -> tuple[slice, ...]:
     assert coordinates is not None  # this rank is in the mesh
     slices = [slice(0, size) for size in tensor.shape]
     mesh_dims = list(zip(tensor.placements, mesh.shape, coordinates, strict=True))
-    # Divide along the last mesh dimension first, such as tensor parallelism.
+    # Divide along the last mesh dimension (for example, tensor parallelism) first.
     for placement, num_ranks, coordinate in reversed(mesh_dims):
         if not placement.is_replicate():
             dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]

@@ -185,8 +185,9 @@ def muon(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
     matrix_groups = _select_parameters(groups, block_matrices)
     others = adamw(_select_parameters(groups, other_parameters), recipe)
     if isinstance(others, torch.optim.AdamW):
-        # By default, it creates its state in the first step. Loading a checkpoint creates missing
-        # state only in an optimizer without any, but Muon, which takes over this state, has some.
+        # The torch AdamW creates its state in the first step. When a checkpoint is loaded, missing
+        # state is created only if the optimizer has no state at all, but Muon already has its
+        # momentum. So create the AdamW state now, before Muon takes it over.
         create_adamw_state(others)
 
     return Muon(matrix_groups, others, recipe)

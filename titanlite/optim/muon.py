@@ -89,7 +89,8 @@ class Muon(torch.optim.Optimizer):
         To skip the step on the device, set the attribute `found_inf` to a scalar tensor of 1.
         Parameters and state then keep their values.
         """
-        # Never skip if the caller has not set `found_inf`. Only then, launch a kernel for the flag.
+        # If the caller has not set `found_inf`, never skip. Create the zero flag only in this case,
+        # because creating it launches a kernel.
         skip = getattr(self, "found_inf", None)
         if skip is None:
             matrix = next(iter(self._group_of_matrix))

@@ -24,7 +24,7 @@ class Recipe:
     Attributes:
         config: Section [optimizer] of the job.
         names: Name of each parameter in the whole model, such as "layers.3.attention.wq.weight".
-        compiled: Whether the job compiles the update.
+        compiled: Whether the job enables compilation of the update; see `compiles_elementwise`.
         ranks: Ranks that hold shards of the same parameters. None means all ranks.
     """
 

@@ -366,8 +366,8 @@ def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh, run: Run) -> Lo
     """
     batch = _join(microbatches)
     if batch.positions is None and (mesh.context is not None or mesh.pipeline is not None):
-        # The model cannot derive positions from chunks of a sequence, nor a later pipeline stage
-        # from its input, which may be sharded along T.
+        # The model cannot derive positions from a chunk of a sequence. A later pipeline stage
+        # cannot derive them from its input, which may be sharded along T.
         batch = replace(batch, positions=_default_positions(batch.input_ids))
 
     def build_mask(window: int) -> Mask | None:

@@ -98,7 +98,7 @@ def _sum_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     for module in fsdp_modules(model):
         if mesh.size() > 1:
             module.set_gradient_divide_factor(1.0)
-        # Otherwise, for the factor of 1, torch would use PREMUL_SUM, which gloo does not support.
+        # Otherwise, torch applies the factor of 1 with PREMUL_SUM, which gloo does not support.
         module.set_force_sum_reduction_for_comms(True)
 
 

@@ -3,8 +3,8 @@
 `parallelism.memory_savers` selects them:
 
 - "none": plain FSDP2.
-- "safe", the default: savers without races that lengthen a step by an estimated 0.3% at most or,
-  by construction, not at all.
+- "safe", the default: savers without races. Each of them lengthens a step by an estimated 0.3%
+  at most, or by construction not at all.
 - "all": also savers that make the GPU wait longer. The wait has not been measured on a real GPU.
 
 No saver changes a computed value. The docstring of each saver states its gain, its hazard, and the

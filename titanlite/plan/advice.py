@@ -166,7 +166,7 @@ def _extrapolate_batch_size(plans: Mapping[int, Forecast], memory: int) -> int:
 
 
 def find_remedies(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) -> tuple[str, ...]:
-    """Find changes that save memory and with which a run fits into GPU memory.
+    """Find changes that reduce memory so that a run fits into GPU memory.
 
     Combinations of changes are traced only if no single change is sufficient.
 
@@ -254,7 +254,7 @@ def search(
 def _trace_candidates(
     run: Run, candidates: Sequence[Settings], gpu: Gpu, map_function: Apply, text: str
 ) -> list[tuple[Settings, Forecast]]:
-    """Trace a run with each set of changed options and return the sets with which it fits.
+    """Trace a run with each set of changed options and return the sets that fit into memory.
 
     Args:
         run: The run to change.

@@ -138,8 +138,8 @@ class ReservedSegment:
         """
         end = self.size
         address = self._start_of.get(end, end)
-        num_free = end - address
-        num_pages = math.ceil((size - num_free) / self._page)
+        free_bytes = end - address  # at the end of the segment
+        num_pages = math.ceil((size - free_bytes) / self._page)
         num_bytes = num_pages * self._page
         self.size += num_bytes
         self.free(end, num_bytes)  # also merges the pages with a free block before them

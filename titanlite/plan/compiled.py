@@ -517,7 +517,7 @@ def _find_stored_inputs(
 def _set_freed(
     kernels: Iterable[_Kernel], bases: Mapping[Node, Node], returned_bases: set[Node]
 ) -> None:
-    """Set the nodes to free after each kernel, because no later kernel uses their memory.
+    """Set the nodes to free after each kernel: those whose memory no later kernel uses.
 
     Results of the graph are never freed. The base of a node is the node that allocates its memory:
     the node itself, unless it is a view or a copy into an existing tensor.

@@ -52,7 +52,7 @@ MATMULS = {"mm", "_scaled_mm", "bmm", *MATMULS_WITH_SUMMAND}
 FLEX_OPS = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
 """Operators that replace flex attention in a trace; see `simulate._flex_attention`."""
 FLEX_WINDOW = "scale"
-"""Argument of `FLEX_OPS` in which a trace passes the sliding window, which they do not support."""
+"""A trace passes the sliding window in this argument. `FLEX_OPS` have no window argument."""
 VARLEN_OPS = ("torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward")
 """Operators of variable-length attention."""
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
@@ -355,8 +355,8 @@ class Counter(TorchDispatchMode):
         if func is GET_DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a shortcut, because this is more than half of all calls
         if func is GET_SCALAR and isinstance(args[0], FakeTensor) and args[0].constant is None:
-            # Some optimizers read a flag that skips their update. A fake tensor has no value, so
-            # return 0, with which the update runs and is counted.
+            # Some optimizers read a flag to decide whether to skip their update. A fake tensor has
+            # no value. Return 0, so that the update runs and is counted.
             return 0
 
         kwargs = kwargs or {}
@@ -383,8 +383,8 @@ class Counter(TorchDispatchMode):
         Log the memory that the operator allocates and its work (FLOPs and bytes). Do not log views,
         copies of a tensor to itself, or operators that only infer shapes.
         """
-        # Now a pending sum of two gradients cannot reuse memory anymore. Log it first, because this
-        # operator may allocate memory as well.
+        # The first gradient of a pending sum is still in use, so the sum needs new memory. Log it
+        # before the allocations of this operator.
         self._allocate_pending_sum()
         # torch 2.12 cannot run this operator on fake tensors.
         if func is ADDMM_OUT and isinstance(kwargs["out"], FakeTensor):
@@ -493,7 +493,7 @@ class Counter(TorchDispatchMode):
         record, _ = self._living.pop(identity)
         pending_sum = self._pending_sum
         if pending_sum is not None and pending_sum.first_storage == identity:
-            # The storage of the sum continues the record of the freed storage, because a real step
+            # The storage of the sum takes over the record of the freed storage: a real step
             # adds in place; see `_count_allocations`.
             self._pending_sum = None
             self._track(pending_sum.result.untyped_storage(), record)

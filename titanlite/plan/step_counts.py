@@ -224,7 +224,7 @@ def _has_equal_microbatches(run: Run) -> bool:
 def _describe_groups(mesh: Mesh) -> dict[str, Group]:
     """Describe all process groups of a mesh.
 
-    A group can have several names, for example if it contains all ranks. Its last name counts.
+    If several dimensions share a group, for example one with all ranks, the last one names it.
 
     Returns:
         Mesh dimension, size and span of each group, by group name in torch.
@@ -642,7 +642,7 @@ class _MicrobatchSkipper:
         if microbatch in self.skipped:
             self.counter.repeat_recording(recording)
             return []  # nothing to receive
-        # The action and the receive of a skipped microbatch each repeat a recording. With these
-        # allocations in the recording of the action, they would be logged twice.
+        # For a skipped microbatch, the action and the receive each log their recording again. If
+        # the recording of the action included these allocations, they would be logged twice.
         with self.counter.record_separately(recording):
             return method(microbatch)

@@ -264,7 +264,7 @@ def _count_rank(
     uses_mxfp8 = run.job.float8.recipe_name == "mxfp8"
     with (
         simulate_ranks(run.world_size, rank),
-        # Disable labels for the parts of a step in a profile, which take 6% of the time of a trace.
+        # Disable the profiler labels of the parts of a step. They take 6% of the trace time.
         override(record_function, __enter__=lambda self: self, __exit__=lambda *_: None),
         simulate_gpu() if on_gpu else nullcontext(),
         simulate_mxfp8() if uses_mxfp8 else nullcontext(),
@@ -275,8 +275,8 @@ def _count_rank(
         meta = torch.device("meta")
         sharded = build_model(run, mesh, meta, log=lambda _: None, has_float8=has_float8)
 
-        # Replace them with fake weights. Some tensors are not fake: meta weights until then, and
-        # constants of AdamW8bit.
+        # Replace the meta weights with fake weights. Allow tensors that are not fake: the meta
+        # weights, until they are replaced, and the constants of AdamW8bit.
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with fake_mode:
             sharded.whole.to_empty(device=DEVICE)

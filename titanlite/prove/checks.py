@@ -24,7 +24,7 @@ always allowed."""
 UPDATE_ROUNDINGS = 64
 """Relative error, as a multiple of EPS32, that is allowed in an optimizer update or its state."""
 SMALL_GRADIENT = 1e-3
-"""Relative errors treat each gradient as if its root mean square were at least this fraction of the
+"""Lower bound for the root mean square of a gradient that divides its error, as a fraction of the
 root mean square of all gradients."""
 CAPS = {"float32": 1e-4, "bfloat16": 0.05, "float8": 0.2}
 """Largest relative error of one process that widens a tolerance, by precision of the computation.

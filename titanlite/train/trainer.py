@@ -738,8 +738,8 @@ class Trainer:
         """Create the error that ends a run after a stop signal.
 
         Args:
-            stopped: Start of the message, such as "Stopped by SIGTERM after step 12". The rest
-                states whether the run was saved.
+            stopped: Start of the message, such as "Stopped by SIGTERM after step 12". This method
+                appends whether the run was saved.
             signal_number: Number of the signal.
 
         Returns:
@@ -823,7 +823,7 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
                 # A guard stops all ranks together, so they can complete a save in progress. After
                 # other errors, closing could hang, because other ranks may wait in a collective.
                 trainer.close()
-            # The build of an invalid job fails again, so the command to resume would not help.
+            # An invalid job would fail again, so omit the command that resumes it.
             would_fail_again = trainer is None and isinstance(error, UserError)
             if not would_fail_again:
                 error.add_note(resume_hint(run, argv))

@@ -11,7 +11,7 @@ const view = {
   hiddenRuns: new Set(),
 };
 
-/** Kind of event -> CSS variable with its color. All other kinds are bad news. */
+/** Kind of event -> CSS variable with its color. All other kinds are drawn as errors. */
 const EVENT_COLORS = {
   data: "--muted",
   finish: "--good",
@@ -391,7 +391,7 @@ function drawEventPoints(plot) {
   ctx.restore();
 }
 
-/** Write the text of the event next to the cursor above the chart. */
+/** Above the chart, show the text of the event that is nearest to the cursor. */
 function showNearestEvent(plot, readout) {
   let nearest = 12; // pixels
   readout.textContent = "";
