@@ -58,6 +58,8 @@ def test_help_lists_all_commands_quickly_and_does_not_import_torch(cpu_seconds):
 
     output = subprocess.check_output([sys.executable, "-c", IMPORT_CHECK], text=True)
     assert output.count("usage: titanlite") >= len(cli.COMMANDS)
+    # No option has two defaults.
+    assert not re.search(r"Default: [^(]*\(default", output)
 
 
 def test_the_help_of_train_explains_every_key_and_shows_the_values_of_the_job_file(
@@ -81,7 +83,7 @@ def test_the_help_of_train_explains_every_key_and_shows_the_values_of_the_job_fi
 @pytest.mark.parametrize(
     ("options", "present", "absent"),
     [
-        (["train", "--help", "training"], "--training.seq_len <integer>", "--checkpoint.interval"),
+        (["help", "launch", "training"], "--training.seq_len <integer>", "--checkpoint.interval"),
         (["help", "training.steps"], "--training.steps <integer>", "--training.seq_len"),
         (["help", "max-epochs"], "--dataset.max_epochs <integer>", "--training.steps"),
         (["help", "training.steps", "job"], "--job.dump_folder <string>", "--training.seq_len"),

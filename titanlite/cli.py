@@ -104,15 +104,14 @@ def _dispatch(words: list[str]) -> object:
 def _replace_help(words: list[str]) -> list[str]:
     """Convert a `help` command to the equivalent command with `--help`.
 
-    For example, `help eval` becomes `eval --help`, and `help training.steps` becomes
-    `train --help training.steps`. Other commands are returned unchanged.
+    For example, `help eval` becomes `eval --help`, and both `help training.steps` and `help train
+    training.steps` become `train --help training.steps`. Other commands are returned unchanged.
     """
     name, *topics = words
     if name not in ("help", "-h", "--help"):
         return words
-    if topics[0] in COMMANDS:
-        return [topics[0], "--help"]
-    return ["train", "--help", *topics]
+    command = topics.pop(0) if topics[0] in COMMANDS else "train"
+    return [command, "--help", *topics]
 
 
 def _run_command(name: str, arguments: list[str]) -> object:

@@ -117,7 +117,10 @@ def make_mistake(run: Run, problem: Problem) -> Mistake:
         value = value[int(part)] if isinstance(value, tuple) else getattr(value, part)
     if value is None and section == "model":
         value = getattr(run.arch, name)
-    return Mistake(f"{section}.{name}", problem.key, format_value(value), problem.text)
+    # The error of a file usually contains its path, which is the value of the key.
+    has_value = problem.text.startswith("cannot be used: ") and str(value) in problem.text
+    shown_value = "" if has_value else format_value(value)
+    return Mistake(f"{section}.{name}", problem.key, shown_value, problem.text)
 
 
 def find_broken_rules(run: Run) -> list[Problem]:

@@ -51,8 +51,7 @@ def print_help(job: JobConfig, topics: Sequence[str]) -> None:
         _print_overview()
         return
 
-    # Options can be topics as well: "--training.local-batch-size".
-    names = {topic.removeprefix("--").replace("-", "_") for topic in topics}
+    names = {topic.replace("-", "_") for topic in topics}
     known_names = _list_topics()
     for name in sorted(names):
         if name not in known_names:
@@ -147,11 +146,16 @@ def _print_table_list(key: str, field: FieldInfo, table: type[BaseModel]) -> Non
 
 
 def _describe_default(value: Any) -> str:
-    """Format the default value of a key for the help, such as "default: 100", or "required"."""
+    """Format the default value of a key for the help, such as "default: 100".
+
+    Return "required" or "optional" for a key without a default value. The description of an
+    optional key may state what happens if you omit it.
+    """
     if value is PydanticUndefined:
         return "required"
-    text = "None" if value is None else format_value(value)
-    return f"default: {text}"
+    if value is None:
+        return "optional"
+    return f"default: {format_value(value)}"
 
 
 def describe_type(field: FieldInfo) -> str:

@@ -137,8 +137,8 @@ def parse_job(
 ) -> ParsedJob:
     """Read the job file and the command line, and return the job and all mistakes in them.
 
-    An invalid value does not raise an error. If `argv` contains `--help`, print the help and exit
-    with code 0.
+    An invalid value does not raise an error. If `argv` contains `--help` and no invalid option,
+    print the help and exit with code 0.
 
     Args:
         argv: Words of the command line.
@@ -173,7 +173,7 @@ def parse_job(
         if has_file:  # the job file determines the output folder
             base = {name: table for name, table in base.items() if name != "job"}
         _add_defaults(tables, base)
-    if arguments.help_topics is not None:
+    if arguments.help_topics is not None and not arguments.mistakes:
         from titanlite.config.help import print_help
 
         # If the user names a job file, the help shows its values as the defaults.

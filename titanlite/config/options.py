@@ -2,7 +2,7 @@
 
 The docstring of a field is its help text.
 
-Invariant: an invalid option ends the command with exit code 2, with a UserError or a tyro message.
+Invariant: an invalid option raises a UserError, whose message takes one line.
 Commands import this module only when they run, because importing tyro and pydantic takes a tenth of
 a second.
 """
@@ -10,13 +10,15 @@ a second.
 from __future__ import annotations
 
 import difflib
+import io
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import tyro
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, create_model
 from pydantic.fields import FieldInfo
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -44,8 +46,13 @@ AsJson = Annotated[bool, tyro.conf.arg(name="json")]
 # A number of ranks.
 OptionRanks = Annotated[PositiveInt, Field(le=MOST_RANKS)]
 
-# Accept --json without a --no-json, and write PATH instead of {None}|PATH in the help.
-_STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
+# Accept --json without a --no-json. In the help, write PATH instead of {None}|PATH, and name a
+# positional argument after its field.
+_STYLE = (
+    tyro.conf.FlagCreatePairsOff,
+    tyro.conf.DisallowNone,
+    tyro.conf.PositionalMetavarFromFieldName,
+)
 
 
 class Options(RootConfig):
@@ -55,7 +62,7 @@ class Options(RootConfig):
 
     @classmethod
     def name_on_command_line(cls, field: str) -> str:
-        """Return the name of a field in the help, such as "--step" or, if positional, "PATH"."""
+        """Return the name of a field in the help, such as "--step" or, if positional, "DIR"."""
         metadata = cls.model_fields[field].metadata
         if tyro.conf.Positional in metadata:
             return field.upper()
@@ -94,9 +101,8 @@ def parse_options(options: type[AnyOptions], argv: Sequence[str], command: str) 
         command: Name of the command, such as "generate".
 
     Raises:
-        UserError: If an option is unknown or invalid.
-        SystemExit: With code 0 after --help has printed the help, or with code 2 after tyro has
-            printed a message about a missing or malformed option.
+        UserError: If an option is unknown, missing or invalid.
+        SystemExit: With code 0 after --help has printed the help.
     """
     parsed, words = parse_options_and_job(options, argv, command, "")
     if words:
@@ -122,9 +128,8 @@ def parse_options_and_job(
         The options, and all words that are not options of the command, such as keys of a job.
 
     Raises:
-        UserError: If an option is invalid, repeated or misspelled.
-        SystemExit: With code 0 after --help has printed the help, or with code 2 after tyro has
-            printed a message about a missing or malformed option.
+        UserError: If an option is missing, invalid, repeated or misspelled.
+        SystemExit: With code 0 after --help has printed the help.
     """
     prog = f"titanlite {command}"
     wants_help = "-h" in argv or "--help" in argv
@@ -132,41 +137,66 @@ def parse_options_and_job(
         # Print the description here, because tyro would not wrap it.
         description = f"{options.__doc__}\n\n{help_on_job}".strip()
         print(wrap_text(description), end="\n\n")
-    else:
-        _check_required(options, argv, prog)
+        options = _hide_empty_defaults(options)
     _check_repeated_or_dropped(options, argv)
     _check_numbers(options, argv)
 
     # Parse the options or, with --help, print them below the description and exit.
-    parsed, words = tyro.cli(
-        options, args=[*argv], prog=prog, description="", config=_STYLE, return_unknown_args=True
-    )
+    box = io.StringIO()
+    try:
+        with redirect_stderr(box):
+            parsed, words = tyro.cli(
+                options,
+                args=[*argv],
+                prog=prog,
+                description="",
+                config=_STYLE,
+                return_unknown_args=True,
+            )
+    except SystemExit as end:
+        if end.code == 0:
+            raise
+        message = _remove_frame(box.getvalue())
+        raise UserError(f"{message}. Run `{prog} --help` for all options.") from None
+
     load_plugins(getattr(parsed, "plugins", ()))
     _check_misspelled(options, words, prog)
     return parsed, words
 
 
+def _remove_frame(box: str) -> str:
+    """Return the error message in a box that tyro has drawn, as one line without its final period.
+
+    Omit the title of the box, the help texts of missing options, and the reference to the help.
+    """
+    parts: list[str] = []
+    for line in box.splitlines()[1:]:  # the first line is the title
+        text = line.strip("│")
+        if text.strip(" ─") == "":  # a line, below which tyro refers to the help
+            break
+        is_help_text = text.startswith(" " * 9)
+        if not is_help_text:
+            parts.append(text.strip())
+    return " ".join(parts).rstrip(".!")
+
+
+def _hide_empty_defaults(options: type[AnyOptions]) -> type[AnyOptions]:
+    """Return a copy of a class of options for the help, which then shows no empty defaults.
+
+    tyro appends "(default: None)" even to a docstring that ends with "Default: all sequences."
+    """
+    optional = tyro.conf.arg(help_behavior_hint="(optional)")
+    fields: dict[str, Any] = {
+        name: (Annotated[field.annotation, *field.metadata, optional], field)
+        for name, field in options.model_fields.items()
+        if field.default in (None, "", ())
+    }
+    return create_model(options.__name__, __base__=options, **fields)
+
+
 def _list_flags(options: type[Options]) -> dict[str, FieldInfo]:
     """Return the field of each option in a class, by its flag, such as "--max-new-tokens"."""
     return {f"--{name.replace('_', '-')}": field for name, field in options.model_fields.items()}
-
-
-def _check_required(options: type[Options], argv: Sequence[str], prog: str) -> None:
-    """Check that the command line contains all required options.
-
-    Args:
-        options: Class of the options.
-        argv: Words of the command line after the command.
-        prog: Name of the command for the error message, such as "titanlite plan".
-
-    Raises:
-        UserError: If an option is missing. The tyro message would be several lines long.
-    """
-    given_flags = {_normalize_flag(word) for word in argv}
-    for flag, field in _list_flags(options).items():
-        is_positional = tyro.conf.Positional in field.metadata
-        if field.is_required() and not is_positional and flag not in given_flags:
-            raise UserError(f"`{prog}` requires {flag}. Run `{prog} --help` for its meaning.")
 
 
 def _check_repeated_or_dropped(options: type[Options], argv: Sequence[str]) -> None:

@@ -526,10 +526,9 @@ def _explain_no_match(pattern: str, source: str) -> str:
         # Text files can have any name. Token files are often Megatron files.
         suffix = {"text": "", "tokens": ".bin"}.get(source, f".{source}")
         return f"is a folder; {pattern.rstrip('/')}/*{suffix} names the files in it"
-    searched = pattern
-    if not storage.as_url(pattern):
-        searched = f"{pattern}; current folder: {Path.cwd()}"
-    return f"matches no file (of {searched}){propose_download('data', pattern)}"
+    name = _FILE_IN_FOLDER.get(source, "file")
+    folder = "" if storage.as_url(pattern) else f" (current folder: {Path.cwd()})"
+    return f"matches no {name}{folder}{propose_download('data', pattern)}"
 
 
 def _check_files(files: list[Path], pattern: str, source: str) -> None:
