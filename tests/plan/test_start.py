@@ -12,7 +12,7 @@ from titanlite.config.errors import UserError
 from titanlite.config.load import load_job
 from titanlite.config.run import Run
 from titanlite.observe import gpus
-from titanlite.observe.gpus import find_local_gpu
+from titanlite.observe.gpus import list_gpus
 from titanlite.plan.workers import workers
 from titanlite.train.trainer import Trainer
 
@@ -20,17 +20,18 @@ from titanlite.train.trainer import Trainer
 def test_a_state_that_cannot_fit_is_rejected_before_the_start(tmp_path, monkeypatch, capsys):
     """The launcher, a rank and the Python API reject it, unless the size of a GPU is unknown."""
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho NVIDIA H100 80GB HBM3, 81000\n")
+    tool.write_text(f"#!/bin/sh\necho >> {tmp_path}/calls\necho NVIDIA H100 80GB HBM3, 81000\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    find_local_gpu.cache_clear()
+    list_gpus.cache_clear()
     for command in ("launch", "train"):
         options = f"--model.flavor 8b --job.dump_folder {tmp_path}/out".split()
         assert cli.main([command, *options]) == 2
         errors = capsys.readouterr().err
         for text in ("state take ", "has 79.1 GiB", "2 such devices", "`titanlite plan`"):
             assert text in errors
+    assert (tmp_path / "calls").read_text() == "\n"
     job = load_job(["--model.flavor", "8b"])
 
     with pytest.raises(UserError, match="2 such devices"):
@@ -39,9 +40,9 @@ def test_a_state_that_cannot_fit_is_rejected_before_the_start(tmp_path, monkeypa
 
     tool.write_text("#!/bin/sh\necho NVIDIA GB10, '[N/A]'\n")
     monkeypatch.setattr(gpus, "DRIVERS", (str(tool),))
-    find_local_gpu.cache_clear()
+    list_gpus.cache_clear()
     gpus.check_memory(Run(job))
-    find_local_gpu.cache_clear()
+    list_gpus.cache_clear()
 
 
 @pytest.mark.slow

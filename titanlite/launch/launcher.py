@@ -10,7 +10,6 @@ and time.
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -181,11 +180,9 @@ def count_gpus() -> int:
 
     The function uses nvidia-smi and CUDA_VISIBLE_DEVICES, because importing torch is slow.
     """
-    try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    except OSError:
-        return 0
-    gpus = sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+    from titanlite.observe.gpus import list_gpus
+
+    gpus = len(list_gpus())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return gpus

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -204,7 +203,6 @@ class LocalGpu(NamedTuple):
     memory: int | None
 
 
-@cache
 def find_local_gpu() -> LocalGpu | None:
     """Return the first GPU of this node.
 
@@ -217,29 +215,29 @@ def find_local_gpu() -> LocalGpu | None:
     if is_hidden:
         return None
 
-    gpu = _query_nvidia_smi()
+    gpus = list_gpus()
+    if gpus:
+        return gpus[0]
     has_driver = any(os.path.exists(path) for path in DRIVERS)
-    if gpu is None and has_driver:
+    if has_driver:
         return LocalGpu("unknown", memory=None)  # a GPU that nvidia-smi cannot describe
-    return gpu
+    return None
 
 
-def _query_nvidia_smi() -> LocalGpu | None:
-    """Return the first GPU that nvidia-smi lists.
+@cache
+def list_gpus() -> list[LocalGpu]:
+    """Return all GPUs that nvidia-smi lists, even hidden ones, or [] if there is no nvidia-smi.
 
-    Return None if nvidia-smi is missing or lists no GPU.
+    nvidia-smi can take a second, so the result is cached.
     """
-    if shutil.which("nvidia-smi") is None:
-        return None
-
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    output = subprocess.run(query, capture_output=True, text=True, check=False).stdout
-    # The first line is, for example, "NVIDIA H100 80GB HBM3, 81559".
-    match = re.match(r"(.+), *(\d+)\s", output)
-    if match is None:
-        return None
-    name, mebibytes = match.groups()
-    return LocalGpu(name, int(mebibytes) * MIB or None)
+    try:
+        output = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return []
+    # A line is, for example, "NVIDIA H100 80GB HBM3, 81559" or "NVIDIA GB10, [N/A]".
+    gpus = re.findall(r"^(.+), *(?:(\d+)|\[.+\])$", output, re.MULTILINE)
+    return [LocalGpu(name, int(mebibytes or 0) * MIB or None) for name, mebibytes in gpus]
 
 
 def count_cores() -> int:
