@@ -15,6 +15,7 @@ import os
 import re
 import time
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -246,7 +247,8 @@ def make_columns(entries: Iterable[JsonObject]) -> Columns:
     Skip lines without a valid step and lines whose step is not higher than all earlier steps.
     Numbers in nested objects have the key "OBJECT/KEY", such as "grad_norms/attention.wq".
     """
-    columns: dict[str, array[float]] = {"step": array("d")}
+    columns: dict[str, array[float]] = defaultdict(lambda: array("d"))
+    nan = array("d", [math.nan])
     last_step = -1.0
     for entry in entries:
         step = get_number(entry, "step")
@@ -254,12 +256,15 @@ def make_columns(entries: Iterable[JsonObject]) -> Columns:
             continue
         last_step = step
 
-        numbers = _flatten_numbers(entry)
-        for name in numbers:
-            if name not in columns:  # earlier lines lack this key
-                columns[name] = array("d", [math.nan] * len(columns["step"]))
-        for name, column in columns.items():
-            column.append(numbers.get(name, math.nan))
+        row = len(columns["step"])
+        for name, number in _flatten_numbers(entry).items():
+            column = columns[name]
+            column.extend(nan * (row - len(column)))  # for earlier lines without this key
+            column.append(number)
+
+    num_rows = len(columns["step"])
+    for column in columns.values():
+        column.extend(nan * (num_rows - len(column)))  # for later lines without this key
     return {name: np.array(column) for name, column in columns.items()}
 
 

@@ -7,21 +7,22 @@
  *   parent: Element to append the table to.
  *   columns: Objects with the `title` of each column and the CSS class of its cells, `kind`.
  *   rows: Lists of cells. A cell is a text, or a function that fills its element.
+ *   rowClasses: CSS class of each row, or "". By default, no row has a class.
  */
-function addTable(parent, columns, rows) {
+function addTable(parent, columns, rows, rowClasses = []) {
   const table = addElement("table", parent);
   const head = addElement("tr", table);
   for (const { title, kind } of columns) {
     addElement("th", head, kind === "number" ? "number" : "", title);
   }
-  for (const row of rows) {
-    const line = addElement("tr", table, row.undone ? "undone" : "");
+  rows.forEach((row, rowIndex) => {
+    const line = addElement("tr", table, rowClasses[rowIndex]);
     row.forEach((cell, index) => {
       const element = addElement("td", line, columns[index].kind);
       if (typeof cell === "function") cell(element);
       else element.textContent = cell;
     });
-  }
+  });
 }
 
 /** Append a section with a title, and return its box. */
@@ -107,19 +108,23 @@ function showOverview() {
 
 /** Return the cells of an event. */
 function makeEventRow(event) {
-  const row = [formatTime(event.time), event.kind, formatCount(event.step), event.text];
-  row.undone = event.undone;
-  return row;
+  return [formatTime(event.time), event.kind, formatCount(event.step), event.text];
 }
 
-/** Show the events of each run, newest first. */
-function showEvents() {
+/** Append a table of events. Events that the run undid when it resumed are dimmed. */
+function addEventTable(parent, events) {
   const columns = [
     { title: "time", kind: "number" },
     { title: "event", kind: "text" },
     { title: "step", kind: "number" },
     { title: "log", kind: "text" },
   ];
+  const rowClasses = events.map((event) => (event.undone ? "undone" : ""));
+  addTable(parent, columns, events.map(makeEventRow), rowClasses);
+}
+
+/** Show the events of each run, newest first. */
+function showEvents() {
   const isFrequent = (event) => event.kind === "save" || event.kind === "validation";
   const box = addSection("Events");
   for (const run of report.runs) {
@@ -127,9 +132,9 @@ function showEvents() {
     addElement("p", box, "", run.name + older);
     const events = [...run.events].reverse();
     const rare = events.filter((event) => !isFrequent(event));
-    addTable(box, columns, rare.map(makeEventRow));
+    addEventTable(box, rare);
     const details = addDetails(box, "Saves and validations");
-    addTable(details, columns, events.filter(isFrequent).map(makeEventRow));
+    addEventTable(details, events.filter(isFrequent));
   }
 }
 
