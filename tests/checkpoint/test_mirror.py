@@ -322,20 +322,21 @@ def test_next_start_finishes_an_interrupted_removal_at_the_mirror(
     assert list_names(mirror_folder) == ["step-00000004"]
 
 
-def test_removal_at_the_mirror_succeeds_after_a_copy_was_interrupted_at_its_end(
+def test_next_start_cleans_up_after_copies_that_were_interrupted_at_their_end(
     tmp_path, mirror_folder, to_folder
 ):
     run = tmp_path / "run"
     options = f"{to_folder} {EVERY_SECOND_STEP} --training.steps 4"
     train(run, options)
     shutil.rmtree(run / "checkpoint/step-00000002")
-    manifest = mirror_folder / "step-00000002/manifest.json"
-    shutil.copy(manifest, f"{manifest}.incomplete")
+    for manifest in mirror_folder.glob("*/manifest.json"):
+        shutil.copy(manifest, f"{manifest}.incomplete")
 
     log = train(run, options, KEEP_NEWEST, before=fail_at_once)
 
     assert "Could not" not in log
     assert list_names(mirror_folder) == ["step-00000004"]
+    assert not list(mirror_folder.rglob("*.incomplete"))
 
 
 def test_empty_local_folder_of_the_selected_step_is_replaced_by_that_of_the_mirror(

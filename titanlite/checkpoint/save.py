@@ -95,10 +95,10 @@ class Saver:
             raise UserError(
                 'checkpoint.async_mode = "async_with_pinned_mem" needs a GPU. Use "async" on a CPU.'
             )
-        self._stager = self._new_stager()
+        self._stager = self._create_stager()
         library_versions()  # fill its cache now, because it opens files
 
-    def _new_stager(self) -> DefaultStager:
+    def _create_stager(self) -> DefaultStager:
         """Create the DCP stager that copies the tensors of an async save to CPU memory.
 
         With checkpoint.async_mode = "async_with_pinned_mem", it copies them in the background.
@@ -259,7 +259,7 @@ class Saver:
             torch.cuda.current_stream().synchronize()  # the stager copies on another stream
         if torch.__version__ < "2.13":  # earlier stagers support only one call of stage()
             self._stager.close()
-            self._stager = self._new_stager()
+            self._stager = self._create_stager()
         copies = self._stager.stage(tensors)
         if not isinstance(copies, Future):
             return lambda: copies

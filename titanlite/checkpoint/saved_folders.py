@@ -166,13 +166,16 @@ class SavedFolders:
     # Outputs of the last save
 
     def prepare_output(self, path: Path, replace: bool) -> bool:
-        """Archive or keep an existing final output, and return whether to write a new one.
+        """Archive or keep an existing final output, before a new one is written.
 
         A folder that another program wrote is not archived. Writing the new output then fails.
 
         Args:
             path: A step folder in `final`, or the folder `final_hf`.
             replace: Archive an existing output. If False, keep it.
+
+        Returns:
+            Whether to write the new output. False means that an existing one is kept.
         """
         if not replace and path.exists():
             self._log(f"Keeping {path}, which exists already")

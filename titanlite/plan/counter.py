@@ -51,8 +51,9 @@ MATMULS_WITH_SUMMAND = {"addmm", "addmm_", "baddbmm"}  # addmm(summand, a, b) = 
 MATMULS = {"mm", "_scaled_mm", "bmm", *MATMULS_WITH_SUMMAND}
 FLEX_OPS = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
 """Operators that replace flex attention in a trace; see `simulate._flex_attention`."""
-FLEX_WINDOW = "scale"
-"""A trace passes the sliding window in this argument. `FLEX_OPS` have no window argument."""
+FLEX_WINDOW_ARGUMENT = "scale"
+"""Argument of `FLEX_OPS` that holds the sliding window in a trace, because these operators have no
+argument for a window. A trace needs no scale, because it does not compute values."""
 VARLEN_OPS = ("torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward")
 """Operators of variable-length attention."""
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
@@ -666,7 +667,7 @@ def _count_attention_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlo
     if op in FLEX_OPS:
         # With context parallelism, one call has all queries of a rank, which are spread over the
         # whole sequence. On average, they attend to as many keys as all queries of the sequence.
-        window = int(arguments.get(FLEX_WINDOW) or num_keys)  # 0 means no window
+        window = int(arguments.get(FLEX_WINDOW_ARGUMENT) or num_keys)  # 0 means no window
         mean_visible_keys = _mean_visible_keys(num_keys, window)
     else:
         # With context parallelism, each chunk of queries is a separate call, whose keys end where
