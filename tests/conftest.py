@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from small_runs import SMALL_WITHOUT_WORKERS
 
+from titanlite.observe.gpus import list_gpus
+
 # The tests in tests/gpu also run without hypothesis.
 with suppress(ImportError):
     from hypothesis import settings
@@ -90,7 +92,7 @@ def _has_process_group() -> bool:
 
 @pytest.fixture(autouse=True)
 def restore_process_state() -> Iterator[None]:
-    """Restore environment variables, loggers and process groups after each test.
+    """Restore environment variables, loggers, process groups and caches after each test.
 
     Commands that run in this process change them, including the level of the handlers of torch,
     among which are those of pytest: without this fixture, `caplog` would miss later warnings.
@@ -112,6 +114,7 @@ def restore_process_state() -> Iterator[None]:
         logger.setLevel(level)
     for handler, level in levels.items():
         handler.setLevel(level)
+    list_gpus.cache_clear()
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)

@@ -20,7 +20,6 @@ from small_runs import ROOT, read_jsonl, run_program
 
 from titanlite import cli
 from titanlite.config.load import load_job
-from titanlite.observe.gpus import list_gpus
 
 VARIABLES = """
 NGPU NNODES NODE_RANK MASTER_PORT MAX_RESTARTS MASTER_ADDR LOG_RANK CUDA_VISIBLE_DEVICES
@@ -74,7 +73,6 @@ def test_more_processes_than_visible_gpus_are_rejected(
     monkeypatch, tmp_path, capsys, visible, count
 ):
     write_executable(tmp_path / "nvidia-smi", "#!/bin/sh\necho H100, 81000\necho GB10, '[N/A]'\n")
-    list_gpus.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("NGPU", str(count + 1))
     if visible is not None:
@@ -83,7 +81,6 @@ def test_more_processes_than_visible_gpus_are_rejected(
     assert cli.main(["launch", "--training.steps", "0"]) == 2
 
     assert (f"this node has {count}." in capsys.readouterr().err) == (count > 0)
-    list_gpus.cache_clear()
 
 
 @pytest.fixture

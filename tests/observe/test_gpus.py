@@ -87,10 +87,8 @@ def test_an_offloaded_run_needs_cpu_memory_even_if_the_memory_of_the_gpu_is_unkn
     monkeypatch.setenv("PATH", str(tmp_path))  # without nvidia-smi
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(gpus, "DRIVERS", (str(tmp_path),))
-    gpus.list_gpus.cache_clear()
     tables = job_tables("model.flavor = '405b' ; training.enable_cpu_offload = true")
     job = JobConfig.model_validate(tables)
 
     with pytest.raises(UserError, match="state take"):
         gpus.check_memory(Run(job))
-    gpus.list_gpus.cache_clear()

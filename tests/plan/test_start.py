@@ -24,7 +24,6 @@ def test_a_state_that_cannot_fit_is_rejected_before_the_start(tmp_path, monkeypa
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    list_gpus.cache_clear()
     for command in ("launch", "train"):
         options = f"--model.flavor 8b --job.dump_folder {tmp_path}/out".split()
         assert cli.main([command, *options]) == 2
@@ -42,7 +41,6 @@ def test_a_state_that_cannot_fit_is_rejected_before_the_start(tmp_path, monkeypa
     monkeypatch.setattr(gpus, "DRIVERS", (str(tool),))
     list_gpus.cache_clear()
     gpus.check_memory(Run(job))
-    list_gpus.cache_clear()
 
 
 @pytest.mark.slow

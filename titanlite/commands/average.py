@@ -27,7 +27,10 @@ class Average(Options):
     """
 
     checkpoints: Annotated[
-        tuple[OptionPath, ...], Field(strict=False, min_length=2), tyro.conf.Positional
+        tuple[OptionPath, ...],
+        Field(strict=False, min_length=2),
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="DIR...", help_behavior_hint="(required)"),
     ]
     """Step folders, such as outputs/my_job/checkpoint/step-*. For a folder with several steps, the
     newest undamaged checkpoint is used."""

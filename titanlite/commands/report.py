@@ -23,7 +23,12 @@ class Report(Options):
     differences.
     """
 
-    dirs: Annotated[list[OptionPath], tyro.conf.Positional, Field(max_length=50)]
+    dirs: Annotated[
+        list[OptionPath],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="DIR...", help_behavior_hint="(required)"),
+        Field(max_length=50),
+    ]
     """Output folders of up to 50 runs."""
     out: OptionPath = Path("report.html")
     """File to write."""

@@ -148,8 +148,7 @@ def _print_table_list(key: str, field: FieldInfo, table: type[BaseModel]) -> Non
 def _describe_default(value: Any) -> str:
     """Format the default value of a key for the help, such as "default: 100".
 
-    Return "required" or "optional" for a key without a default value. The description of an
-    optional key may state what happens if you omit it.
+    Return "required" or "optional" for a key without a default value.
     """
     if value is PydanticUndefined:
         return "required"

@@ -2,7 +2,7 @@
 
 The docstring of a field is its help text.
 
-Invariant: an invalid option raises a UserError, whose message takes one line.
+Invariant: an invalid option raises a UserError, whose message takes one line per mistake.
 Commands import this module only when they run, because importing tyro and pydantic takes a tenth of
 a second.
 """
@@ -45,6 +45,8 @@ AsJson = Annotated[bool, tyro.conf.arg(name="json")]
 
 # A number of ranks.
 OptionRanks = Annotated[PositiveInt, Field(le=MOST_RANKS)]
+
+HELP_TEXT_INDENT = " " * 9  # in the error messages of tyro
 
 # Accept --json without a --no-json. In the help, write PATH instead of {None}|PATH, and name a
 # positional argument after its field.
@@ -156,7 +158,7 @@ def parse_options_and_job(
     except SystemExit as end:
         if end.code == 0:
             raise
-        message = _remove_frame(box.getvalue())
+        message = _extract_message(box.getvalue())
         raise UserError(f"{message}. Run `{prog} --help` for all options.") from None
 
     load_plugins(getattr(parsed, "plugins", ()))
@@ -164,7 +166,7 @@ def parse_options_and_job(
     return parsed, words
 
 
-def _remove_frame(box: str) -> str:
+def _extract_message(box: str) -> str:
     """Return the error message in a box that tyro has drawn, as one line without its final period.
 
     Omit the title of the box, the help texts of missing options, and the reference to the help.
@@ -172,9 +174,10 @@ def _remove_frame(box: str) -> str:
     parts: list[str] = []
     for line in box.splitlines()[1:]:  # the first line is the title
         text = line.strip("│")
-        if text.strip(" ─") == "":  # a line, below which tyro refers to the help
+        is_rule = text.strip(" ─") == ""
+        if is_rule:  # the rest refers to the help
             break
-        is_help_text = text.startswith(" " * 9)
+        is_help_text = text.startswith(HELP_TEXT_INDENT)
         if not is_help_text:
             parts.append(text.strip())
     return " ".join(parts).rstrip(".!")
