@@ -50,6 +50,7 @@ TINY = Workload(
     steps=200,
     window=20,
     threads=1,
+    dtype="bf16",
     fsdp=True,
 )
 TWO_RANKS = Workload(ranks=2, threads=1)

@@ -156,6 +156,7 @@ def main() -> None:
     """Trace a step and a save of the debug model, and print the counts as a table."""
     options = ["--job.config_file", str(ROOT / "train_configs/debug_model.toml")]
     options += ["--metrics.log_freq", "1", "--checkpoint.async_mode", "disabled"]
+    options += ["--training.mixed_precision_param", "bfloat16"]  # with FSDP
     with tempfile.TemporaryDirectory() as folder:
         options += ["--job.dump_folder", folder]
         with Trainer(load_run(options, world_size=1)) as trainer:

@@ -42,7 +42,7 @@ class Workload:
         num_microbatches: Microbatches per step. Only titanlite supports more than 1.
         threads: CPU threads of each rank.
         window: Steps per measured time, which is their mean. Very short steps need more than 1.
-        fsdp: Apply FSDP2 in plain.py on a single process as well, as titanlite does.
+        fsdp: Apply FSDP2 in plain.py on a single process as well, as titanlite does in bf16.
     """
 
     dim: int = 256

@@ -36,8 +36,9 @@ TINY = (
 
 
 def copy_full_tensor(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor.full_tensor().detach().clone()
+    assert tensor is not None
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().clone()
 
 
 class RandomGradients(Hook):

@@ -27,6 +27,7 @@ LARGE = (
 )
 LONG_MICROBATCH = "training.local_batch_size = 64 ; training.global_batch_size = 256"
 SAVERS = "titanlite.parallel.memory_savers"
+BF16 = "--training.mixed_precision_param bfloat16"
 ACCUMULATION = "training.global_batch_size = 16"
 AMSGRAD = """
 import torch
@@ -138,7 +139,7 @@ def debug_trainer(folder: Path, options: str) -> Trainer:
 def test_a_loss_whose_backward_pass_reads_the_output_matrix_trains_with_safe_savers(tmp_path):
     weights = {}
     for level in ("none", "safe"):
-        options = "--training.loss reference --parallelism.fsdp_min_num_params 1"
+        options = f"{BF16} --training.loss reference --parallelism.fsdp_min_num_params 1"
         options += f" --training.seq_len 64 --parallelism.memory_savers {level}"
         with debug_trainer(tmp_path, options) as trainer:
             trainer.step()

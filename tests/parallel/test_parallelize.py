@@ -39,7 +39,7 @@ CLOSE = {
 }
 VARIANTS = {"fp32": "", **UNCHANGED, **CLOSE}
 BUILT = ("built_in_bf16", "pure_bf16")
-ON_ONE_RANK = ("fp32", "ac_op", "offload", "never_reshard", "bf16", *BUILT, "fp8", "fp8_all_gather")
+ON_ONE_RANK = ("fp32", "ac_op", "offload", "bf16", *BUILT, "fp8", "fp8_all_gather")
 NAMES = {1: ON_ONE_RANK, 2: tuple(VARIANTS)}  # by number of ranks
 ONLY_LONG = ("ac_full", "ac_every_2nd", "always_reshard", "two_blocks_a_group", "fp8_gw_hp")
 """Variants that are trained only with --long."""

@@ -2,7 +2,10 @@
 
 Parameters, gradients and optimizer state are sharded over the data parallel ranks, block by block.
 Gradients are summed over ranks and never averaged, because the loss is already divided by the
-number of tokens in the global batch. A run on a single rank uses the same code.
+number of tokens in the global batch.
+
+On a single rank, FSDP is applied only for mixed precision, CPU offload, FP8, or an optimizer that
+requires DTensors. In other jobs, it would only copy weights and gradients.
 """
 
 from __future__ import annotations
@@ -29,9 +32,15 @@ from titanlite.model.llama import Llama
 from titanlite.parallel import memory_savers
 from titanlite.parallel.memory_savers import ModuleGroups, count_params, fsdp_modules
 
+PLAIN_TENSOR_OPTIMIZERS = ("AdamW", "Lion", "SGD")
+"""Optimizers that accept plain tensors. Muon, AdamW8bit and the optimizers of plugins always get
+DTensors, which FSDP creates."""
+
 
 def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
     """Shard a model or pipeline stage with FSDP2, in place.
+
+    If the job does not need FSDP, leave the model unchanged.
 
     The embedding, the blocks, the final norm with the output projection, and the model itself
     become FSDP groups. The parameters of a group are gathered and freed together.
@@ -42,6 +51,9 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
         run: The validated job and the number of ranks. The job selects dtypes, resharding, CPU
             offload and memory savers.
     """
+    if not needs_fsdp(run):
+        return
+
     shard: Any = partial(fully_shard, mesh=mesh, **_build_policies(mesh, run))
     embedding, blocks, output = _group_modules(model, run)
     blocks, output = memory_savers.regroup_norm(blocks, output, mesh, run)
@@ -78,6 +90,23 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
         use_symmetric_memory(model, mesh.device_type)
     # By default, free some buffers earlier than FSDP does, and skip two all-gathers.
     memory_savers.apply_memory_savers(model, mesh, run)
+
+
+def needs_fsdp(run: Run) -> bool:
+    """Return whether a job needs FSDP, which shards, casts or offloads parameters.
+
+    All other jobs compute bitwise equal results with and without FSDP.
+    """
+    training = run.job.training
+    dtypes = {training.dtype, training.mixed_precision_param, training.mixed_precision_reduce}
+    has_mixed_precision = len(dtypes) > 1
+    return (
+        run.degrees.world > 1
+        or has_mixed_precision
+        or training.enable_cpu_offload
+        or run.job.float8.enable  # FSDP all-gathers FP8 weights
+        or run.job.optimizer.name not in PLAIN_TENSOR_OPTIMIZERS
+    )
 
 
 def _prefetch_groups(groups: ModuleGroups) -> None:
@@ -193,7 +222,7 @@ def configure_microbatch(
 ) -> None:
     """Configure when FSDP reduces gradients and frees the output matrix in the next microbatch.
 
-    Call this function before the forward pass of the microbatch.
+    Call this function before the forward pass of the microbatch. Without FSDP, it does nothing.
 
     Args:
         model: Model after `apply_fsdp`.
@@ -203,12 +232,13 @@ def configure_microbatch(
             is a separate FSDP module.
         frees_output_after_backward: Free the unsharded output matrix after the backward pass.
     """
-    root = cast(FSDPModule, model)
-    root.set_requires_gradient_sync(reduces_gradients)
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_requires_gradient_sync(reduces_gradients)
 
     # FSDP manages the output matrix in `model.output` or, for example with tied embeddings, in the
     # root module.
-    root.set_reshard_after_backward(frees_output_after_backward, recurse=False)
+    model.set_reshard_after_backward(frees_output_after_backward, recurse=False)
     if isinstance(model.output, FSDPModule):
         model.output.set_reshard_after_backward(frees_output_after_backward, recurse=False)
         model.output.set_reshard_after_forward(frees_output_after_forward, recurse=False)

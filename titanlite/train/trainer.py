@@ -68,7 +68,8 @@ class Trainer:
         steps_done: Number of optimizer steps since the beginning of the run, including the steps
             before a resume.
         resumed: Whether a checkpoint of this run was loaded.
-        model: This rank's part of the model. Its parameters are DTensors.
+        model: This rank's part of the model. Its parameters are DTensors, or plain tensors on a
+            single rank without FSDP; see `needs_fsdp` in titanlite/parallel/fsdp.py.
         loader: Training data.
         checkpointer: Saves and loads checkpoints. None if the run has no checkpoints.
         validator: Computes the validation loss. None if the run has no validation.
