@@ -1074,12 +1074,13 @@ def check_mirror(run: Run) -> Problems:
     mirror = run.job.checkpoint.mirror
     if mirror is None:
         return
-    if storage.as_url(mirror) is None:
+    url = storage.as_url(mirror)
+    if url is None:
         yield Problem(
             "checkpoint.mirror",
             "must be a URL, such as s3://bucket/my_run or file:///mnt/copies/my_run.",
         )
-    elif not _outlives_run(mirror, run):
+    elif not _outlives_run(url, run):
         yield Problem(
             "checkpoint.mirror",
             "must outlive the run. Choose a URL outside of memory and of job.dump_folder.",
@@ -1087,9 +1088,14 @@ def check_mirror(run: Run) -> Problems:
 
 
 def _outlives_run(url: str, run: Run) -> bool:
-    """Return whether files at a URL survive the end of a run and the loss of its output folder."""
+    """Return whether files at a URL survive the end of a run and the loss of its output folder.
+
+    Args:
+        url: URL from `storage.as_url`.
+        run: The run.
+    """
     scheme, _, path = url.partition("://")
-    if scheme == "file":
+    if scheme in ("file", "local"):
         return not Path(path).resolve().is_relative_to(run.dump_folder.resolve())
     return scheme != "memory"
 

@@ -420,6 +420,17 @@ def test_unusable_url_is_an_error_before_the_start(server, tmp_path, url, reason
     assert not (tmp_path / "one").exists()
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["file:{run}/checkpoint", "local://{run}/checkpoint"],
+    ids=["file URL with one slash", "local URL"],
+)
+def test_mirror_in_the_output_folder_is_rejected(tmp_path, url):
+    run = tmp_path / "run"
+
+    train(run, f"--checkpoint.mirror {url.format(run=run)}", code=2)
+
+
 def write_job(file: Path, data_folder: object) -> None:
     """Write a job that reads one source of each kind and the tokenizer from a folder or bucket."""
     kinds = {"*.jsonl": "jsonl", "*.gz": "jsonl", "*.txt": "text"}
