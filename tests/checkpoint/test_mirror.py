@@ -422,10 +422,10 @@ def test_unusable_url_is_an_error_before_the_start(server, tmp_path, url, reason
 
 @pytest.mark.parametrize(
     "url",
-    ["file:{run}/checkpoint", "local://{run}/checkpoint"],
-    ids=["file URL with one slash", "local URL"],
+    ["file:{run}/checkpoint", "local://{run}/checkpoint", "file://copies"],
+    ids=["file URL with one slash", "local URL", "relative URL"],
 )
-def test_mirror_in_the_output_folder_is_rejected(tmp_path, url):
+def test_mirror_in_the_output_folder_or_with_a_relative_path_is_rejected(tmp_path, url):
     run = tmp_path / "run"
 
     train(run, f"--checkpoint.mirror {url.format(run=run)}", code=2)

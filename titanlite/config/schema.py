@@ -73,7 +73,8 @@ def check_path(path: str) -> str:
     """Check a path from a job, and return it with a leading ~ replaced by the home folder.
 
     Raises:
-        ValueError: If no file system accepts the path, or it contains an environment variable.
+        ValueError: If no file system accepts the path, it contains an environment variable, or it
+            is a file URL with a relative path.
     """
     path = os.path.expanduser(path)
     if "\0" in path or any(len(name.encode()) > 255 for name in path.split("/")):
@@ -82,6 +83,11 @@ def check_path(path: str) -> str:
     if expanded != path or re.search(r"(^|/)\$\{?[A-Za-z_]", path):
         remedy = f"Write {expanded}" if expanded != path else "Write the path itself"
         raise ValueError(f"has an environment variable, and only a shell expands these. {remedy}")
+    match = re.match("((?:file|local)://)([^/].*)", path)
+    if match is not None:
+        scheme, relative_path = match.groups()
+        absolute_path = os.path.abspath(relative_path)
+        raise ValueError(f"is a URL with a relative path. Write {scheme}{absolute_path}")
     return path
 
 
