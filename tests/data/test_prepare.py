@@ -167,6 +167,14 @@ def test_a_complete_folder_is_not_changed(dataset, shards):
     assert {file.name: file.stat().st_mtime_ns for file in shards.iterdir()} == before
 
 
+def test_prepare_continues_after_a_kill_before_its_first_file_is_complete(dataset, tmp_path):
+    (tmp_path / ".prepare.json.unfinished").touch()
+
+    prepare(make_run(dataset), tmp_path, 1)
+
+    assert (tmp_path / "manifest.json").exists()
+
+
 def test_a_folder_with_other_contents_is_an_error(dataset, shards, tmp_path):
     damaged = shutil.copytree(shards, tmp_path / "damaged")
     manifest = json.loads((damaged / "manifest.json").read_text())

@@ -11,7 +11,7 @@ import tyro
 from pydantic import Field, PositiveFloat
 
 from titanlite.config.errors import CheckpointError, UserError
-from titanlite.config.files import make_folder
+from titanlite.config.files import check_new_folder, make_folder
 from titanlite.config.options import OptionPath, Options, parse_options
 from titanlite.runtime.logging import note
 
@@ -57,9 +57,8 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(
             f"--weights: {len(factors)} weights for {count} checkpoints. Pass one for each."
         )
-    if options.out.is_dir() and any(options.out.iterdir()):
-        # A run whose checkpoints are in this folder would resume from the average.
-        raise UserError(f"--out {options.out}: is not empty. Choose a new folder.")
+    # A run whose checkpoints are in this folder would resume from the average.
+    check_new_folder(options.out)
 
     # Importing torch is slow, so invalid options are reported first.
     from titanlite.checkpoint.find import load_newest, read_job

@@ -107,6 +107,18 @@ def make_folder(path: Path) -> Path:
     return path
 
 
+def check_new_folder(folder: Path) -> None:
+    """Check that the output folder of a command does not exist or contains only hidden files.
+
+    Hidden files may be left over from an earlier start of the command that was killed.
+
+    Raises:
+        UserError: If the folder contains other files.
+    """
+    if any(folder.glob("[!.]*")):
+        raise UserError(f"{folder} is not empty. Choose a new folder.")
+
+
 def write_output(path: Path, content: bytes) -> None:
     """Write a file atomically. Create its folder if needed, and replace an existing file.
 

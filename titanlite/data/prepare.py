@@ -25,7 +25,13 @@ import xxhash
 from pydantic import RootModel
 
 from titanlite.config.errors import UserError
-from titanlite.config.files import make_folder, parse_json, read_file, write_atomically
+from titanlite.config.files import (
+    check_new_folder,
+    make_folder,
+    parse_json,
+    read_file,
+    write_atomically,
+)
 from titanlite.config.run import Run
 from titanlite.config.schema import TextSource
 from titanlite.data.documents import DocumentTokenizer, open_sources, source_specs
@@ -150,11 +156,8 @@ def _prepare_source(
     shards: list[dict[str, Any]] = []
     if progress.exists():
         shards = _read_shards(progress, header, tokenizer)
-    elif any(folder.iterdir()):
-        raise UserError(
-            f"{folder} is not empty and contains no prepared shards. Choose another --out."
-        )
     else:
+        check_new_folder(folder)
         write_atomically(progress, json.dumps({**header, "shards": []}).encode())
 
     records = source.documents(sum(shard["documents"] for shard in shards))
