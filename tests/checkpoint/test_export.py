@@ -272,6 +272,14 @@ def test_import_reports_the_folder_file_or_tensor_that_cannot_be_used(tmp_path, 
     assert not out.exists() or not os.listdir(out)
 
 
+def test_import_writes_only_to_an_empty_folder(tmp_path):
+    write_hf(tmp_path / "hf", build(PLAIN))
+
+    run_import("hf", tmp_path / "hf", tmp_path, code=2)
+
+    assert os.listdir(tmp_path) == ["hf"]
+
+
 def test_an_architecture_with_unknown_fields_is_rejected(tmp_path):
     write_hf(tmp_path / "hf", build(PLAIN))
     run_import("hf", tmp_path / "hf", tmp_path / "out")

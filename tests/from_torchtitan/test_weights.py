@@ -144,12 +144,13 @@ def test_imported_checkpoints_have_the_same_logits_as_in_torchtitan(kind, factor
     (tmp_path / "job.toml").write_text("[model]\nrope_theta = 10000.0")
     job = f"--job.config_file {tmp_path}/job.toml {model_options(factor)}"
 
-    run_import(f"--torchtitan {steps / kind} --out {tmp_path} {job}")
+    imported = tmp_path / "imported"
+    run_import(f"--torchtitan {steps / kind} --out {imported} {job}")
 
-    model = Llama(checkpoint_weights(tmp_path / "step-00000000").arch)
+    model = Llama(checkpoint_weights(imported / "step-00000000").arch)
     assert (model.arch.rope_scaling_factor, model.arch.vocab_size) == (factor, 64)
 
-    load_model_weights(tmp_path, model)
+    load_model_weights(imported, model)
     with torch.no_grad():
         torch.testing.assert_close(model(TOKENS), compute_logits(factor), rtol=0, atol=TOLERANCE)
 

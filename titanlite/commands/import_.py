@@ -13,7 +13,7 @@ import tomlkit
 import tyro
 
 from titanlite.config.errors import UserError
-from titanlite.config.files import make_folder
+from titanlite.config.files import check_new_folder, make_folder
 from titanlite.config.load import load_job
 from titanlite.config.options import CheckpointOptions, OptionPath, parse_options_and_job
 from titanlite.config.run import Run, model_tables
@@ -68,8 +68,8 @@ def main(argv: Sequence[str]) -> None:
             of a job that describe the model.
 
     Raises:
-        UserError: If the folder does not contain a model that titanlite can reproduce exactly, or
-            --tokenizer cannot be used.
+        UserError: If the folder does not contain a model that titanlite can reproduce exactly,
+            --tokenizer cannot be used, or --out is not empty.
     """
     options, words = parse_options_and_job(Import, argv, "import", _KEYS)
     has_description = bool(words)
@@ -77,6 +77,8 @@ def main(argv: Sequence[str]) -> None:
     if has_description != needs_description:
         prefix = f"{words[0]}: " if words else ""
         raise UserError(f"{prefix}{_KEYS} Models in other formats need no description.")
+    # In the output folder of a run, commands would read step 0 instead of its checkpoints.
+    check_new_folder(options.out)
     origin = get_local_copy(cast(Path, options.hf or options.meta or options.torchtitan))
     if not origin.is_dir():
         raise UserError(f"{origin}: is not a folder.")
