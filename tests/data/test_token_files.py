@@ -118,7 +118,8 @@ def test_each_format_holds_out_the_same_documents(tmp_path):
 
 # Differences of these ends overflow to positive numbers: 2**62, -(2**63), -(2**62) and 0.
 OVERFLOW = b"\0\0\0\0\0\0\0@\0\0\0\0\0\0\0\x80\0\0\0\0\0\0\0\xc0\0\0\0\0\0\0\0\0"
-AT_END = f"token {sum(map(len, DOCUMENTS)) - 2} is the id "
+NUM_TOKENS = sum(map(len, DOCUMENTS))
+AT_END = f"token {NUM_TOKENS - 2} is the id "
 # File of the source, file to change, its new content, and text in the error.
 BAD = {
     "high id": (
@@ -136,7 +137,7 @@ BAD = {
     "no data type": ("a.npy", "a.npy", lambda raw: raw[128:], "token_dtype"),
     "empty type": ("a.npy", "a.npy", lambda raw: raw.replace(b"<i4", b"|V0"), "V0"),
     "damaged header": ("a.npy", "a.npy", lambda raw: raw.replace(b"}", b" "), "header"),
-    "truncated array": ("a.npy", "a.npy", lambda raw: raw[:-4], "header"),
+    "truncated array": ("a.npy", "a.npy", lambda raw: raw[:-4], f"{NUM_TOKENS - 1:,}"),
     "no EOS": (
         "a.npy",
         "a.npy",

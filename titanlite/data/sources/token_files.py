@@ -320,7 +320,7 @@ def _open_numpy_array(file: File, stream: BinaryIO) -> TokenFile:
     """Open a .npy file with a header, which is at the current position of `stream`.
 
     Raises:
-        ValueError: If the file does not contain a list of integers.
+        ValueError: If the file does not contain a list of integers, or is truncated.
     """
     try:
         np.lib.format.read_magic(stream)
@@ -328,11 +328,14 @@ def _open_numpy_array(file: File, stream: BinaryIO) -> TokenFile:
     except Exception:  # NumPy parses the header as Python code, which raises many types
         raise ValueError("its NumPy header is damaged") from None
 
-    if dtype.kind in "iu":
-        tokens = TokenFile(file, dtype, stream.tell())
-        if shape == (tokens.num_tokens,):
-            return tokens
-    raise ValueError(f"its header describes {dtype} of shape {shape}, which is not a list of ids")
+    if dtype.kind not in "iu" or len(shape) != 1:
+        array = f"{dtype} of shape {shape}"
+        raise ValueError(f"its header describes {array}, which is not a list of ids")
+    tokens = TokenFile(file, dtype, stream.tell())
+    if tokens.num_tokens != shape[0]:
+        count = f"{tokens.num_tokens:,}"
+        raise ValueError(f"its header describes {shape[0]:,} ids, but the file contains {count}")
+    return tokens
 
 
 def _open_datatrove(file: File, dtype: str | None) -> TokenFile:
