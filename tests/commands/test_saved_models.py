@@ -22,7 +22,8 @@ from small_runs import job_tables
 from torch.nn import functional as F
 
 from titanlite import cli, completion, generate, generate_many, load_checkpoint
-from titanlite.checkpoint.huggingface import checkpoint_weights
+from titanlite.checkpoint.find import verify
+from titanlite.checkpoint.huggingface import checkpoint_weights, hf_weights, import_weights
 from titanlite.checkpoint.live_state import LiveState
 from titanlite.checkpoint.manifest import (
     MANIFEST,
@@ -31,8 +32,9 @@ from titanlite.checkpoint.manifest import (
     read_manifest,
 )
 from titanlite.checkpoint.save import Saver
+from titanlite.commands.export import export
 from titanlite.completion import LoadedCheckpoint, sample_token
-from titanlite.config.errors import CheckpointError
+from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.load import PACKAGE, dump_config
 from titanlite.config.run import build_architecture
 from titanlite.config.schema import JobConfig, Parallelism, TokenizerOptions
@@ -333,6 +335,17 @@ def test_an_exported_model_computes_the_same_in_transformers_and_after_an_import
 
     for name, weight in random_model(1, job).named_parameters():
         assert torch.equal(weights.read(name), weight)
+
+
+def test_python_functions_accept_paths_as_text_and_reject_an_unknown_dtype(trained, tmp_path):
+    hf = f"{tmp_path}/hf"
+    with pytest.raises(UserError):
+        export(str(trained), hf, dtype="int8")
+
+    export(str(trained), hf)
+    step_folder = import_weights(f"{tmp_path}/again", hf_weights(hf), hf)
+
+    assert verify(str(step_folder))["checkpoints"][0]["state"] == "good"
 
 
 @pytest.fixture

@@ -189,7 +189,7 @@ def read_newest_manifest(path: Path) -> Manifest:
     return load_newest_of(find_checkpoints(path), read_manifest)
 
 
-def verify(folder: Path) -> dict[str, Any]:
+def verify(folder: str | Path) -> dict[str, Any]:
     """Verify all checkpoints at a path by reading every byte, and return a report.
 
     Args:
@@ -209,7 +209,7 @@ def verify(folder: Path) -> dict[str, Any]:
         UserError: If the folder does not exist.
         CheckpointError: If the folder contains no checkpoint.
     """
-    local_folder = download_if_url(folder).resolve()
+    local_folder = download_if_url(Path(folder)).resolve()
     step_folders = find_checkpoints(local_folder)
     report: dict[str, Any] = {
         "folder": str(folder),

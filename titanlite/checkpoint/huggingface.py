@@ -292,13 +292,14 @@ def export_hf(
         raise
 
 
-def hf_weights(folder: Path) -> Weights:
+def hf_weights(folder: str | Path) -> Weights:
     """Open the weights of a Hugging Face model by memory-mapping its safetensors files.
 
     Raises:
         UserError: If the folder contains no valid model, or if titanlite would compute different
             results for this model than transformers. The message lists all reasons.
     """
+    folder = Path(folder)
     if exists(folder / _ADAPTER_CONFIG):
         raise UserError(
             f"{folder} contains an adapter ({_ADAPTER_CONFIG}), which would be ignored. "
@@ -422,7 +423,7 @@ def _check_same_model(folder: Path, saved_arch: Architecture, arch: Architecture
 # Meta
 
 
-def meta_weights(folder: Path) -> Weights:
+def meta_weights(folder: str | Path) -> Weights:
     """Open the weights of a Llama model in the Meta format.
 
     Args:
@@ -434,6 +435,7 @@ def meta_weights(folder: Path) -> Weights:
         UserError: If a file is missing or damaged, or if the tensors do not form a Llama model. The
             message lists the differences.
     """
+    folder = Path(folder)
     path = find_file_inside(folder, "params.json")
     params = parse_json(path, read_file(path, _MAX_JSON_BYTES), formats.MetaParams)
     file_names = sorted(path.name for path in folder.glob("consolidated.*.pth"))
@@ -541,7 +543,7 @@ def average_weights(
 
 
 def import_weights(
-    out: Path,
+    out: str | Path,
     source: Weights,
     origin: str,
     *,
@@ -573,6 +575,7 @@ def import_weights(
         UserError: If the step folder exists or cannot be written, or if a weight contains NaN or
             infinity.
     """
+    out = Path(out)
     target = out / step_folder_name(step)
     if target.exists():
         raise UserError(f"{target} exists already. Choose another folder, or remove it.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from titanlite.commands.common import print_result
 from titanlite.config.errors import CheckpointError, UserError
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from titanlite.data.tokenizer import Tokenizer
 
 
+DataType = Literal["float32", "bfloat16", "float16"]
+
+
 class Export(CheckpointOptions):
     """Convert a checkpoint to a Hugging Face model, which transformers loads without titanlite."""
 
@@ -29,7 +32,7 @@ class Export(CheckpointOptions):
     steps, the newest undamaged one is used."""
     out: OptionPath
     """Folder to create for the model."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    dtype: DataType = "bfloat16"
     """Data type of the exported weights."""
     tokenizer: OptionPath | None = None
     """Tokenizer file. Default: the tokenizer of the training job."""
@@ -66,10 +69,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def export(
-    checkpoint: Path,
-    out: Path,
+    checkpoint: str | Path,
+    out: str | Path,
     dtype: str = "bfloat16",
-    tokenizer: Path | None = None,
+    tokenizer: str | Path | None = None,
     ema: bool = False,
 ) -> Path:
     """Convert a checkpoint to a Hugging Face model folder.
@@ -86,9 +89,16 @@ def export(
         The step folder from which the weights were read.
 
     Raises:
-        UserError: If `out` exists or cannot be created, or no tokenizer is known.
+        UserError: If `out` exists or cannot be created, `dtype` is unknown, or no tokenizer is
+            known.
         CheckpointError: If no checkpoint can be used.
     """
+    if dtype not in get_args(DataType):
+        names = ", ".join(get_args(DataType))
+        raise UserError(f"dtype must be one of {names}, got {dtype!r}.")
+    checkpoint = Path(checkpoint)
+    out = Path(out)
+
     from titanlite.checkpoint.find import find_checkpoints, load_newest
 
     find_checkpoints(checkpoint)  # reports a wrong path before torch is imported

@@ -67,7 +67,7 @@ class _TokenizedUnit(NamedTuple):
     """Reasons why documents were skipped."""
 
 
-def prepare(run: Run, out: Path, workers: int) -> list[Path]:
+def prepare(run: Run, out: str | Path, workers: int) -> list[Path]:
     """Tokenize the sources in [dataset] in advance, and write the tokens as shards.
 
     If an earlier call was interrupted, its complete shards are kept, and tokenization continues
@@ -84,6 +84,7 @@ def prepare(run: Run, out: Path, workers: int) -> list[Path]:
     Raises:
         UserError: If a source cannot be read, or `out` cannot be written or contains other files.
     """
+    out = Path(out)
     dataset = run.job.dataset
     specs = source_specs(dataset)
     _check_preparable(specs)

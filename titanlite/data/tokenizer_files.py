@@ -62,7 +62,7 @@ class TrainedTokenizer:
 
 def train_tokenizer(
     dataset: Dataset,
-    out: Path,
+    out: str | Path,
     vocab_size: int,
     max_bytes: int = 1_000_000_000,
     job: JobConfig | None = None,
@@ -84,6 +84,7 @@ def train_tokenizer(
         UserError: If `out` cannot be written or already contains a tokenizer, if the weights of the
             sources are wrong, or if the text cannot be read or is too small for `vocab_size` ids.
     """
+    out = Path(out)
     trained = TrainedTokenizer(out / "tokenizer.model", out / "tokenizer.json")
     for file in (trained.tiktoken, trained.json):
         if os.path.lexists(file):

@@ -32,7 +32,7 @@ _DESCRIBED_BY = (
 )
 
 
-def torchtitan_weights(path: Path, model: Model) -> Weights:
+def torchtitan_weights(path: str | Path, model: Model) -> Weights:
     """Open the weights of a torchtitan checkpoint, and convert them to the titanlite layout.
 
     Each weight is read and converted only when it is used. Optimizer state is ignored.
@@ -47,6 +47,7 @@ def torchtitan_weights(path: Path, model: Model) -> Weights:
         UserError: If `path` is not such a folder, is damaged, or contradicts the job. The message
             lists all differences.
     """
+    path = Path(path)
     arch = build_architecture(model)
     if arch.switches or arch.architecture != "llama":
         raise UserError(
