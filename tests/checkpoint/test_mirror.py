@@ -280,15 +280,27 @@ def raise_full(*_: object, **__: object) -> None:
 
 
 def fill_mirror() -> None:
+    """Fill the disk of the mirror after the first bytes of each file."""
+
+    def copy_first_bytes(self: mirror.Mirror, path: Path, target: str, entry: object) -> None:
+        Path(target).write_bytes(path.read_bytes()[:10])
+        raise_full()
+
     fail_at_once()
-    mirror.Mirror._copy_file = raise_full  # type: ignore[method-assign]
+    mirror.Mirror._copy_file = copy_first_bytes  # type: ignore[method-assign]
 
 
-def test_full_mirror_on_a_local_disk_gets_no_advice_about_s3(tmp_path, to_folder):
-    log = train(tmp_path / "run", to_folder, "--training.steps 1", code=4, before=fill_mirror)
+def test_full_mirror_on_a_local_disk_keeps_no_partial_copy_and_gets_no_advice_about_s3(
+    tmp_path, mirror_folder, to_folder
+):
+    run = tmp_path / "run"
+    train(run, to_folder, "--training.steps 1")
+
+    log = train(run, to_folder, "--training.steps 2", code=4, before=fill_mirror)
 
     assert "No space left on device" in log
     assert "AWS" not in log
+    assert list_names(mirror_folder) == ["step-00000001"]
 
 
 def fail_to_export() -> None:

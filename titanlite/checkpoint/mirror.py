@@ -51,6 +51,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.config.errors import CheckpointError, Damage, UserError, one_line
 from titanlite.config.files import INCOMPLETE, MANIFEST, STEP_FOLDER
 from titanlite.config.storage import (
+    DISK_FULL,
     PARALLEL,
     RemotePath,
     download_files,
@@ -562,7 +563,14 @@ class Mirror:
 
         # Readers ignore the checkpoint until its manifest has its final name.
         self._storage.pipe_file(f"{folder}/{INCOMPLETE}", manifest)
-        self._copy_files(path, folder, entries)
+        try:
+            self._copy_files(path, folder, entries)
+        except OSError as error:
+            # Free the space, so that another node can restore an earlier checkpoint.
+            if error.errno in DISK_FULL:
+                self._refresh()
+                self._delete(name, entries)
+            raise
         self._storage.pipe_file(f"{folder}/{MANIFEST}", manifest)
         self._storage.rm_file(f"{folder}/{INCOMPLETE}")
         return True

@@ -50,6 +50,8 @@ _VERSION_FIELDS = (
     "last_modified",
     "created",
 )
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a full disk and of a full disk quota."""
 _REMEDY = (
     "Check the name, and the settings of the storage: for S3, AWS_ACCESS_KEY_ID, "
     "AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL."
@@ -105,6 +107,8 @@ def _describe_failure(url: str, error: Exception) -> str:
         problem = f"failed with {type(error).__name__}"
     message = f"{url} {problem} ({one_line(str(error))})."
 
+    if getattr(error, "errno", None) in DISK_FULL:
+        return f"{message} Free some space."
     is_local = url.startswith(("file:", "local:")) or getattr(error, "filename", None) is not None
     if is_local:
         return message
@@ -276,7 +280,7 @@ def _locked(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in DISK_FULL:
             raise
         raise UserError(
             f"The disk of the cache {folder} is full: {error.strerror}. Free some space, or set "
