@@ -208,12 +208,6 @@ def test_verify_rejects_a_path_that_does_not_exist(tmp_path, name):
     assert main(["verify", str(tmp_path / name)]) == 2
 
 
-def test_verify_rejects_a_file_url_with_a_relative_path(tmp_path):
-    write_checkpoint(tmp_path, 100)
-
-    assert main(["verify", f"file:/{tmp_path}"]) == 2
-
-
 def test_path_of_a_run_resolves_to_its_newest_valid_checkpoint(tmp_path, monkeypatch):
     older = write_checkpoint(tmp_path / "saves", 100)
     newest = write_checkpoint(tmp_path / "final", 200)

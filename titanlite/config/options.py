@@ -14,12 +14,11 @@ import io
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from itertools import pairwise
-from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import tyro
-from pydantic import BeforeValidator, Field, create_model
+from pydantic import AfterValidator, Field, create_model
 from pydantic.fields import FieldInfo
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -33,16 +32,10 @@ _MIN_SIMILARITY = 0.75
 """Minimum `difflib` ratio of a suggestion. The default, 0.6, suggests `--plot` for `--lr`."""
 JOB_KEYS = "Every key of a job is also an option. Run `titanlite train --help` for a list."
 
-# Pass the text of a path to its validator. `Path` would change "file://folder" to "file:/folder".
-_PATH_TEXT = tyro.constructors.PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="PATH",
-    instance_from_str=itemgetter(0),
-    is_instance=lambda value: isinstance(value, Path),
-    str_from_instance=lambda path: [str(path)],
-)
 # A path. A leading ~ is expanded, and names that no file system accepts are rejected.
-OptionPath = Annotated[Path, Field(strict=False), BeforeValidator(check_path), _PATH_TEXT]
+OptionPath = Annotated[
+    Path, Field(strict=False), AfterValidator(lambda path: Path(check_path(str(path))))
+]
 
 # A path as a positional argument.
 PositionalPath = Annotated[OptionPath, tyro.conf.Positional]
