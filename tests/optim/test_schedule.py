@@ -1,7 +1,8 @@
 """Learning rates equal the ones of torchtitan in all steps."""
 
 import pytest
-from small_runs import job_tables
+from ranks import run_small
+from small_runs import job_tables, list_saved_steps
 
 from titanlite.config import schema
 from titanlite.optim.schedule import wsd_learning_rate
@@ -65,3 +66,25 @@ def test_a_run_can_train_only_the_first_steps_of_a_schedule():
 )
 def test_default_warmup_fits_the_length_of_the_run(total, warmup):
     assert learning_rates(total) == learning_rates(total, f"warmup_steps = {warmup}")
+
+
+SCHEDULE = """
+from titanlite import register
+
+@register("schedule", "broken_schedule")
+def broken_schedule(step, peak, config, steps):
+    return {RATE} if step == 5 else peak
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", ["float('nan')", "-1.0", "None"])
+def test_an_invalid_learning_rate_ends_the_run_before_the_update(rate, tmp_path, write_plugin):
+    write_plugin("broken_plugin", SCHEDULE.replace("{RATE}", rate))
+    plugin = "--job.plugins broken_plugin --lr_scheduler.name broken_schedule"
+    options = "--training.steps 6 --checkpoint.interval 2"
+
+    output = run_small(tmp_path / "out", plugin, options, code=2)
+
+    assert "broken_schedule" in output
+    assert list_saved_steps(tmp_path / "out") == [2, 4]

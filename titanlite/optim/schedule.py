@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 from titanlite.config import schema
+from titanlite.config.errors import UserError
 from titanlite.config.registry import SCHEDULES
 
 
@@ -22,10 +23,18 @@ def learning_rate_at(job: schema.JobConfig, step: int) -> float:
     Args:
         job: The validated job.
         step: Optimizer step, counted from 1.
+
+    Raises:
+        UserError: If the schedule returns NaN, infinity, None or a negative number.
     """
     config = job.lr_scheduler
     steps = job.training.steps
     scheduled = SCHEDULES.make(config.name, step, job.optimizer.lr, config, steps, job=job)
+    if scheduled is None or not 0 <= scheduled < math.inf:
+        raise UserError(
+            f"The schedule {config.name} returned {scheduled} as the learning rate of step {step}. "
+            "Change it to return a finite number of at least 0."
+        )
     stage_factor = job.dataset.get_stage_value("lr_factor", step - 1, 1.0)
     return scheduled * stage_factor
 

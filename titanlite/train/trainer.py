@@ -340,11 +340,13 @@ class Trainer:
         Raises:
             OutOfData: If there is no further batch (dataset.max_epochs). All ranks raise it at the
                 same step.
-            UserError: If a record cannot be read.
+            UserError: If a record cannot be read, or the learning rate is invalid.
             GuardError: If a guard stops the run at a logged step.
         """
-        # Read the batch.
         step = self.steps_done + 1
+        lr = learning_rate_at(self.job, step)
+
+        # Read the batch.
         for hook in self.hooks:
             hook.before_step(step)
         with self.meter.timing("data"), record_function("data"):
@@ -352,7 +354,6 @@ class Trainer:
         self.steps_done = step
 
         # Launch the step. On a GPU, its results are not computed yet when the call returns.
-        lr = learning_rate_at(self.job, step)
         result = self.train_step(
             batch.microbatches,
             batch.num_valid_tokens,
