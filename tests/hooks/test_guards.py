@@ -371,6 +371,26 @@ def test_a_flipped_bit_stops_the_run_without_a_save_and_the_error_names_the_rank
     assert list_saved_steps(tmp_path / "out") == [2]
 
 
+class BrokenWeight(Hook):
+    """Sets a weight of rank 1 to NaN in step 3."""
+
+    def built(self, trainer: Trainer) -> None:
+        self._weight = trainer.model.get_parameter("layers.1.ffn_norm.weight")
+
+    @torch.no_grad()
+    def updated(self, step: int) -> None:
+        if step == 3 and dist.get_rank() == 1:
+            to_local(self._weight)[0] = math.nan
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    options = "--parallelism.fsdp_min_num_params 0"
+
+    run_ranks(2, train_until_guard_error, tmp_path, BrokenWeight(), options)
+
+    assert list_saved_steps(tmp_path / "out") == [2]
+
+
 def skip_steps_across_a_resume(folder: Path) -> str:
     """Skip step 4, resume, skip step 5, and return the error."""
     options = f"--guards.max_skipped 1 --training.max_norm 0 {NO_DECAY}"

@@ -668,7 +668,10 @@ def _check_finite(path: object, tensors: dict[str, Tensor]) -> None:
     ]
     if invalid_names:
         names = join_lines(sorted(invalid_names))
-        raise CheckpointError(f"{path} contains weights that are NaN or infinite:\n  {names}")
+        raise CheckpointError(
+            f"{path} contains weights that are NaN or infinite:\n  {names}\n"
+            "Use another checkpoint. To resume from an earlier step, set checkpoint.load_step."
+        )
 
 
 def _complete_architecture(saved: dict[str, Any], arch: Architecture) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titanlite.checkpoint.live_state import is_finite, model_tensors
 from titanlite.checkpoint.manifest import NON_FINITE_GUARD, SPIKE_GUARD
 from titanlite.config.errors import GuardError, format_count
 from titanlite.hooks.hook import Hook, Request
@@ -95,13 +96,22 @@ class NonFiniteGuard(Hook):
         self._report()
 
     def saving(self, step: int) -> None:
-        """Log the skipped steps and prevent the save if too many were skipped in a row.
+        """Log the skipped steps, and prevent a save of unusable weights.
 
         Raises:
-            GuardError: If more than guards.max_skipped consecutive steps were skipped.
+            GuardError: If more than guards.max_skipped consecutive steps were skipped, or if
+                weights are not finite, for example because a hook has changed them.
         """
         self._read_results()
         self._report()
+        weights = model_tensors(self._trainer.model).values()
+        finite_on_rank = all(is_finite(local_shard(weight)) for weight in weights)
+        if not all(gathered(finite_on_rank)):
+            raise GuardError(
+                f"Step {step} is not saved, because weights are NaN or infinite. Lower "
+                "optimizer.lr, or correct the hook or optimizer that sets them. Then start again "
+                "to resume from the newest checkpoint."
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of skipped steps since step 1, to store in a checkpoint.
