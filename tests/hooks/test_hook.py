@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -109,6 +110,28 @@ def train_with_measured_metric(folder: Path, metric: str) -> None:
 @pytest.mark.parametrize("metric", ["step", "lr", "loss", "memory_active"])
 def test_a_metric_that_titanlite_measures_is_rejected_at_the_first_step(tmp_path, metric):
     run_ranks(2, train_with_measured_metric, tmp_path, metric)
+
+
+class TensorHook(Hook):
+    """Returns a tensor where JSON is required."""
+
+    name = "tensor_hook"
+
+    def __init__(self, method: str) -> None:
+        setattr(self, method, lambda *_: {"best": torch.tensor(1.0)})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def train_with_tensor(folder: Path, method: str) -> None:
+    with pytest.raises(UserError, match="tensor_hook"):
+        train_small(folder, TensorHook(method), "--checkpoint.interval 2")
+
+
+@pytest.mark.parametrize("method", ["numbers", "state_dict"])
+def test_a_hook_that_returns_a_tensor_instead_of_json_is_named(tmp_path, method):
+    run_ranks(1, train_with_tensor, tmp_path, method)
 
 
 class Interrupting(Hook):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -52,12 +53,36 @@ def check_hook_names(hooks: Sequence[Hook]) -> None:
         names.add(hook.name)
 
 
+def check_json(hook: Hook, method: str, value: Any) -> None:
+    """Check that JSON can represent the value that a method of a hook returned.
+
+    Raises:
+        UserError: If the value contains a tensor, a set or another type that JSON lacks.
+    """
+    try:
+        json.dumps(value)
+    except TypeError as error:
+        raise UserError(
+            f"The hook {hook.name or type(hook).__name__} returns a value from `{method}` that "
+            f"JSON cannot represent: {error}. Return only numbers, strings, booleans, None, lists "
+            "and dictionaries. To convert a tensor or a NumPy value, call `.tolist()`."
+        ) from error
+
+
 def hook_states(hooks: Sequence[Hook]) -> dict[str, Any]:
     """Return the `state_dict` of each hook that has state, keyed by hook name.
 
     Checkpoints store the result, and `load_hook_states` restores it.
+
+    Raises:
+        UserError: If a state is not a JSON value.
     """
-    return {hook.name: hook.state_dict() for hook in hooks if keeps_state(hook)}
+    states = {}
+    for hook in hooks:
+        if keeps_state(hook):
+            states[hook.name] = hook.state_dict()
+            check_json(hook, "state_dict", states[hook.name])
+    return states
 
 
 def load_hook_states(hooks: Sequence[Hook], states: Mapping[str, Any]) -> None:

@@ -32,7 +32,7 @@ from titanlite.data.tokenizer import load_tokenizer
 from titanlite.hooks.checkpoints import Checkpointer
 from titanlite.hooks.hang_report import HangReport
 from titanlite.hooks.hook import Hook, Request
-from titanlite.hooks.hook_state import check_hook_names, hook_states, load_hook_states
+from titanlite.hooks.hook_state import check_hook_names, check_json, hook_states, load_hook_states
 from titanlite.hooks.records import Records, lock_folders
 from titanlite.hooks.stop_signals import StopSignals
 from titanlite.hooks.validation import Validator
@@ -773,9 +773,11 @@ def _read_numbers(hook: Hook, step: int) -> Mapping[str, Any]:
     """Return the metrics that a hook adds to a logged step.
 
     Raises:
-        UserError: If the hook returns a metric that titanlite measures itself, such as "loss".
+        UserError: If the hook returns a metric that titanlite measures itself, such as "loss", or a
+            value that metrics.jsonl cannot contain.
     """
     numbers = hook.numbers(step)
+    check_json(hook, "numbers", dict(numbers))
     for name in numbers:
         if name in MEASURED_FIELDS:
             raise UserError(
