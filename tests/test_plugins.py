@@ -241,12 +241,17 @@ def test_the_hash_of_a_certificate_covers_the_options_of_plugins(named):
     assert hash_with(1) != hash_with(2)
 
 
-def test_the_hash_of_a_certificate_covers_a_plugin_that_an_entry_point_names(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "location"), [("module", "hashed_module"), ("object", "hashed_object:Hook")]
+)
+def test_the_hash_of_a_certificate_covers_a_plugin_that_an_entry_point_names(
+    tmp_path, monkeypatch, name, location
+):
     monkeypatch.syspath_prepend(tmp_path)
-    plugin = tmp_path / "empty_plugin.py"
+    plugin = tmp_path / f"hashed_{name}.py"
     plugin.write_text("")
-    write_entry_point(tmp_path, "short = empty_plugin")
-    job = load_job(["--job.plugins", "short"])
+    write_entry_point(tmp_path, f"{name} = {location}")
+    job = load_job(["--job.plugins", name])
 
     before = hash_job(job)
     plugin.write_text("changed = True")

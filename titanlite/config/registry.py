@@ -244,7 +244,7 @@ def find_plugin_module(name: str) -> str:
 def _list_plugin_modules() -> dict[str, str]:
     """Return the plugin modules that installed packages declare, by name of the entry point."""
     with _without_current_folder():  # it may contain metadata of a package of another user
-        return {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
+        return {entry.name: entry.module for entry in entry_points(group=ENTRY_POINTS)}
 
 
 @contextlib.contextmanager
