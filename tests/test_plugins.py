@@ -273,6 +273,32 @@ def test_no_entry_point_of_the_current_folder_is_used(tmp_path, write_plugin, mo
     hash_job(load_job(["--job.plugins", "good_plugin"]))  # would import and execute evil
 
 
+NOT_A_SECTION = """
+from titanlite import register
+
+class Keys:
+    value = 1
+
+register("hook", "broken", Keys)(object)
+"""
+NO_DEFAULT = """
+from titanlite import register
+from titanlite.config.schema import Section
+
+class Keys(Section):
+    value: int
+
+register("hook", "broken", Keys)(object)
+"""
+
+
+@pytest.mark.parametrize("source", [NOT_A_SECTION, NO_DEFAULT], ids=["no section", "no default"])
+def test_the_import_of_a_plugin_with_invalid_options_fails(source, write_plugin):
+    write_plugin("broken_plugin", source)
+
+    assert '"broken_plugin"' in titanlite("check", "--job.plugins", "broken_plugin", code=2)
+
+
 def write_entry_point(folder: Path, line: str) -> None:
     """Write the metadata of an installed package that declares a plugin."""
     metadata = folder / "some_package-1.0.dist-info"

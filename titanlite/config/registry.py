@@ -84,7 +84,8 @@ class Registry:
             section: Model of the section [name] that a job can contain for this entry, or None.
 
         Raises:
-            ValueError: If the name, or the section of that name, is already registered.
+            ValueError: If the name, or the section of that name, is already registered, or if
+                `section` is invalid.
         """
         if name in self._entries:
             raise ValueError(f"{name} is registered already: {self._entries[name]}")
@@ -115,12 +116,18 @@ def _add_section(name: str, section: type[Section]) -> None:
     """Add a section to the schema of a job.
 
     Raises:
-        ValueError: If there is a section of this name, or the name is not an identifier.
+        ValueError: If there is a section of this name, the name is not an identifier, or `section`
+            is not a subclass of `Section` whose options all have defaults.
     """
     if name in SECTIONS:
         raise ValueError(f"[{name}] is a table of a job already")
     if not name.isidentifier():
         raise ValueError(f"[{name}] is not a valid name of a table")
+    if not (isinstance(section, type) and issubclass(section, Section)):
+        raise ValueError(f"[{name}]: {section} must be a subclass of titanlite.config.schema.Section")
+    required = [key for key, field in section.model_fields.items() if field.is_required()]
+    if required:  # every job that loads the plugin has the section
+        raise ValueError(f"[{name}]: these options need defaults: {', '.join(required)}")
     SECTIONS[name] = section
 
 
@@ -187,7 +194,7 @@ def register(kind: Kind, name: str, section: type[Section] | None = None) -> Cal
 
     Raises:
         ValueError: If `kind` is unknown. The decorator also raises it if `name` is already
-            registered.
+            registered or `section` is invalid.
     """
     kind = RENAMED_KINDS.get(kind, kind)
     if kind not in REGISTRIES:
