@@ -292,11 +292,21 @@ register("hook", "broken", Keys)(object)
 """
 
 
-@pytest.mark.parametrize("source", [NOT_A_SECTION, NO_DEFAULT], ids=["no section", "no default"])
-def test_the_import_of_a_plugin_with_invalid_options_fails(source, write_plugin):
+BROKEN_PLUGINS = {
+    "no section": NOT_A_SECTION,
+    "no default": NO_DEFAULT,
+    "missing import": "\nimport none_such",
+    "invalid syntax": "\ndef f(:",
+}
+
+
+@pytest.mark.parametrize("source", BROKEN_PLUGINS.values(), ids=BROKEN_PLUGINS.keys())
+def test_a_failed_import_of_a_plugin_names_the_line(source, write_plugin):
     write_plugin("broken_plugin", source)
 
-    assert '"broken_plugin"' in titanlite("check", "--job.plugins", "broken_plugin", code=2)
+    output = titanlite("check", "--job.plugins", "broken_plugin", code=2)
+
+    assert f"broken_plugin.py:{len(source.splitlines())}" in output
 
 
 def write_entry_point(folder: Path, line: str) -> None:

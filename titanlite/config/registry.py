@@ -16,6 +16,7 @@ import importlib
 import os
 import pkgutil
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import entry_points
 from typing import Any, Literal, TypeVar
@@ -230,17 +231,41 @@ def _import_plugin(name: str) -> None:
     Raises:
         UserError: If the plugin does not exist or its import fails.
     """
+    module = find_plugin_module(name)
     try:
         with _without_current_folder():
-            importlib.import_module(find_plugin_module(name))
+            importlib.import_module(module)
     except (Exception, SystemExit) as error:  # the import runs the code of the plugin
         reason = one_line(str(error) or repr(error)).rstrip(".")
-        entry_point_names = sorted(_list_plugin_modules())
         raise UserError(
-            f'job.plugins: cannot import the plugin "{name}": {reason}. It must be a module on '
-            "PYTHONPATH or in an installed package, or one of the names that installed packages "
-            f"offer: {', '.join(entry_point_names) or 'none'}."
+            f'job.plugins: cannot import the plugin "{name}": {reason}. '
+            f"{_locate_import_error(error, module)}"
         ) from error
+
+
+def _locate_import_error(error: BaseException, module: str) -> str:
+    """Describe where the import of a plugin failed, or which plugins exist if it was not found.
+
+    Args:
+        error: Exception that the import raised.
+        module: Name of the plugin module.
+    """
+    package, _, _ = module.partition(".")
+    lines = [
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] == package
+    ]
+    if not lines and isinstance(error, SyntaxError):
+        lines.append(f"{error.filename}:{error.lineno}")
+    if lines:
+        return f"The import failed at {lines[-1]}."
+
+    entry_point_names = sorted(_list_plugin_modules())
+    return (
+        "It must be a module on PYTHONPATH or in an installed package, or one of the names that "
+        f"installed packages offer: {', '.join(entry_point_names) or 'none'}."
+    )
 
 
 def find_plugin_module(name: str) -> str:
