@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks, titanlite
+from ranks import run_ranks, run_small, titanlite
 from small_runs import ROOT, SMALL_WITHOUT_WORKERS, read_documented_program, read_losses
 
 from titanlite.config.certificate import hash_job
@@ -307,6 +307,34 @@ def test_a_failed_import_of_a_plugin_names_the_line(source, write_plugin):
     output = titanlite("check", "--job.plugins", "broken_plugin", code=2)
 
     assert f"broken_plugin.py:{len(source.splitlines())}" in output
+
+
+RETURNS_NONE = """
+from titanlite import register
+
+@register("{KIND}", "empty_entry")
+def return_none(*inputs):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [
+        ("hook", "job.hooks"),
+        ("optimizer", "optimizer.name"),
+        ("source", "dataset.source"),
+        ("tokenizer", "tokenizer.name"),
+        ("metrics_logger", "metrics.loggers"),
+    ],
+)
+def test_a_plugin_that_returns_no_object_is_named(kind, option, tmp_path, write_plugin):
+    write_plugin("broken_plugin", RETURNS_NONE.replace("{KIND}", kind))
+    options = f"--job.plugins broken_plugin --{option} empty_entry"
+
+    output = run_small(tmp_path / "out", options, code=2)
+
+    assert "'empty_entry'" in output
 
 
 def write_entry_point(folder: Path, line: str) -> None:

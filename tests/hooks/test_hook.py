@@ -151,6 +151,15 @@ class Interrupting(Hook):
         self.calls.append(("act", step))
 
 
+def train_with_hook_class(folder: Path) -> None:
+    with pytest.raises(UserError, match="Interrupting"):
+        train_small(folder, Interrupting)  # type: ignore[arg-type]
+
+
+def test_a_hook_class_instead_of_an_object_is_rejected(tmp_path):
+    run_ranks(1, train_with_hook_class, tmp_path)
+
+
 def calls_until_stopped(folder: Path) -> list[tuple[str, int]]:
     hook = Interrupting()
     with pytest.raises(StoppedBySignal):

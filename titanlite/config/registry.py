@@ -62,7 +62,7 @@ class Registry:
         """Return the entry called `name`, importing it on first use."""
         return resolve(self._entries[name])
 
-    def make(self, name: str, *inputs: Any, job: Any) -> Any:
+    def make(self, name: str, *inputs: Any, job: Any, result_type: type = object) -> Any:
         """Call the class or function that is registered as `name`, and return the result.
 
         Args:
@@ -70,11 +70,21 @@ class Registry:
             inputs: Positional arguments for the class or function.
             job: The job. If the entry was registered with a section, this section of the job is
                 passed as the last argument.
+            result_type: Required type of the result.
+
+        Raises:
+            UserError: If the result has another type.
         """
         if name in self._names_with_section:
             # Do not use getattr: the job may have a method of this name, such as `copy`.
             inputs = (*inputs, dict(job)[name])
-        return self[name](*inputs)
+        result = self[name](*inputs)
+        if not isinstance(result, result_type):
+            raise UserError(
+                f"The class or function that a plugin registered as {name!r} returned {result!r}. "
+                f"It must return an instance of {result_type.__module__}.{result_type.__name__}."
+            )
+        return result
 
     def add(self, name: str, entry: Any, section: type[Section] | None) -> None:
         """Register a class or function.
@@ -125,7 +135,9 @@ def _add_section(name: str, section: type[Section]) -> None:
     if not name.isidentifier():
         raise ValueError(f"[{name}] is not a valid name of a table")
     if not (isinstance(section, type) and issubclass(section, Section)):
-        raise ValueError(f"[{name}]: {section} must be a subclass of titanlite.config.schema.Section")
+        raise ValueError(
+            f"[{name}]: {section} must be a subclass of titanlite.config.schema.Section"
+        )
     required = [key for key, field in section.model_fields.items() if field.is_required()]
     if required:  # every job that loads the plugin has the section
         raise ValueError(f"[{name}]: these options need defaults: {', '.join(required)}")

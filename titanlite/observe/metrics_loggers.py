@@ -256,4 +256,7 @@ def open_metrics_loggers(start: RunStart) -> list[MetricsLogger]:
     names += job.metrics.loggers
 
     unique_names = dict.fromkeys(names)  # in the same order
-    return [METRICS_LOGGERS.make(name, start, job=job) for name in unique_names]
+    return [
+        METRICS_LOGGERS.make(name, start, job=job, result_type=MetricsLogger)
+        for name in unique_names
+    ]

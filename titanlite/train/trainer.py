@@ -98,6 +98,11 @@ class Trainer:
         Raises:
             UserError: If the job is invalid, or the data, tokenizer or checkpoint cannot be used.
         """
+        for hook in hooks:
+            if not isinstance(hook, Hook):
+                raise UserError(
+                    f"hooks: {hook!r} is not an instance of Hook. Pass objects such as MyHook()."
+                )
         self.steps_done = 0
         self.resumed = False
         self.run_id = ""
