@@ -18,6 +18,7 @@ from commands.test_saved_models import save_run
 from titanlite import cli
 from titanlite.config.errors import UserError
 from titanlite.config.options import Generation
+from titanlite.config.schema import JobConfig
 
 JOB = "[training]\nsteps = 10\nseq_len = 64\n"
 TEXT = "".join(
@@ -648,3 +649,11 @@ def test_a_wrong_input_is_an_error_that_names_it(case, folder, monkeypatch, caps
 def test_a_setting_that_generate_does_not_have_is_named(setting):
     with pytest.raises(UserError, match=setting):
         Generation.model_validate({setting: 1})
+
+
+@pytest.mark.parametrize(("value", "repeated"), [("x", "  "), ({3: {}}, "3 = 3")])
+def test_a_job_that_is_no_table_of_sections_has_a_plain_error(value, repeated):
+    with pytest.raises(UserError) as error:
+        JobConfig.model_validate(value)
+
+    assert repeated not in str(error.value)

@@ -34,6 +34,7 @@ _PHRASES = {
     "Input should be ": "must be ",
     "Tuple should ": "must ",
     "String should ": "must ",
+    "Keys should be strings": "must be a string",
     "Field required": "is required",
     "a valid integer": "an integer",
     "a valid string": "a string",
@@ -73,7 +74,7 @@ class Mistake(NamedTuple):
             return f"{self.name} = {value} {self.problem}"
         # Insert the value at the end of the first sentence: "must be at least 1, got 0. Remove it."
         requirement, _, remedy = f"{self.problem} ".partition(". ")
-        return f"{self.name} {requirement.rstrip()}, got {value}. {remedy}".rstrip()
+        return f"{self.name} {requirement.rstrip()}, got {value}. {remedy}".strip()
 
 
 class ConfigError(UserError):
