@@ -128,7 +128,7 @@ def _add_section(name: str, section: type[Section]) -> None:
 
     Raises:
         ValueError: If there is a section of this name, the name is not an identifier, or `section`
-            is not a subclass of `Section` whose options all have defaults.
+            is not a subclass of `Section`.
     """
     if name in SECTIONS:
         raise ValueError(f"[{name}] is a table of a job already")
@@ -138,9 +138,6 @@ def _add_section(name: str, section: type[Section]) -> None:
         raise ValueError(
             f"[{name}]: {section} must be a subclass of titanlite.config.schema.Section"
         )
-    required = [key for key, field in section.model_fields.items() if field.is_required()]
-    if required:  # every job that loads the plugin has the section
-        raise ValueError(f"[{name}]: these options need defaults: {', '.join(required)}")
     SECTIONS[name] = section
 
 
