@@ -40,14 +40,32 @@ def test_a_second_open_trainer_is_rejected_and_the_first_one_still_trains(tmp_pa
 
 
 def open_two_trainers(folder: Path, store: Path) -> None:
-    (folder / "job.toml").write_text(SMALL_WITHOUT_WORKERS)
-    options = f"--job.config_file {folder}/job.toml --job.dump_folder {folder}/out"
-    job = load_job(options.split())
+    job = small_job(folder)
     with Trainer(job) as first:
         with pytest.raises(UserError, match="Trainer"):
             Trainer(job)
         first.step()
     assert first.steps_done == 1
+
+
+def small_job(folder: Path, options: str = "") -> JobConfig:
+    (folder / "job.toml").write_text(SMALL_WITHOUT_WORKERS)
+    files = f"--job.config_file {folder}/job.toml --job.dump_folder {folder}/out"
+    return load_job(f"{files} --training.steps 2 {options}".split())
+
+
+@pytest.mark.slow
+def test_a_program_cannot_train_past_the_last_step(tmp_path):
+    World(1, step_past_the_end, tmp_path).wait_for_exit(0)
+
+
+def step_past_the_end(folder: Path, store: Path) -> None:
+    with Trainer(small_job(folder)) as trainer:
+        trainer.step()
+        trainer.step()
+        with pytest.raises(UserError):
+            trainer.step()
+        assert trainer.steps_done == 2
 
 
 def use_unreachable_address(rank: int, port: int) -> None:

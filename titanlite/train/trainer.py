@@ -345,10 +345,16 @@ class Trainer:
         Raises:
             OutOfData: If there is no further batch (dataset.max_epochs). All ranks raise it at the
                 same step.
-            UserError: If a record cannot be read, or the learning rate is invalid.
+            UserError: If all steps are done, a record cannot be read, or the learning rate is invalid.
             GuardError: If a guard stops the run at a logged step.
         """
         step = self.steps_done + 1
+        num_steps = self.job.training.steps
+        if step > num_steps:
+            raise UserError(
+                f"training.steps = {num_steps}: step {self.steps_done} is done. "
+                "Set a larger training.steps to continue."
+            )
         lr = learning_rate_at(self.job, step)
 
         # Read the batch.
