@@ -68,6 +68,20 @@ def step_past_the_end(folder: Path, store: Path) -> None:
         assert trainer.steps_done == 2
 
 
+@pytest.mark.slow
+def test_a_closed_trainer_cannot_be_used(tmp_path):
+    World(1, use_closed_trainer, tmp_path).wait_for_exit(0)
+
+
+def use_closed_trainer(folder: Path, store: Path) -> None:
+    trainer = Trainer(small_job(folder))
+    trainer.train()
+    for method in (trainer.step, trainer.train, trainer.save, trainer.validate):
+        with pytest.raises(UserError):
+            method()
+    trainer.close()
+
+
 def use_unreachable_address(rank: int, port: int) -> None:
     """Set the variables of one of two ranks. The other rank is not started."""
     del os.environ[STORE]

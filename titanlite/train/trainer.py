@@ -110,6 +110,7 @@ class Trainer:
         self.stop_signals = StopSignals()
         self.checkpointer: Checkpointer | None = None
         self.validator: Validator | None = None
+        self._is_closed = False
         self._resources = ExitStack()  # closed in reverse order by `close`
         self._locks = ExitStack()  # locks on the folders of the run, released after all resources
         try:
@@ -245,10 +246,12 @@ class Trainer:
         Raises:
             StoppedBySignal: If a signal stopped the run and a checkpoint was saved.
             StoppedUnsaved: If a signal stopped the run and checkpoint.enable is false.
-            UserError: If the data ends before the first step or cannot be read.
+            UserError: If the trainer is closed, or the data ends before the first step or cannot be
+                read.
             CheckpointError: If the last save failed.
             GuardError: If a guard stopped the run. The failed step was not saved.
         """
+        self._check_is_open()
         try:
             self._train()
         except BaseException as error:
@@ -345,9 +348,11 @@ class Trainer:
         Raises:
             OutOfData: If there is no further batch (dataset.max_epochs). All ranks raise it at the
                 same step.
-            UserError: If all steps are done, a record cannot be read, or the learning rate is invalid.
+            UserError: If the trainer is closed, all steps are done, a record cannot be read, or the
+                learning rate is invalid.
             GuardError: If a guard stops the run at a logged step.
         """
+        self._check_is_open()
         step = self.steps_done + 1
         num_steps = self.job.training.steps
         if step > num_steps:
@@ -447,7 +452,11 @@ class Trainer:
 
         Returns:
             The score, or None if the job has no validation (validation.freq = 0).
+
+        Raises:
+            UserError: If the trainer is closed.
         """
+        self._check_is_open()
         if self.validator is None:
             return None
         step = self.steps_done
@@ -466,8 +475,10 @@ class Trainer:
                 checkpoint.last_save_* select, such as a Hugging Face export.
 
         Raises:
+            UserError: If the trainer is closed.
             GuardError: If a guard prevents the save, because too many steps were skipped in a row.
         """
+        self._check_is_open()
         if self.checkpointer is None:
             return
         with self.evaluation_mode():
@@ -550,8 +561,14 @@ class Trainer:
 
     def close(self) -> None:
         """Close all files, and wait for or stop background work such as data workers and saves."""
+        self._is_closed = True
         with self._locks:
             self._resources.close()
+
+    def _check_is_open(self) -> None:
+        """Raise a UserError if the trainer is closed."""
+        if self._is_closed:
+            raise UserError("This Trainer is closed. Create a new Trainer to continue.")
 
     def __enter__(self) -> Self:
         return self
@@ -720,6 +737,7 @@ class Trainer:
             StoppedUnsaved: If a signal stopped the run and checkpoint.enable is false.
         """
         errors = self._end_hooks(end)
+        self._is_closed = True
         with self._locks:  # the next run must not write to the log before the end is logged
             self._resources.close()
             if errors:
