@@ -4,6 +4,7 @@ import functools
 import os
 import re
 import resource
+import signal
 import sys
 from pathlib import Path
 
@@ -80,6 +81,18 @@ def use_closed_trainer(folder: Path, store: Path) -> None:
         with pytest.raises(UserError):
             method()
     trainer.close()
+
+
+@pytest.mark.slow
+def test_a_closed_trainer_restores_the_signal_handlers(tmp_path):
+    World(1, compare_signal_handlers, tmp_path).wait_for_exit(0)
+
+
+def compare_signal_handlers(folder: Path, store: Path) -> None:
+    before = [signal.getsignal(number) for number in signal.valid_signals()]
+    with Trainer(small_job(folder)) as trainer:
+        trainer.train()
+    assert [signal.getsignal(number) for number in signal.valid_signals()] == before
 
 
 def use_unreachable_address(rank: int, port: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 from types import FrameType
+from typing import Any
 
 from titanlite.hooks.hook import Hook, Request
 from titanlite.runtime.process import stop_signals
@@ -28,11 +29,18 @@ class StopSignals(Hook):
         """Initialize the recorder without any signal. `train_begins` installs the handlers."""
         self.stop_signal = 0
         self._has_save_signal = False
+        self._previous_handlers: dict[int, Any] = {}
 
     def train_begins(self, step: int) -> None:
         """Install handlers for all signals that stop the run or save a checkpoint."""
         for number in (*stop_signals(), signal.SIGUSR2):
-            signal.signal(number, self._receive)
+            handler = signal.signal(number, self._receive)
+            self._previous_handlers.setdefault(number, handler)  # `train` may be called again
+
+    def restore_handlers(self) -> None:
+        """Restore the signal handlers that `train_begins` replaced."""
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         """Record a signal. After a stop signal, let the next SIGINT end the process immediately."""
