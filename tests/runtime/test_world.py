@@ -6,6 +6,7 @@ import re
 import resource
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,17 @@ def compare_signal_handlers(folder: Path, store: Path) -> None:
     with Trainer(small_job(folder)) as trainer:
         trainer.train()
     assert [signal.getsignal(number) for number in signal.valid_signals()] == before
+
+
+@pytest.mark.slow
+def test_a_trainer_trains_in_another_thread(tmp_path):
+    World(1, train_in_thread, tmp_path).wait_for_exit(0)
+
+
+def train_in_thread(folder: Path, store: Path) -> None:
+    with Trainer(small_job(folder)) as trainer, ThreadPoolExecutor(1) as thread:
+        thread.submit(trainer.train).result()
+    assert trainer.steps_done == 2
 
 
 def use_unreachable_address(rank: int, port: int) -> None:

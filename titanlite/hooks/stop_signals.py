@@ -6,6 +6,7 @@ If any rank receives a signal, all ranks react to it after the same step.
 from __future__ import annotations
 
 import signal
+import threading
 from types import FrameType
 from typing import Any
 
@@ -32,7 +33,12 @@ class StopSignals(Hook):
         self._previous_handlers: dict[int, Any] = {}
 
     def train_begins(self, step: int) -> None:
-        """Install handlers for all signals that stop the run or save a checkpoint."""
+        """Install handlers for all signals that stop the run or save a checkpoint.
+
+        Do nothing outside the main thread, because Python does not allow it.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
         for number in (*stop_signals(), signal.SIGUSR2):
             handler = signal.signal(number, self._receive)
             self._previous_handlers.setdefault(number, handler)  # `train` may be called again
