@@ -13,8 +13,9 @@ import pytest
 from ranks import World, free_port, run_small
 from small_runs import ROOT, SMALL_WITHOUT_WORKERS, run_program
 
-from titanlite import Trainer, UserError, load_job
+from titanlite import Trainer, UserError, evaluate_text, load_job
 from titanlite.config.schema import JobConfig
+from titanlite.hooks.hook import Hook
 from titanlite.runtime.process import STORE
 from titanlite.runtime.rank_group import RankGroup
 from titanlite.runtime.world import gathered, process_group
@@ -105,6 +106,29 @@ def train_in_thread(folder: Path, store: Path) -> None:
     with Trainer(small_job(folder)) as trainer, ThreadPoolExecutor(1) as thread:
         thread.submit(trainer.train).result()
     assert trainer.steps_done == 2
+
+
+class UnclosableHook(Hook):
+    def close(self) -> None:
+        raise RuntimeError("cannot close")
+
+
+@pytest.mark.slow
+def test_an_error_does_not_prevent_the_next_evaluation_or_training(tmp_path):
+    World(1, use_after_errors, tmp_path).wait_for_exit(0)
+
+
+def use_after_errors(folder: Path, store: Path) -> None:
+    with pytest.raises(RuntimeError, match="cannot close"):
+        Trainer(small_job(folder), hooks=[UnclosableHook()]).close()
+    Trainer(small_job(folder)).train()
+
+    text = folder / "text.txt"
+    text.write_bytes(b"\xff")
+    with pytest.raises(UserError):
+        evaluate_text(folder / "out", [text])
+    text.write_text("import os")
+    evaluate_text(folder / "out", [text])
 
 
 def use_unreachable_address(rank: int, port: int) -> None:

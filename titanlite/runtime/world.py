@@ -148,10 +148,10 @@ def _explain_rendezvous_error(error: Exception, world_size: int) -> UserError:
 
 @contextmanager
 def process_group(job: JobConfig) -> Iterator[torch.device]:
-    """Initialize the default process group, and destroy it if the context ends without an error.
+    """Initialize the default process group, and destroy it when the context ends.
 
-    Also configure torch for training in this process. Without a launcher, the group consists of
-    this process only.
+    If the context ends with an error and there are several ranks, keep the group. Also configure
+    torch for training in this process. Without a launcher, the group consists of this process only.
 
     Args:
         job: Job that determines the backend, timeouts, threads and seed.
@@ -190,14 +190,17 @@ def process_group(job: JobConfig) -> Iterator[torch.device]:
     store = PrefixStore(f"world-{next(_worlds)}", store)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
 
-    # Run the backward pass in this thread. DTensor has a mesh cache in each thread, and only the
-    # cache of this thread can be cleared for the next process group.
-    with attention_kernels(job, device), torch.autograd.set_multithreading_enabled(False):
-        yield device
-
-    # Not reached after an error, because destroying the group could hang while other ranks wait.
-    dist.destroy_process_group()
-    _clear_mesh_cache()
+    try:
+        # Run the backward pass in this thread. DTensor has a mesh cache in each thread, and only
+        # the cache of this thread can be cleared for the next process group.
+        with attention_kernels(job, device), torch.autograd.set_multithreading_enabled(False):
+            yield device
+    except (Exception, KeyboardInterrupt):
+        # With several ranks, destroying the group could hang, because other ranks may wait in it.
+        if world_size == 1:
+            _destroy_process_group()
+        raise
+    _destroy_process_group()
 
 
 def _read_variable(name: str, default: int) -> int:
@@ -247,12 +250,14 @@ def _configure_communication() -> None:
     raise_descriptor_limit()
 
 
-def _clear_mesh_cache() -> None:
-    """Clear the cache of device meshes in DTensor, so that another process group can be created.
+def _destroy_process_group() -> None:
+    """Destroy all process groups, and clear the cache of device meshes in DTensor.
 
     Cached meshes hold the names of destroyed process groups. A mesh of a new process group compares
     equal to a cached mesh, so DTensor would use the old names.
     """
+    dist.destroy_process_group()
+
     # Imported here, because the import takes 0.4 s, which would delay the first batch.
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
