@@ -46,7 +46,6 @@ def make_trainer(folder: Path, options: str) -> Iterator[Trainer]:
     arguments = f"{WORDS} --job.dump_folder {folder / 'run'} {options}"
     with Trainer(load_job(arguments.split())) as trainer:
         yield trainer
-    torch.use_deterministic_algorithms(False)
     torch._dynamo.reset()
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import World, free_port, run_small
 from small_runs import ROOT, SMALL_WITHOUT_WORKERS, run_program
 
@@ -106,6 +107,18 @@ def train_in_thread(folder: Path, store: Path) -> None:
     with Trainer(small_job(folder)) as trainer, ThreadPoolExecutor(1) as thread:
         thread.submit(trainer.train).result()
     assert trainer.steps_done == 2
+
+
+@pytest.mark.slow
+def test_a_closed_trainer_restores_the_settings_of_torch(tmp_path):
+    World(1, compare_torch_settings, tmp_path).wait_for_exit(0)
+
+
+def compare_torch_settings(folder: Path, store: Path) -> None:
+    before = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
+    Trainer(small_job(folder, "--training.num_threads 3 --training.deterministic")).close()
+    after = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
+    assert after == before
 
 
 class UnclosableHook(Hook):

@@ -12,7 +12,7 @@ import platform
 import resource
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cache
 from itertools import count
@@ -150,8 +150,10 @@ def _explain_rendezvous_error(error: Exception, world_size: int) -> UserError:
 def process_group(job: JobConfig) -> Iterator[torch.device]:
     """Initialize the default process group, and destroy it when the context ends.
 
-    If the context ends with an error and there are several ranks, keep the group. Also configure
-    torch for training in this process. Without a launcher, the group consists of this process only.
+    Also configure torch for training in this process, and restore its settings at the end. If the
+    context ends with an error and there are several ranks, nothing is destroyed or restored.
+
+    Without a launcher, the group consists of this process only.
 
     Args:
         job: Job that determines the backend, timeouts, threads and seed.
@@ -181,7 +183,8 @@ def process_group(job: JobConfig) -> Iterator[torch.device]:
         backend = "cpu:gloo,cuda:nccl" if job.training.enable_cpu_offload else "nccl"
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    _configure_torch(job, device, local_world_size)
+    cleanup = ExitStack()
+    _configure_torch(job, device, local_world_size, cleanup)
     _configure_communication()
 
     timeout = timedelta(seconds=job.comm.init_timeout_seconds)
@@ -189,6 +192,7 @@ def process_group(job: JobConfig) -> Iterator[torch.device]:
     # The keys of earlier process groups stay in the store, so each group gets a different prefix.
     store = PrefixStore(f"world-{next(_worlds)}", store)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+    cleanup.callback(_destroy_process_group)
 
     try:
         # Run the backward pass in this thread. DTensor has a mesh cache in each thread, and only
@@ -198,9 +202,9 @@ def process_group(job: JobConfig) -> Iterator[torch.device]:
     except (Exception, KeyboardInterrupt):
         # With several ranks, destroying the group could hang, because other ranks may wait in it.
         if world_size == 1:
-            _destroy_process_group()
+            cleanup.close()
         raise
-    _destroy_process_group()
+    cleanup.close()
 
 
 def _read_variable(name: str, default: int) -> int:
@@ -211,8 +215,18 @@ def _read_variable(name: str, default: int) -> int:
     return int(os.environ.setdefault(name, str(default)))
 
 
-def _configure_torch(job: JobConfig, device: torch.device, local_world_size: int) -> None:
-    """Configure the threads, memory allocator and determinism of torch in this process."""
+def _configure_torch(
+    job: JobConfig, device: torch.device, local_world_size: int, cleanup: ExitStack
+) -> None:
+    """Configure the threads, memory allocator and determinism of torch in this process.
+
+    Args:
+        job: Job to train.
+        device: Device of this rank.
+        local_world_size: Number of ranks on this node.
+        cleanup: Exit stack that will restore the threads and the determinism.
+    """
+    cleanup.callback(torch.set_num_threads, torch.get_num_threads())
     _set_num_threads(job.training.num_threads, local_world_size)
     if device.type == "cpu":
         keep_freed_memory()
@@ -223,6 +237,11 @@ def _configure_torch(job: JobConfig, device: torch.device, local_world_size: int
     if job.training.deterministic:
         # cuBLAS is deterministic only with a fixed workspace.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        cleanup.callback(
+            torch.use_deterministic_algorithms,
+            torch.are_deterministic_algorithms_enabled(),
+            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
         torch.use_deterministic_algorithms(True)
 
 
