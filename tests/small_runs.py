@@ -92,7 +92,7 @@ def run_program(
         env=os.environ | (variables or {}),
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done

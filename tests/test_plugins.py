@@ -281,20 +281,8 @@ class Keys:
 
 register("hook", "broken", Keys)(object)
 """
-NO_DEFAULT = """
-from titanlite import register
-from titanlite.config.schema import Section
-
-class Keys(Section):
-    value: int
-
-register("hook", "broken", Keys)(object)
-"""
-
-
 BROKEN_PLUGINS = {
     "no section": NOT_A_SECTION,
-    "no default": NO_DEFAULT,
     "missing import": "\nimport none_such",
     "invalid syntax": "\ndef f(:",
 }
