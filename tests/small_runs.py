@@ -92,7 +92,7 @@ def run_program(
         env=os.environ | (variables or {}),
         capture_output=True,
         text=True,
-        timeout=1800,
+        timeout=1800,  # a long search of the planner on a busy machine
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done

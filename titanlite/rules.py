@@ -1096,7 +1096,8 @@ def _outlives_run(url: str, run: Run) -> bool:
     """
     scheme, _, path = url.partition("://")
     if scheme in ("file", "local"):
-        return not Path(path).resolve().is_relative_to(run.dump_folder.resolve())
+        folders = (run.dump_folder.resolve(), run.checkpoint_folder.resolve())
+        return not any(Path(path).resolve().is_relative_to(folder) for folder in folders)
     return scheme != "memory"
 
 

@@ -565,13 +565,13 @@ class Mirror:
         self._storage.pipe_file(f"{folder}/{INCOMPLETE}", manifest)
         try:
             self._copy_files(path, folder, entries)
+            self._storage.pipe_file(f"{folder}/{MANIFEST}", manifest)
         except OSError as error:
-            # Free the space, so that another node can restore an earlier checkpoint.
+            # Free the space, because each start first writes a small file to test the access.
             if error.errno in DISK_FULL:
                 self._refresh()
-                self._delete(name, entries)
+                self._delete(name, [*entries, MANIFEST])
             raise
-        self._storage.pipe_file(f"{folder}/{MANIFEST}", manifest)
         self._storage.rm_file(f"{folder}/{INCOMPLETE}")
         return True
 

@@ -46,7 +46,7 @@ class Import(CheckpointOptions):
     dropped: ClassVar = {name: (None, _KEYS) for name in _DROPPED}
 
     out: OptionPath
-    """Folder in which the checkpoint step-00000000 is created."""
+    """New or empty folder, in which the checkpoint step-00000000 is created."""
     hf: Annotated[OptionPath | None, _ORIGIN] = None
     """Hugging Face folder: config.json and .safetensors files."""
     meta: Annotated[OptionPath | None, _ORIGIN] = None
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> None:
     if has_description != needs_description:
         prefix = f"{words[0]}: " if words else ""
         raise UserError(f"{prefix}{_KEYS} Models in other formats need no description.")
-    # In the output folder of a run, commands would read step 0 instead of its checkpoints.
+    # In the output folder of a run, commands would read the import instead of its checkpoints.
     check_new_folder(options.out)
     origin = get_local_copy(cast(Path, options.hf or options.meta or options.torchtitan))
     if not origin.is_dir():

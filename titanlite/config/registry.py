@@ -263,7 +263,8 @@ def _locate_import_error(error: BaseException, module: str) -> str:
     lines = [
         f"{frame.f_code.co_filename}:{line}"
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if frame.f_globals.get("__name__", "").partition(".")[0] == package
+        if frame.f_code.co_filename != __file__
+        and frame.f_globals.get("__name__", "").partition(".")[0] == package
     ]
     if not lines and isinstance(error, SyntaxError):
         lines.append(f"{error.filename}:{error.lineno}")
@@ -285,7 +286,9 @@ def find_plugin_module(name: str) -> str:
 def _list_plugin_modules() -> dict[str, str]:
     """Return the plugin modules that installed packages declare, by name of the entry point."""
     with _without_current_folder():  # it may contain metadata of a package of another user
-        return {entry.name: entry.module for entry in entry_points(group=ENTRY_POINTS)}
+        # The value is "module" or "module:object". `EntryPoint.module` fails for other values.
+        values = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
+    return {name: value.partition(":")[0].strip() for name, value in values.items()}
 
 
 @contextlib.contextmanager

@@ -86,7 +86,7 @@ def check_path(path: str) -> str:
     match = re.match("((?:file|local)://)([^/].*)", path)
     if match is not None:
         scheme, relative_path = match.groups()
-        absolute_path = os.path.abspath(relative_path)
+        absolute_path = os.path.abspath(os.path.expanduser(relative_path))
         raise ValueError(f"is a URL with a relative path. Write {scheme}{absolute_path}")
     return path
 

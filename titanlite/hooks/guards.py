@@ -105,12 +105,12 @@ class NonFiniteGuard(Hook):
         self._read_results()
         self._report()
         weights = model_tensors(self._trainer.model).values()
-        finite_on_rank = all(is_finite(local_shard(weight)) for weight in weights)
-        if not all(gathered(finite_on_rank)):
+        has_finite_shards = all(is_finite(local_shard(weight)) for weight in weights)
+        if not all(gathered(has_finite_shards)):
             raise GuardError(
-                f"Step {step} is not saved, because weights are NaN or infinite. Lower "
-                "optimizer.lr, or correct the hook or optimizer that sets them. Then start again "
-                "to resume from the newest checkpoint."
+                f"Step {step} was not saved: weights are NaN or infinite. Lower optimizer.lr, or "
+                "fix the hook or optimizer that changed them. Then restart to resume from the "
+                "newest checkpoint."
             )
 
     def state_dict(self) -> dict[str, Any]:

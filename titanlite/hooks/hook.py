@@ -142,9 +142,9 @@ class Hook:
         Hooks may read GPU tensors here, because a logged step waits for the GPU anyway.
 
         Returns:
-            Metric values by name. If the name is a `LoggedStep` field with a default, the value
-            sets this field. Names of fields without a default, such as "loss", are not allowed. Any
-            other name adds a field.
+            Metric values by name, which JSON can represent. If the name is a `LoggedStep` field
+            with a default, the value sets this field. Names of fields without a default, such as
+            "loss", are not allowed. Any other name adds a field.
         """
         return {}
 

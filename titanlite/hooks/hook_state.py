@@ -57,11 +57,11 @@ def check_json(hook: Hook, method: str, value: Any) -> None:
     """Check that JSON can represent the value that a method of a hook returned.
 
     Raises:
-        UserError: If the value contains a tensor, a set or another type that JSON lacks.
+        UserError: If the value contains a tensor, a set or another type that JSON lacks, or itself.
     """
     try:
         json.dumps(value)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise UserError(
             f"The hook {hook.name or type(hook).__name__} returns a value from `{method}` that "
             f"JSON cannot represent: {error}. Return only numbers, strings, booleans, None, lists "

@@ -44,7 +44,12 @@ class StopSignals(Hook):
             self._previous_handlers.setdefault(number, handler)  # `train` may be called again
 
     def restore_handlers(self) -> None:
-        """Restore the signal handlers that `train_begins` replaced."""
+        """Restore the signal handlers that `train_begins` replaced.
+
+        Do nothing outside the main thread, because Python does not allow it.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 

@@ -25,18 +25,21 @@ def learning_rate_at(job: schema.JobConfig, step: int) -> float:
         step: Optimizer step, counted from 1.
 
     Raises:
-        UserError: If the schedule returns NaN, infinity, None or a negative number.
+        UserError: If the schedule does not return a finite number of at least 0.
     """
     config = job.lr_scheduler
     steps = job.training.steps
     scheduled = SCHEDULES.make(config.name, step, job.optimizer.lr, config, steps, job=job)
-    if scheduled is None or not 0 <= scheduled < math.inf:
+    try:
+        lr = float(scheduled)
+    except (TypeError, ValueError):
+        lr = math.nan
+    if not 0 <= lr < math.inf:
         raise UserError(
             f"The schedule {config.name} returned {scheduled} as the learning rate of step {step}. "
             "Change it to return a finite number of at least 0."
         )
-    stage_factor = job.dataset.get_stage_value("lr_factor", step - 1, 1.0)
-    return scheduled * stage_factor
+    return lr * job.dataset.get_stage_value("lr_factor", step - 1, 1.0)
 
 
 def wsd_learning_rate(step: int, peak: float, config: schema.LRScheduler, steps: int) -> float:

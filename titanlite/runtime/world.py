@@ -12,7 +12,7 @@ import platform
 import resource
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from itertools import count
@@ -147,16 +147,17 @@ def _explain_rendezvous_error(error: Exception, world_size: int) -> UserError:
 
 
 @contextmanager
-def process_group(job: JobConfig) -> Iterator[torch.device]:
+def process_group(job: JobConfig, destroy_after_error: bool = True) -> Iterator[torch.device]:
     """Initialize the default process group, and destroy it when the context ends.
 
-    Also configure torch for training in this process, and restore its settings at the end. If the
-    context ends with an error and there are several ranks, nothing is destroyed or restored.
-
-    Without a launcher, the group consists of this process only.
+    Also configure torch for training in this process. At the end, restore its number of threads and
+    its determinism. Without a launcher, the group consists of this process only.
 
     Args:
         job: Job that determines the backend, timeouts, threads and seed.
+        destroy_after_error: Destroy the group of a single rank after an error as well. False lets a
+            save in progress complete before the process exits. With several ranks, the group is
+            kept after an error, because destroying it could hang while other ranks wait in it.
 
     Yields:
         The device of this rank.
@@ -183,28 +184,29 @@ def process_group(job: JobConfig) -> Iterator[torch.device]:
         backend = "cpu:gloo,cuda:nccl" if job.training.enable_cpu_offload else "nccl"
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    cleanup = ExitStack()
-    _configure_torch(job, device, local_world_size, cleanup)
-    _configure_communication()
 
-    timeout = timedelta(seconds=job.comm.init_timeout_seconds)
-    store = _rendezvous(world_size, timeout, os.environ.get(STORE))
-    # The keys of earlier process groups stay in the store, so each group gets a different prefix.
-    store = PrefixStore(f"world-{next(_worlds)}", store)
-    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
-    cleanup.callback(_destroy_process_group)
+    with ExitStack() as settings:
+        _configure_torch(job, device, local_world_size, settings)
+        _configure_communication()
 
-    try:
-        # Run the backward pass in this thread. DTensor has a mesh cache in each thread, and only
-        # the cache of this thread can be cleared for the next process group.
-        with attention_kernels(job, device), torch.autograd.set_multithreading_enabled(False):
-            yield device
-    except (Exception, KeyboardInterrupt):
-        # With several ranks, destroying the group could hang, because other ranks may wait in it.
-        if world_size == 1:
-            cleanup.close()
-        raise
-    cleanup.close()
+        timeout = timedelta(seconds=job.comm.init_timeout_seconds)
+        store = _rendezvous(world_size, timeout, os.environ.get(STORE))
+        # The keys of earlier process groups stay in the store, so each group gets a new prefix.
+        store = PrefixStore(f"world-{next(_worlds)}", store)
+        dist.init_process_group(
+            backend, timeout=timeout, store=store, rank=rank, world_size=world_size
+        )
+        try:
+            # Run the backward pass in this thread. DTensor has a mesh cache in each thread, and
+            # only the cache of this thread can be cleared for the next process group.
+            with attention_kernels(job, device), torch.autograd.set_multithreading_enabled(False):
+                yield device
+        except (Exception, KeyboardInterrupt):
+            if destroy_after_error and world_size == 1:
+                with suppress(Exception):  # the first error is more important
+                    _destroy_process_group()
+            raise
+        _destroy_process_group()
 
 
 def _read_variable(name: str, default: int) -> int:
@@ -216,7 +218,7 @@ def _read_variable(name: str, default: int) -> int:
 
 
 def _configure_torch(
-    job: JobConfig, device: torch.device, local_world_size: int, cleanup: ExitStack
+    job: JobConfig, device: torch.device, local_world_size: int, settings: ExitStack
 ) -> None:
     """Configure the threads, memory allocator and determinism of torch in this process.
 
@@ -224,9 +226,9 @@ def _configure_torch(
         job: Job to train.
         device: Device of this rank.
         local_world_size: Number of ranks on this node.
-        cleanup: Exit stack that will restore the threads and the determinism.
+        settings: Exit stack that will restore the number of threads and the determinism.
     """
-    cleanup.callback(torch.set_num_threads, torch.get_num_threads())
+    settings.callback(torch.set_num_threads, torch.get_num_threads())
     _set_num_threads(job.training.num_threads, local_world_size)
     if device.type == "cpu":
         keep_freed_memory()
@@ -237,7 +239,7 @@ def _configure_torch(
     if job.training.deterministic:
         # cuBLAS is deterministic only with a fixed workspace.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        cleanup.callback(
+        settings.callback(
             torch.use_deterministic_algorithms,
             torch.are_deterministic_algorithms_enabled(),
             warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),

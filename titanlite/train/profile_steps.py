@@ -49,6 +49,7 @@ def profile_steps(
     folder = make_folder(run.dump_folder if out is None else Path(out))
     num_steps = warmup + steps
     settings = {
+        # `Trainer.step` rejects steps after the last one.
         "training.steps": max(num_steps, run.job.training.steps),
         "metrics.log_freq": num_steps,
         "profiling.enable_profiling": True,

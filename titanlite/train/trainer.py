@@ -479,7 +479,8 @@ class Trainer:
 
         Raises:
             UserError: If the trainer is closed.
-            GuardError: If a guard prevents the save, because too many steps were skipped in a row.
+            GuardError: If a guard prevents the save, because too many steps were skipped in a row,
+                or because weights are NaN or infinite.
         """
         self._check_is_open()
         if self.checkpointer is None:
@@ -841,7 +842,7 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
         UserError: If the run ends for a reason that the user can correct. Its `exit_code` is the
             exit code of the program.
     """
-    with process_group(run.job) as device:
+    with process_group(run.job, destroy_after_error=False) as device:
         trainer = None
         try:
             trainer = Trainer(run, device)
