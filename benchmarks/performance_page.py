@@ -24,61 +24,6 @@ This page compares the speed and memory of titanlite on CPUs with a plain PyTorc
 torchtitan. To repeat a measurement, run the command below its heading on an idle machine. Then run
 `python benchmarks/performance_page.py` to generate this page again from the files in
 `benchmarks/results/`. [benchmarks/README.md](../../benchmarks/README.md) describes the benchmarks.
-
-## Newer measurements
-
-The CPU results below were measured on 2026-11-21 and 2026-11-22 on an AMD EPYC machine. At that
-time, titanlite avoided the copies of weights and gradients that FSDP2 makes on a single rank. We
-removed this optimization on 2026-11-24, because it patched torch. Since 2026-11-29, titanlite again
-avoids some of these copies, without a patch; see
-[Experiments](experiments.md#memory-and-speed-on-a-cpu).
-
-On 2026-11-29, we repeated three comparisons with torchtitan 0.2.2:
-`benchmarks/cpu.sh --beside torchtitan --pairs 3`. The table shows the median ratios of titanlite to
-torchtitan, measured on 2 cores of an AMD EPYC CPU at commit e12fbd8.
-
-| one CPU rank | tokens/s | memory | first step |
-|---|---:|---:|---:|
-| fp32 | 1.03 | 0.82 | 0.71 |
-| bf16 | 1.09 | 0.74 | 0.66 |
-| 232 million parameters, bf16 compiled | 1.14 | **1.29** | 0.78 |
-
-Earlier on the same day, before titanlite avoided copies again (commit 6f3c662), we measured these
-ratios on an Intel Xeon machine with AMX:
-
-| one CPU rank | tokens/s | memory | first step |
-|---|---:|---:|---:|
-| fp32 | 1.11 | 0.81 | 0.69 |
-| bf16 | 1.02 | 0.75 | 0.71 |
-| 232 million parameters, bf16 compiled | **0.89** | **1.35** | 0.82 |
-
-The speed of the Intel machine varied by up to 30% between runs.
-
-We also measured what the copies cost. Commit a29075c is the last one that avoids all copies, and
-commit a5bde48 avoids none of them. We ran each commit four times on one core of the Intel machine.
-The table shows the results of a5bde48 divided by the results of a29075c.
-
-| one CPU rank | tokens/s | memory |
-|---|---:|---:|
-| bf16 | 0.96 | 1.03 |
-| vocabulary 128,256, fp32 compiled | 0.96 | 1.20 |
-| vocabulary 128,256, bf16 compiled | 0.95 | 1.14 |
-
-To check that the copies cause this difference, we modified a29075c so that it also makes the
-copies, and compared commit 7efa86a with this modified version twice. In these three cases and in
-fp32, commit 7efa86a runs at 0.99 to 1.09 times the speed of the modified version and uses 0.98 to
-1.04 times as much memory. The copies therefore explain the difference.
-
-On 2026-11-30, we compared commit 1f48ffd, which again avoids the copies of gradients, with a29075c
-on 2 cores of an AMD EPYC CPU. The table shows the values of 1f48ffd divided by the values of
-a29075c, as the median of two pairs of runs, or of four pairs in the last row. The losses are
-bitwise equal.
-
-| one CPU rank | tokens/s | memory |
-|---|---:|---:|
-| bf16 | 0.98 | 1.02 |
-| vocabulary 128,256, fp32 compiled | 0.96 | 1.35 |
-| vocabulary 128,256, bf16 compiled | 1.00 | 1.05 |
 """
 
 # Field of a GPU workload -> its label.

@@ -440,7 +440,9 @@ def test_unusable_url_is_an_error_before_the_start(server, tmp_path, url, reason
 def test_mirror_in_the_output_folder_or_with_a_relative_path_is_rejected(tmp_path, url):
     run = tmp_path / "run"
 
-    train(run, f"--checkpoint.mirror {url.format(run=run)}", code=2)
+    output = train(run, f"--checkpoint.mirror {url.format(run=run)}", code=2)
+
+    assert "checkpoint.mirror" in output
 
 
 def write_job(file: Path, data_folder: object) -> None:

@@ -22,7 +22,7 @@ register("optimizer", "plugin_adamw")(AdamW)
         ("--optimizer.name SGD", False),
         ("--optimizer.name Muon", True),
         ("--job.plugins plugin --optimizer.name plugin_adamw", True),
-        ("--training.mixed_precision_param bfloat16", True),
+        ("--training.mixed_precision_reduce bfloat16", True),
         ("--training.enable_cpu_offload", True),
         ("--float8.enable --float8.emulate --float8.min_features 0", True),
     ],

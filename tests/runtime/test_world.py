@@ -67,7 +67,7 @@ def step_past_the_end(folder: Path, store: Path) -> None:
     with Trainer(small_job(folder)) as trainer:
         trainer.step()
         trainer.step()
-        with pytest.raises(UserError):
+        with pytest.raises(UserError, match="steps are done"):
             trainer.step()
         assert trainer.steps_done == 2
 
@@ -81,9 +81,9 @@ def use_closed_trainer(folder: Path, store: Path) -> None:
     trainer = Trainer(small_job(folder))
     trainer.train()
     for method in (trainer.step, trainer.train, trainer.save, trainer.validate):
-        with pytest.raises(UserError):
+        with pytest.raises(UserError, match="closed"):
             method()
-    trainer.close()
+    trainer.close()  # a second close does nothing
 
 
 @pytest.mark.slow
@@ -104,9 +104,13 @@ def test_a_trainer_trains_in_another_thread(tmp_path):
 
 
 def train_in_thread(folder: Path, store: Path) -> None:
-    with Trainer(small_job(folder)) as trainer, ThreadPoolExecutor(1) as thread:
-        thread.submit(trainer.train).result()
-    assert trainer.steps_done == 2
+    def train() -> int:
+        with Trainer(small_job(folder)) as trainer:
+            trainer.train()
+        return trainer.steps_done
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(train).result() == 2
 
 
 @pytest.mark.slow

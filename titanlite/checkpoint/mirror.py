@@ -567,10 +567,12 @@ class Mirror:
             self._copy_files(path, folder, entries)
             self._storage.pipe_file(f"{folder}/{MANIFEST}", manifest)
         except OSError as error:
-            # Free the space, because each start first writes a small file to test the access.
+            # Delete the partial copy. Otherwise, the disk stays full, and the next start cannot
+            # write the small file that tests the access.
             if error.errno in DISK_FULL:
-                self._refresh()
-                self._delete(name, [*entries, MANIFEST])
+                with suppress(OSError):  # the first error is more important
+                    self._refresh()
+                    self._delete(name, [*entries, MANIFEST])
             raise
         self._storage.rm_file(f"{folder}/{INCOMPLETE}")
         return True

@@ -110,12 +110,12 @@ def make_folder(path: Path) -> Path:
 def check_new_folder(folder: Path) -> None:
     """Check that the output folder of a command does not exist or contains only hidden files.
 
-    Hidden files may be left over from an earlier start of the command that was killed.
+    A killed earlier run of the command may have left hidden files.
 
     Raises:
         UserError: If the folder contains other files.
     """
-    if any(folder.glob("[!.]*")):
+    if folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()):
         raise UserError(f"{folder} is not empty. Choose a new folder.")
 
 

@@ -144,9 +144,9 @@ def parse_options_and_job(
     _check_numbers(options, argv)
 
     # Parse the options or, with --help, print them below the description and exit.
-    box = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with redirect_stderr(box):
+        with redirect_stderr(stderr):
             parsed, words = tyro.cli(
                 options,
                 args=[*argv],
@@ -155,10 +155,10 @@ def parse_options_and_job(
                 config=_STYLE,
                 return_unknown_args=True,
             )
-    except SystemExit as end:
-        if end.code == 0:
+    except SystemExit as exit_request:
+        if exit_request.code == 0:  # tyro has printed the help
             raise
-        message = _extract_message(box.getvalue())
+        message = _extract_message(stderr.getvalue())
         raise UserError(f"{message}. Run `{prog} --help` for all options.") from None
 
     load_plugins(getattr(parsed, "plugins", ()))
@@ -169,7 +169,17 @@ def parse_options_and_job(
 def _extract_message(box: str) -> str:
     """Return the error message in a box that tyro has drawn, as one line without its final period.
 
-    Omit the title of the box, the help texts of missing options, and the reference to the help.
+    Omit the title of the box, the help texts of missing options, and the reference to the help. For
+    example, this box becomes "Missing from titanlite export: --out PATH":
+
+        ╭─ Required options ──────────────────╮
+        │ Missing from titanlite export:      │
+        │     --out PATH                      │
+        │         Folder to create. (required)│
+        │ ─────────────────────────────────── │
+        │ For full helptext, run:             │
+        │     titanlite export --help         │
+        ╰─────────────────────────────────────╯
     """
     parts: list[str] = []
     for line in box.splitlines()[1:]:  # the first line is the title
@@ -184,7 +194,7 @@ def _extract_message(box: str) -> str:
 
 
 def _hide_empty_defaults(options: type[AnyOptions]) -> type[AnyOptions]:
-    """Return a copy of a class of options for the help, which then shows no empty defaults.
+    """Return a copy of a class whose help shows "(optional)" instead of an empty default.
 
     tyro appends "(default: None)" even to a docstring that ends with "Default: all sequences."
     """

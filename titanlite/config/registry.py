@@ -73,7 +73,7 @@ class Registry:
             result_type: Required type of the result.
 
         Raises:
-            UserError: If the result has another type.
+            UserError: If the result is not an instance of `result_type`.
         """
         if name in self._names_with_section:
             # Do not use getattr: the job may have a method of this name, such as `copy`.
@@ -260,12 +260,12 @@ def _locate_import_error(error: BaseException, module: str) -> str:
         module: Name of the plugin module.
     """
     package, _, _ = module.partition(".")
-    lines = [
-        f"{frame.f_code.co_filename}:{line}"
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if frame.f_code.co_filename != __file__
-        and frame.f_globals.get("__name__", "").partition(".")[0] == package
-    ]
+    lines: list[str] = []
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        frame_package, _, _ = frame.f_globals.get("__name__", "").partition(".")
+        # Skip this file, which a plugin inside the package titanlite would match as well.
+        if frame_package == package and frame.f_code.co_filename != __file__:
+            lines.append(f"{frame.f_code.co_filename}:{line}")
     if not lines and isinstance(error, SyntaxError):
         lines.append(f"{error.filename}:{error.lineno}")
     if lines:
@@ -286,7 +286,8 @@ def find_plugin_module(name: str) -> str:
 def _list_plugin_modules() -> dict[str, str]:
     """Return the plugin modules that installed packages declare, by name of the entry point."""
     with _without_current_folder():  # it may contain metadata of a package of another user
-        # The value is "module" or "module:object". `EntryPoint.module` fails for other values.
+        # The value is "module" or "module:object". `EntryPoint.module` would raise an error for
+        # an invalid value, such as "my-package.module".
         values = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
     return {name: value.partition(":")[0].strip() for name, value in values.items()}
 

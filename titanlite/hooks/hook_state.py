@@ -56,8 +56,10 @@ def check_hook_names(hooks: Sequence[Hook]) -> None:
 def check_json(hook: Hook, method: str, value: Any) -> None:
     """Check that JSON can represent the value that a method of a hook returned.
 
+    NaN and infinity are accepted.
+
     Raises:
-        UserError: If the value contains a tensor, a set or another type that JSON lacks, or itself.
+        UserError: If the value contains itself or a type that JSON lacks, such as a tensor.
     """
     try:
         json.dumps(value)
@@ -80,8 +82,9 @@ def hook_states(hooks: Sequence[Hook]) -> dict[str, Any]:
     states = {}
     for hook in hooks:
         if keeps_state(hook):
-            states[hook.name] = hook.state_dict()
-            check_json(hook, "state_dict", states[hook.name])
+            state = hook.state_dict()
+            check_json(hook, "state_dict", state)
+            states[hook.name] = state
     return states
 
 

@@ -35,23 +35,25 @@ class StopSignals(Hook):
     def train_begins(self, step: int) -> None:
         """Install handlers for all signals that stop the run or save a checkpoint.
 
-        Do nothing outside the main thread, because Python does not allow it.
+        Do nothing outside the main thread, because Python can set handlers only there.
         """
         if threading.current_thread() is not threading.main_thread():
             return
         for number in (*stop_signals(), signal.SIGUSR2):
             handler = signal.signal(number, self._receive)
-            self._previous_handlers.setdefault(number, handler)  # `train` may be called again
+            # If `train` is called again, keep the handlers from before the first call.
+            self._previous_handlers.setdefault(number, handler)
 
     def restore_handlers(self) -> None:
         """Restore the signal handlers that `train_begins` replaced.
 
-        Do nothing outside the main thread, because Python does not allow it.
+        Do nothing outside the main thread, because Python can set handlers only there.
         """
         if threading.current_thread() is not threading.main_thread():
             return
         for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
+            if handler is not None:  # None: C code has set it, and Python cannot restore it
+                signal.signal(number, handler)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         """Record a signal. After a stop signal, let the next SIGINT end the process immediately."""

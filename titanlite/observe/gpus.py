@@ -226,18 +226,21 @@ def find_local_gpu() -> LocalGpu | None:
 
 @cache
 def list_gpus() -> list[LocalGpu]:
-    """Return all GPUs that nvidia-smi lists, even hidden ones, or [] if there is no nvidia-smi.
+    """Return all GPUs that nvidia-smi lists, including those that CUDA_VISIBLE_DEVICES hides.
 
-    nvidia-smi can take a second, so the result is cached.
+    Return [] if there is no nvidia-smi. Because nvidia-smi can take a second, the result is cached.
     """
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         output = subprocess.run(query, capture_output=True, text=True, check=False).stdout
     except OSError:
         return []
+    gpus: list[LocalGpu] = []
     # A line is, for example, "NVIDIA H100 80GB HBM3, 81559" or "NVIDIA GB10, [N/A]".
-    gpus = re.findall(r"^(.+), *(?:(\d+)|\[.+\])$", output, re.MULTILINE)
-    return [LocalGpu(name, int(mebibytes or 0) * MIB or None) for name, mebibytes in gpus]
+    for name, mebibytes in re.findall(r"^(.+), *(?:(\d+)|\[.+\])$", output, re.MULTILINE):
+        memory = int(mebibytes) * MIB if mebibytes else None
+        gpus.append(LocalGpu(name, memory))
+    return gpus
 
 
 def count_cores() -> int:

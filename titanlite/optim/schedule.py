@@ -33,7 +33,7 @@ def learning_rate_at(job: schema.JobConfig, step: int) -> float:
     try:
         lr = float(scheduled)
     except (TypeError, ValueError):
-        lr = math.nan
+        lr = math.nan  # rejected below
     if not 0 <= lr < math.inf:
         raise UserError(
             f"The schedule {config.name} returned {scheduled} as the learning rate of step {step}. "

@@ -93,7 +93,7 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
 
 
 def needs_fsdp(run: Run) -> bool:
-    """Return whether a job needs FSDP, which shards, casts or offloads parameters.
+    """Return whether a job needs FSDP to shard, cast or offload parameters, or to create DTensors.
 
     All other jobs compute bitwise equal results with and without FSDP.
     """

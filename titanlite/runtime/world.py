@@ -155,9 +155,9 @@ def process_group(job: JobConfig, destroy_after_error: bool = True) -> Iterator[
 
     Args:
         job: Job that determines the backend, timeouts, threads and seed.
-        destroy_after_error: Destroy the group of a single rank after an error as well. False lets a
-            save in progress complete before the process exits. With several ranks, the group is
-            kept after an error, because destroying it could hang while other ranks wait in it.
+        destroy_after_error: Whether to destroy the group after an error, if it has a single rank.
+            False lets a save in progress complete first. A group of several ranks is always kept
+            after an error, because destroying it could hang while other ranks wait in it.
 
     Yields:
         The device of this rank.

@@ -360,8 +360,7 @@ class Trainer:
         num_steps = self.job.training.steps
         if step > num_steps:
             raise UserError(
-                f"training.steps = {num_steps}: step {self.steps_done} is done. "
-                "Set a larger training.steps to continue."
+                f"All {num_steps} steps are done. Set a larger training.steps to continue."
             )
         lr = learning_rate_at(self.job, step)
 
@@ -564,7 +563,11 @@ class Trainer:
         load_hook_states(self.hooks, state.get("hooks", {}))
 
     def close(self) -> None:
-        """Close all files, and wait for or stop background work such as data workers and saves."""
+        """Close all files, and wait for or stop background work such as data workers and saves.
+
+        If this trainer has created the process group, also destroy it, and restore signal handlers
+        and settings of torch. A second call does nothing.
+        """
         self._is_closed = True
         with self._locks:
             self._resources.close()
