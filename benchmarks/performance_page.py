@@ -24,6 +24,10 @@ This page compares the speed and memory of titanlite on CPUs with a plain PyTorc
 torchtitan. To repeat a measurement, run the command below its heading on an idle machine. Then run
 `python benchmarks/performance_page.py` to generate this page again from the files in
 `benchmarks/results/`. [benchmarks/README.md](../../benchmarks/README.md) describes the benchmarks.
+
+In the comparison with torchtitan, the rows with 2 ranks, and the vocabulary of 128,256 in bf16, are
+from 2026-11-22, when titanlite also avoided copies of weights on a single rank in bf16; see
+[Experiments](experiments.md#memory-and-speed-on-a-cpu).
 """
 
 # Field of a GPU workload -> its label.
