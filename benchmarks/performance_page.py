@@ -25,9 +25,9 @@ torchtitan. To repeat a measurement, run the command below its heading on an idl
 `python benchmarks/performance_page.py` to generate this page again from the files in
 `benchmarks/results/`. [benchmarks/README.md](../../benchmarks/README.md) describes the benchmarks.
 
-In the comparison with torchtitan, the rows with 2 ranks, and the vocabulary of 128,256 in bf16, are
-from 2026-11-22, when titanlite also avoided copies of weights on a single rank in bf16; see
-[Experiments](experiments.md#memory-and-speed-on-a-cpu).
+In the comparison with torchtitan, the rows for 2 ranks and the row "vocabulary 128,256, bf16
+compiled" are from 2026-11-22. At that time, titanlite also avoided the copies of bf16 weights on a
+single rank; see [Experiments](experiments.md#memory-and-speed-on-a-cpu).
 """
 
 # Field of a GPU workload -> its label.

@@ -22,7 +22,7 @@ class Get(Options):
     """Download a tokenizer or training data, and print the job file lines that use it."""
 
     kind: Annotated[Literal["tokenizer", "data"], tyro.conf.Positional]
-    """What to download: tokenizer or data."""
+    """Kind of download: tokenizer or data."""
     name: Annotated[str, tyro.conf.Positional] = ""
     """A known name, or the OWNER/NAME of any repository on the Hub. Default: list the known
     names."""

@@ -117,8 +117,8 @@ class Trainer:
             run = job if isinstance(job, Run) else check_run(job, read_world_size())
             check_memory(run)
             if device is None:
-                # `titanlite train` passes a device. It keeps the handlers until it exits, because a
-                # late signal must not replace its exit code.
+                # `titanlite train` passes a device, so its handlers stay until it exits: a late
+                # signal must not replace its exit code.
                 self._resources.callback(self.stop_signals.restore_handlers)
                 device = self._resources.enter_context(process_group(run.job))
             self._build(run, device, hooks, standard)
