@@ -62,7 +62,7 @@ class Registry:
         """Return the entry called `name`, importing it on first use."""
         return resolve(self._entries[name])
 
-    def make(self, name: str, *inputs: Any, job: Any, result_type: type = object) -> Any:
+    def make(self, name: str, *inputs: Any, job: Any) -> Any:
         """Call the class or function that is registered as `name`, and return the result.
 
         Args:
@@ -70,15 +70,19 @@ class Registry:
             inputs: Positional arguments for the class or function.
             job: The job. If the entry was registered with a section, this section of the job is
                 passed as the last argument.
-            result_type: Required type of the result.
-
-        Raises:
-            UserError: If the result is not an instance of `result_type`.
         """
         if name in self._names_with_section:
             # Do not use getattr: the job may have a method of this name, such as `copy`.
             inputs = (*inputs, dict(job)[name])
-        result = self[name](*inputs)
+        return self[name](*inputs)
+
+    def make_instance(self, result_type: type[T], name: str, *inputs: Any, job: Any) -> T:
+        """Call `make`, and check that the result is an instance of `result_type`.
+
+        Raises:
+            UserError: If the result has another type.
+        """
+        result = self.make(name, *inputs, job=job)
         if not isinstance(result, result_type):
             raise UserError(
                 f"The class or function that a plugin registered as {name!r} returned {result!r}. "

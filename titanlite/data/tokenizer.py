@@ -381,7 +381,7 @@ def load_tokenizer(path: str | Path, job: JobConfig | None = None) -> Tokenizer:
     name = "huggingface" if path.suffix == ".json" else "tiktoken"
     if job is not None and job.tokenizer.name is not None:
         name = job.tokenizer.name
-    return TOKENIZERS.make(name, path, job=job, result_type=Tokenizer)
+    return TOKENIZERS.make_instance(Tokenizer, name, path, job=job)
 
 
 def llama3_special_tokens() -> list[str]:

@@ -257,6 +257,5 @@ def open_metrics_loggers(start: RunStart) -> list[MetricsLogger]:
 
     unique_names = dict.fromkeys(names)  # in the same order
     return [
-        METRICS_LOGGERS.make(name, start, job=job, result_type=MetricsLogger)
-        for name in unique_names
+        METRICS_LOGGERS.make_instance(MetricsLogger, name, start, job=job) for name in unique_names
     ]

@@ -44,7 +44,7 @@ def build_optimizer(
     name_of_parameter = {parameter: name for name, parameter in model.named_parameters()}
     groups = _group_parameters(name_of_parameter, config, arch)
     recipe = Recipe(config, name_of_parameter, compiled, ranks)
-    return OPTIMIZERS.make(config.name, groups, recipe, job=job, result_type=torch.optim.Optimizer)
+    return OPTIMIZERS.make_instance(torch.optim.Optimizer, config.name, groups, recipe, job=job)
 
 
 def _group_parameters(

@@ -68,7 +68,7 @@ def _create_plugin_hooks(run: Run) -> list[Hook]:
     """
     hooks: list[Hook] = []
     for name in run.job.job.hooks:
-        hook: Hook = HOOKS.make(name, job=run.job, result_type=Hook)
+        hook = HOOKS.make_instance(Hook, name, job=run.job)
         hook.name = hook.name or name
         hooks.append(hook)
     return hooks

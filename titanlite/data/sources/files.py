@@ -422,7 +422,7 @@ def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
     if spec.source == "jsonl" and has_compressed(files):
         source: Source = CompressedLines(spec, files)
     else:
-        source = SOURCES.make(spec.source, spec, files, job=job, result_type=Source)
+        source = SOURCES.make_instance(Source, spec.source, spec, files, job=job)
     if not source.num_units:
         raise UserError(f"{source.name} is empty: it contains no documents")
     # The mask selects the tokens that count in the loss, so it belongs to the contents.
