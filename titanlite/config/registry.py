@@ -292,8 +292,10 @@ def _list_plugin_modules() -> dict[str, str]:
     with _without_current_folder():  # it may contain metadata of a package of another user
         # The value is "module" or "module:object". `EntryPoint.module` would raise an error for
         # an invalid value, such as "my-package.module".
-        values = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
-    return {name: value.partition(":")[0].strip() for name, value in values.items()}
+        return {
+            entry.name: entry.value.partition(":")[0].strip()
+            for entry in entry_points(group=ENTRY_POINTS)
+        }
 
 
 @contextlib.contextmanager
