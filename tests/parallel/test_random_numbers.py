@@ -11,6 +11,7 @@ from torch.nn.utils import get_total_norm
 
 from titanlite import cli
 from titanlite.data.batch import Microbatch
+from titanlite.parallel.forward_backward import TokenCount
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -44,7 +45,8 @@ def compute_loss(run: TinyRun) -> float:
     microbatch = Microbatch(inputs, labels)
     run.optimizer.zero_grad()
     torch.manual_seed(0)
-    return run.train_step.forward_backward([microbatch], torch.tensor(4 * SEQ_LEN)).item()
+    num_tokens = TokenCount(labels.numel(), run.mesh.data_group, labels.device)
+    return run.train_step.forward_backward([microbatch], num_tokens).item()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import transform_subclass
 
 from titanlite.checkpoint.manifest import EMA
 from titanlite.model.llama import Llama
@@ -186,6 +185,9 @@ def to_plain(tensor: Tensor) -> Tensor:
         return tensor
     if not isinstance(tensor, DTensor):
         return local_shard(tensor)
+
+    from torch.utils._python_dispatch import transform_subclass  # private, so only for FP8
+
     # DTensor.from_local would move an offloaded tensor to the device of the mesh.
     return transform_subclass(tensor, lambda _name, shard: local_shard(shard))
 

@@ -8,13 +8,11 @@ numbers; see docs/reference/compatibility.md. Apply activation checkpointing bef
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -28,28 +26,11 @@ from titanlite.config import schema
 from titanlite.model.llama import Llama
 from titanlite.parallel.memory_savers import find_unneeded_matmul
 
-aten = torch.ops.aten
-ALWAYS_SAVED = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.higher_order.flex_attention,
-    aten.max.default,  # the amax of a tensor, for its FP8 scale
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-}
-MATMULS = {aten.mm.default, aten.addmm.default, aten._scaled_mm.default}
-
-
-def _always_saved() -> set[Any]:
-    """Return the operators whose results selective activation checkpointing always saves.
-
-    Include variable-length attention only if its module has been imported. The import takes
-    seconds, so only runs that use this kind of attention import it.
-    """
-    if "torch.nn.attention.varlen" not in sys.modules:
-        return ALWAYS_SAVED
-    return ALWAYS_SAVED | {torch.ops.torch_attn._varlen_attn.default}
+# Attention is expensive to recompute. Its operator depends on the device and the attention backend.
+# The sum of partial results over tensor parallel ranks would have to be communicated again.
+ALWAYS_SAVED_WORDS = ("attention", "attn", "reduce_scatter")
+AMAX = torch.ops.aten.max.default  # the largest element of a tensor, for its FP8 scale
+MATMULS = {"aten::mm", "aten::addmm", "aten::_scaled_mm"}
 
 
 def apply_activation_checkpointing(
@@ -123,6 +104,8 @@ def _set_memory_budget(budget: float) -> None:
     Args:
         budget: Fraction of the activation memory that the compiler may keep.
     """
+    import torch._functorch.config as functorch_config  # private, so only for this mode
+
     functorch_config.activation_memory_budget = budget
     # The only script objects in our graphs are the meshes of DTensors, which take no memory.
     if torch.__version__ >= "2.13":  # earlier versions do not have the setting
@@ -156,21 +139,26 @@ def _create_op_contexts(skipped_matmul: int | None) -> tuple[Any, Any]:
     # Both passes must make the same decisions, so both number their matmuls from 1.
     forward_numbers = itertools.count(1)
     recompute_numbers = itertools.count(1)
-    always_saved = _always_saved()
 
     def policy(
         context: SelectiveCheckpointContext, op: Any, *_args: Any, **_kwargs: Any
     ) -> CheckpointPolicy:
         """Return whether to save the output of `op` or to recompute it in the backward pass."""
-        if op in MATMULS:
+        if op.name() in MATMULS:
             number = next(recompute_numbers if context.is_recompute else forward_numbers)
             is_odd = number % 2 == 1
             should_save = is_odd and number != skipped_matmul
         else:
-            should_save = op in always_saved
+            should_save = is_always_saved(op)
         return CheckpointPolicy.MUST_SAVE if should_save else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+@cache
+def is_always_saved(op: Any) -> bool:
+    """Return whether selective activation checkpointing always saves the output of an operator."""
+    return op is AMAX or any(word in op.name() for word in ALWAYS_SAVED_WORDS)
 
 
 def _checkpoint_block(

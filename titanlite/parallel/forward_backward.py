@@ -13,6 +13,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.rnn import pad_sequence
@@ -45,6 +46,36 @@ scale, which multiplies the sum of the token losses.
 """
 
 
+class TokenCount:
+    """Number of valid labels in the global batch.
+
+    An all-reduce adds up the labels of all ranks. It overlaps with the forward pass, because only
+    the loss needs the number.
+    """
+
+    def __init__(
+        self, num_valid_tokens: int, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        """Start the all-reduce.
+
+        Args:
+            num_valid_tokens: Number of valid labels on this rank.
+            group: Ranks that read different data.
+            device: Device of this rank.
+        """
+        self._total = torch.full((), num_valid_tokens, dtype=torch.int64, device=device)
+        self._all_reduce = dist.all_reduce(self._total, group=group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """Return the number, a scalar on the device, when the all-reduce has ended.
+
+        On a GPU, only later kernels wait, and the CPU continues.
+        """
+        assert self._all_reduce is not None  # this rank is in the group
+        self._all_reduce.wait()
+        return self._total
+
+
 @dataclass(frozen=True)
 class NormalizedLoss:
     """A loss divided by the number of valid tokens of the global batch.
@@ -53,15 +84,14 @@ class NormalizedLoss:
 
     Attributes:
         loss_fn: Function that returns a scaled sum of token losses, such as `CrossEntropy`.
-        global_tokens: Divisor, a scalar on the device. The all-reduce that computes this number
-            can overlap with the forward pass, because only the loss reads the number.
+        get_divisor: Function that returns the divisor, a scalar on the device; see `TokenCount`.
         requires_grad: Always False. The zero-bubble schedules of torch 2.12 read `requires_grad`
             and `grad_fn` from all arguments of a stage, as if they were tensors.
         grad_fn: Always None; see `requires_grad`.
     """
 
     loss_fn: ScaledLoss
-    global_tokens: Tensor
+    get_divisor: Callable[[], Tensor]
     requires_grad: ClassVar[bool] = False
     grad_fn: ClassVar[None] = None
 
@@ -73,7 +103,7 @@ class NormalizedLoss:
             weight: Output matrix, shape (V, C).
             labels: Labels, shape (B, T).
         """
-        scale = self.global_tokens.float().reciprocal()
+        scale = self.get_divisor().float().reciprocal()
         return self.loss_fn(hidden, weight, labels, scale)
 
 
@@ -148,15 +178,14 @@ class ForwardBackward:
         if self._reduces_each_microbatch and run.job.training.enable_cpu_offload:
             self.offloaded_gradients = OffloadedGradients(model.whole.parameters())
 
-    def __call__(self, microbatches: Sequence[Microbatch], global_tokens: Tensor) -> Tensor:
+    def __call__(self, microbatches: Sequence[Microbatch], global_tokens: TokenCount) -> Tensor:
         """Accumulate the gradients of all microbatches and return this rank's part of the loss.
 
         The parts of all ranks in `mesh.loss_group` add up to the loss of the global batch.
 
         Args:
             microbatches: This rank's sequences of the global batch.
-            global_tokens: Number of valid labels in the global batch, a scalar on the device.
-                The first loss reads it, so its all-reduce may still be in progress.
+            global_tokens: Number of valid labels in the global batch.
         """
         total_loss = torch.zeros((), device=self._device)
         for i, microbatch in enumerate(microbatches):
@@ -172,7 +201,7 @@ class ForwardBackward:
             )
 
             with record_function("forward"):
-                loss = self._forward(microbatch, self.loss_fn, global_tokens)
+                loss = self._forward(microbatch, self.loss_fn, global_tokens.wait)
 
             if self.offloaded_gradients is not None and i > 0:
                 # The CPU adds up the gradients of the previous microbatch while the GPU computes
@@ -189,11 +218,11 @@ class ForwardBackward:
         return total_loss
 
     def _forward(
-        self, microbatch: Microbatch, loss_fn: ScaledLoss, global_tokens: Tensor
+        self, microbatch: Microbatch, loss_fn: ScaledLoss, get_divisor: Callable[[], Tensor]
     ) -> Tensor:
-        """Return the summed loss of one microbatch, divided by `global_tokens`."""
+        """Return the summed loss of one microbatch, divided by the result of `get_divisor`."""
         inputs = local_inputs([microbatch], self._mesh, self._run)
-        head = LossHead(inputs.labels, NormalizedLoss(loss_fn, global_tokens))
+        head = LossHead(inputs.labels, NormalizedLoss(loss_fn, get_divisor))
         return self._model(inputs.tokens, head=head, **inputs.attention)
 
     @torch.no_grad()
@@ -221,9 +250,12 @@ class ForwardBackward:
 
     def _sum_losses(self, microbatches: Sequence[Microbatch], loss_fn: ScaledLoss) -> Tensor:
         """Return the sum of the losses of all microbatches, a float64 scalar."""
-        divisor = torch.ones((), device=self._device)
-        losses = [self._forward(microbatch, loss_fn, divisor) for microbatch in microbatches]
+        losses = [self._forward(microbatch, loss_fn, self._get_one) for microbatch in microbatches]
         return torch.stack(losses).double().sum()
+
+    def _get_one(self) -> Tensor:
+        """Return the divisor for a sum of losses, a 1 on the device."""
+        return torch.ones((), device=self._device)
 
 
 class PipelineForwardBackward(ForwardBackward):
@@ -250,11 +282,11 @@ class PipelineForwardBackward(ForwardBackward):
         _, stages = self._schedule_for(self._num_microbatches)
         return stages
 
-    def __call__(self, microbatches: Sequence[Microbatch], global_tokens: Tensor) -> Tensor:
+    def __call__(self, microbatches: Sequence[Microbatch], global_tokens: TokenCount) -> Tensor:
         """Accumulate the gradients of all microbatches and return this rank's part of the loss."""
         schedule, _ = self._schedule_for(len(microbatches))
         with record_function("pipeline"):
-            return self._run_schedule(schedule.step, microbatches, self.loss_fn, global_tokens)
+            return self._run_schedule(schedule.step, microbatches, self.loss_fn, global_tokens.wait)
 
     def _sum_losses(self, microbatches: Sequence[Microbatch], loss_fn: ScaledLoss) -> Tensor:
         """Return the sum of the losses of all microbatches, a float64 scalar.
@@ -262,14 +294,13 @@ class PipelineForwardBackward(ForwardBackward):
         A schedule runs a fixed number of microbatches, so pad its last run with microbatches
         without labels.
         """
-        divisor = torch.ones((), device=self._device)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         schedule, _ = self._schedule_for(self._num_microbatches)
         for start in range(0, len(microbatches), self._num_microbatches):
             part = microbatches[start : start + self._num_microbatches]
             padded = _pad(part, self._num_microbatches)
             with forward_only(schedule):
-                total += self._run_schedule(schedule.eval, padded, loss_fn, divisor)
+                total += self._run_schedule(schedule.eval, padded, loss_fn, self._get_one)
         return total
 
     def _run_schedule(
@@ -277,7 +308,7 @@ class PipelineForwardBackward(ForwardBackward):
         run_schedule: Callable[..., Any],
         microbatches: Sequence[Microbatch],
         loss_fn: ScaledLoss,
-        global_tokens: Tensor,
+        get_divisor: Callable[[], Tensor],
     ) -> Tensor:
         """Run a pipeline schedule and return the sum of this rank's losses.
 
@@ -287,10 +318,10 @@ class PipelineForwardBackward(ForwardBackward):
             run_schedule: Method of a schedule: `step` for training or `eval` for validation.
             microbatches: Exactly as many microbatches as the schedule runs.
             loss_fn: Function that returns a scaled sum of token losses.
-            global_tokens: Divisor of the loss, a scalar on the device.
+            get_divisor: Function that returns the divisor of the loss, a scalar on the device.
         """
         inputs = local_inputs(microbatches, self._mesh, self._run)
-        head = LossHead(inputs.labels, NormalizedLoss(loss_fn, global_tokens))
+        head = LossHead(inputs.labels, NormalizedLoss(loss_fn, get_divisor))
         # Only the first stage has the embedding. All others get hidden states from other ranks.
         stage_inputs = [] if self._model.tok_embeddings is None else [inputs.tokens]
 

@@ -195,15 +195,19 @@ def simulate_gpu() -> Iterator[None]:
     RMSNorm and attention call operators that need the same memory as the GPU kernels. Flash
     attention replaces flex attention, which would need block masks.
     """
+    is_always_saved = activation_checkpoint.is_always_saved
+
     # Selective activation checkpointing saves the result of flash attention but recomputes flex
     # attention. Also recompute the flash attention that replaces it.
-    saved_ops = activation_checkpoint.ALWAYS_SAVED - {FLEX_REPLACEMENT}
+    def is_saved(op: Any) -> bool:
+        return op is not FLEX_REPLACEMENT and is_always_saved(op)
+
     with (
         override(Tensor, is_cuda=property(lambda _: True)),  # selects the branches for a GPU
         override(F, scaled_dot_product_attention=_cudnn_attention, rms_norm=_rms_norm),
         override(attention, flex_function=lambda _: _flex_attention),
         override(forward_backward, flex_mask=_small_mask),
-        override(activation_checkpoint, ALWAYS_SAVED=saved_ops),
+        override(activation_checkpoint, is_always_saved=is_saved),
     ):
         yield
 

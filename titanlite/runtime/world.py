@@ -147,7 +147,7 @@ def _explain_rendezvous_error(error: Exception, world_size: int) -> UserError:
 
 
 @contextmanager
-def process_group(job: JobConfig, destroy_after_error: bool = True) -> Iterator[torch.device]:
+def process_group(job: JobConfig, is_last: bool = False) -> Iterator[torch.device]:
     """Initialize the default process group, and destroy it when the context ends.
 
     Also configure torch for training in this process. At the end, restore its number of threads and
@@ -155,8 +155,9 @@ def process_group(job: JobConfig, destroy_after_error: bool = True) -> Iterator[
 
     Args:
         job: Job that determines the backend, timeouts, threads and seed.
-        destroy_after_error: Whether to destroy the group after an error, if it has a single rank.
-            False lets a save in progress complete first. A group of several ranks is always kept
+        is_last: Whether the process ends after the group. If not, clear the mesh cache of DTensor,
+            and after an error, destroy a group of a single rank. A last group is kept after an
+            error, so that a save in progress can complete. A group of several ranks is always kept
             after an error, because destroying it could hang while other ranks wait in it.
 
     Yields:
@@ -191,8 +192,11 @@ def process_group(job: JobConfig, destroy_after_error: bool = True) -> Iterator[
 
         timeout = timedelta(seconds=job.comm.init_timeout_seconds)
         store = _rendezvous(world_size, timeout, os.environ.get(STORE))
+        world = next(_worlds)
+        if world > 0:
+            _clear_mesh_cache()
         # The keys of earlier process groups stay in the store, so each group gets a new prefix.
-        store = PrefixStore(f"world-{next(_worlds)}", store)
+        store = PrefixStore(f"world-{world}", store)
         dist.init_process_group(
             backend, timeout=timeout, store=store, rank=rank, world_size=world_size
         )
@@ -202,11 +206,13 @@ def process_group(job: JobConfig, destroy_after_error: bool = True) -> Iterator[
             with attention_kernels(job, device), torch.autograd.set_multithreading_enabled(False):
                 yield device
         except (Exception, KeyboardInterrupt):
-            if destroy_after_error and world_size == 1:
+            if world_size == 1 and not is_last:
                 with suppress(Exception):  # the first error is more important
-                    _destroy_process_group()
+                    dist.destroy_process_group()
             raise
-        _destroy_process_group()
+        dist.destroy_process_group()
+        if not is_last:
+            _clear_mesh_cache()
 
 
 def _read_variable(name: str, default: int) -> int:
@@ -271,14 +277,12 @@ def _configure_communication() -> None:
     raise_descriptor_limit()
 
 
-def _destroy_process_group() -> None:
-    """Destroy all process groups, and clear the cache of device meshes in DTensor.
+def _clear_mesh_cache() -> None:
+    """Clear the cache of device meshes in DTensor, after a process group has been destroyed.
 
     Cached meshes hold the names of destroyed process groups. A mesh of a new process group compares
     equal to a cached mesh, so DTensor would use the old names.
     """
-    dist.destroy_process_group()
-
     # Imported here, because the import takes 0.4 s, which would delay the first batch.
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import _functional_collectives as collectives
 from torch.profiler import record_function
 
 from titanlite.config.run import Run
@@ -26,7 +25,7 @@ from titanlite.observe.meter import Part
 from titanlite.optim.build import build_optimizer, set_learning_rate, step_unless
 from titanlite.optim.clip import StepSums, reduce_step_sums, scale_gradients_
 from titanlite.parallel.float8 import precompute_scales
-from titanlite.parallel.forward_backward import build_forward_backward
+from titanlite.parallel.forward_backward import TokenCount, build_forward_backward
 from titanlite.parallel.memory_savers import allocate_moments
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.parallelize import ShardedModel
@@ -123,9 +122,7 @@ class TrainStep:
             Loss, gradient norm and other results, as tensors on the device.
         """
         start_time = time.perf_counter()
-        local_tokens = torch.full((), num_valid_tokens, dtype=torch.int64, device=self._device)
-        # Asynchronous: torch waits for the sum at its first use, in the loss of a microbatch.
-        global_tokens = collectives.all_reduce(local_tokens, "sum", self._mesh.data_group)
+        global_tokens = TokenCount(num_valid_tokens, self._mesh.data_group, self._device)
         loss = self.forward_backward(microbatches, global_tokens)
         update_time = time.perf_counter()
 
@@ -156,7 +153,7 @@ class TrainStep:
         return StepResult(
             loss=loss,
             grad_norm=sums.grad_norm,
-            num_valid_tokens=global_tokens,
+            num_valid_tokens=global_tokens.wait(),
             seconds=seconds,
             skipped=skip,
             num_requests=sums.num_requests,
