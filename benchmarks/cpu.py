@@ -51,7 +51,6 @@ TINY = Workload(
     window=20,
     threads=1,
     dtype="bf16",
-    fsdp=True,
 )
 TWO_RANKS = Workload(ranks=2, threads=1)
 CASES = {
@@ -64,11 +63,10 @@ CASES = {
     "bf16 compiled, 2 ranks": replace(TWO_RANKS, dtype="bf16", compile=True),
     "vocabulary 128,256, fp32 compiled": LARGE_VOCABULARY,
     "vocabulary 128,256, bf16 compiled": replace(LARGE_VOCABULARY, dtype="bf16"),
-    "tiny model, FSDP2": TINY,
-    "tiny model, FSDP2, 2 ranks": replace(TINY, ranks=2),
+    "tiny model": TINY,
+    "tiny model, 2 ranks": replace(TINY, ranks=2),
 }
-# The tiny model measures FSDP2, which torchtitan does not use on one rank.
-TORCHTITAN_CASES = {name: work for name, work in CASES.items() if not work.fsdp}
+TORCHTITAN_CASES = {name: work for name, work in CASES.items() if work.dim != TINY.dim}
 TORCHTITAN_CASES["232 million parameters, bf16 compiled"] = Workload(
     dim=640,
     n_layers=16,
@@ -111,7 +109,7 @@ INTRO_TORCHTITAN = """\
 The tables compare titanlite with torchtitan 0.2.2 on a CPU. The program
 `benchmarks/cpu_torchtitan.py` runs the trainer of torchtitan.
 
-- **Model and data.** Both programs train the debug model or the tiny model on the same batches as
+- **Model and data.** Both programs train the debug model on the same batches as
   in the comparison with a plain PyTorch loop. They read the same file of JSON lines and tokenize
   the text during training.
 - **Settings.** Activation checkpointing, checkpoints and TensorBoard are off. All other settings

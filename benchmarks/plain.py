@@ -1,6 +1,6 @@
 """Train a Llama in plain PyTorch, as a baseline without a framework.
 
-    python benchmarks/plain.py --data FOLDER/shard-00000.bin [--dtype bf16] [--compile] [--fsdp]
+    python benchmarks/plain.py --data FOLDER/shard-00000.bin [--dtype bf16] [--compile]
     torchrun --standalone --nproc_per_node=2 benchmarks/plain.py --data ...        FSDP2 over gloo
 
 The script uses fused AdamW, `clip_grad_norm_`, `F.cross_entropy` on fp32 logits, and token ids from
@@ -21,7 +21,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
@@ -120,11 +119,8 @@ def batches(
 
 
 def shard(model: PlainLlama, dtype: torch.dtype) -> None:
-    """Apply FSDP2 to each block and to the root. Without torchrun, use a world of one process."""
-    world = {}
-    if "MASTER_ADDR" not in os.environ:
-        world = {"store": HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("gloo", **world)
+    """Apply FSDP2 to each block and to the root."""
+    dist.init_process_group("gloo")
 
     policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     for module in (*model.blocks, model):
@@ -154,7 +150,7 @@ def main(options: argparse.Namespace) -> None:
     """Train for `options.steps` steps and print the losses and times as JSON."""
     rank = int(os.environ.get("RANK", "0"))
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    is_sharded = options.fsdp or num_ranks > 1
+    is_sharded = num_ranks > 1
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
 
     torch.manual_seed(0)
@@ -222,7 +218,6 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--fsdp", action="store_true", help="use FSDP2 on one process as well")
     return parser.parse_args()
 
 

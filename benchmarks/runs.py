@@ -42,7 +42,6 @@ class Workload:
         num_microbatches: Microbatches per step. Only titanlite supports more than 1.
         threads: CPU threads of each rank.
         window: Steps per measured time, which is their mean. Very short steps need more than 1.
-        fsdp: Apply FSDP2 in plain.py on a single process as well, as titanlite does in bf16.
     """
 
     dim: int = 256
@@ -60,7 +59,6 @@ class Workload:
     threads: int = 2
     steps: int = 16
     window: int = 1
-    fsdp: bool = False
 
 
 SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
@@ -177,8 +175,6 @@ def run_plain(work: Workload, shards: Path, cache: Path) -> Measured:
     flags = []
     if work.compile:
         flags.append("--compile")
-    if work.fsdp:
-        flags.append("--fsdp")
     program = [*torchrun_options(work.ranks), ROOT / "benchmarks" / "plain.py"]
 
     with tempfile.TemporaryDirectory(prefix="plain-") as name:

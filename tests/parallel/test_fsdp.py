@@ -1,6 +1,9 @@
-"""FSDP is used wherever a job needs it."""
+"""FSDP is used wherever a job needs it, and does not change the results."""
+
+from pathlib import Path
 
 import pytest
+from small_runs import SMALL, read_metrics
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.load_run import load_run
@@ -22,6 +25,7 @@ register("optimizer", "plugin_adamw")(AdamW)
         ("--optimizer.name SGD", False),
         ("--optimizer.name Muon", True),
         ("--job.plugins plugin --optimizer.name plugin_adamw", True),
+        ("--training.mixed_precision_param bfloat16", False),
         ("--training.mixed_precision_reduce bfloat16", True),
         ("--training.enable_cpu_offload", True),
         ("--float8.enable --float8.emulate --float8.min_features 0", True),
@@ -34,3 +38,34 @@ def test_a_single_rank_uses_fsdp_only_if_the_job_needs_it(
     arguments = f"--job.dump_folder {tmp_path} --training.mixed_precision_param float32 {options}"
     with Trainer(load_run(arguments.split(), world_size=1), standard=False) as trainer:
         assert isinstance(trainer.model, FSDPModule) == uses_fsdp
+
+
+def train(job_file: Path, folder: Path, options: str) -> dict[int, tuple[float, float]]:
+    """Train in bfloat16, and return the loss and the gradient norm of each step."""
+    arguments = f"--job.config_file {job_file} --job.dump_folder {folder} {options}"
+    arguments += " --training.mixed_precision_param bfloat16"
+    with Trainer(load_run(arguments.split(), world_size=1)) as trainer:
+        trainer.train()
+    entries = read_metrics(folder).items()
+    return {step: (entry["loss"], entry["grad_norm"]) for step, entry in entries}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        "--model.tied_embeddings",
+        "--training.local_batch_size 1",
+        "--activation_checkpoint.mode full",
+        "--activation_checkpoint.mode selective",
+        "--compile.enable --compile.components model loss --activation_checkpoint.mode selective",
+    ],
+)
+def test_mixed_precision_on_a_single_cpu_rank_equals_that_of_fsdp(tmp_path, options):
+    job_file = tmp_path / "job.toml"
+    job_file.write_text(SMALL)
+
+    without_fsdp = train(job_file, tmp_path / "without", options)
+    with_fsdp = train(job_file, tmp_path / "with", f"{options} --training.enable_cpu_offload")
+
+    assert without_fsdp == with_fsdp

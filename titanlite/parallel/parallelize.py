@@ -1,7 +1,7 @@
 """Apply all model transformations in the order in which they depend on each other.
 
-The order is FP8, tensor parallelism, context parallelism, activation checkpointing and compilation,
-then FSDP. docs/internals/architecture.md gives the reasons.
+The order is FP8, tensor parallelism, context parallelism, mixed precision without FSDP, activation
+checkpointing and compilation, then FSDP. docs/internals/architecture.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from titanlite.model.llama import Llama
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpointing
 from titanlite.parallel.context import apply_context_parallel
 from titanlite.parallel.float8 import convert_to_float8
-from titanlite.parallel.fsdp import apply_fsdp
+from titanlite.parallel.fsdp import apply_fsdp, needs_fsdp
 from titanlite.parallel.init_weights import materialize
 from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.mixed_precision import cast_weights
 from titanlite.parallel.pipeline import join_stages, local_stages
 from titanlite.parallel.tensor import apply_tensor_parallel, enable_async_tensor_parallel
 
@@ -109,8 +110,13 @@ def parallelize(
     if mesh.context is not None:
         apply_context_parallel(model, mesh.context)
 
+    uses_fsdp = needs_fsdp(run, mesh.fsdp.device_type)
+    if not uses_fsdp and job.training.mixed_precision_param != job.training.dtype:
+        compute_dtype = getattr(torch, job.training.mixed_precision_param)
+        cast_weights(model, compute_dtype, run.compiles("model"))
     checkpoint_and_compile(model, mesh, run)
-    apply_fsdp(model, mesh.fsdp, run)
+    if uses_fsdp:
+        apply_fsdp(model, mesh.fsdp, run)
 
 
 def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:

@@ -42,6 +42,7 @@ from torch.utils.checkpoint import (
 
 from titanlite.optim import clip, losses
 from titanlite.parallel import activation_checkpoint, float8
+from titanlite.parallel.mixed_precision import OwnedFunction
 from titanlite.plan.counter import (
     MATMULS,
     bytes_of,
@@ -142,7 +143,7 @@ def _flatten_call(
     parameters = dict(module.named_parameters())
     parameter_names = [f"owner.{name}" for name in parameters]
     num_parameters = len(parameters)
-    owned_function = _OwnedFunction(function, module)
+    owned_function = OwnedFunction(function, module)
 
     def call(*tensors: Tensor) -> Any:
         """Call `function` with other tensors, but with the same constants.
@@ -166,23 +167,6 @@ def _flatten_call(
     signatures = [(type(x), x.shape, x.dtype, x.requires_grad) for x in tensors]
     key = (function.__code__, *signatures, *constants, torch.is_grad_enabled())
     return call, tensors, key
-
-
-class _OwnedFunction(nn.Module):
-    """Wraps a function in a module, so that `functional_call` can replace parameters of `owner`.
-
-    Args:
-        function: Function to call.
-        owner: Module whose parameters the function reads.
-    """
-
-    def __init__(self, function: Function, owner: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        self.owner = owner
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
 
 
 def _trace_graph(function: Function, tensors: Sequence[Tensor]) -> Function:

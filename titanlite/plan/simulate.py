@@ -20,8 +20,10 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from titanlite.config.run import Run
 from titanlite.model import attention
-from titanlite.parallel import activation_checkpoint, forward_backward
+from titanlite.parallel import activation_checkpoint, forward_backward, parallelize
+from titanlite.parallel.fsdp import needs_fsdp
 from titanlite.plan.override import override
 
 # In a trace, flash attention replaces flex attention, because both need the same memory and work.
@@ -202,12 +204,16 @@ def simulate_gpu() -> Iterator[None]:
     def is_saved(op: Any) -> bool:
         return op is not FLEX_REPLACEMENT and is_always_saved(op)
 
+    def needs_fsdp_on_gpu(run: Run, _device_type: str) -> bool:
+        return needs_fsdp(run, "cuda")
+
     with (
         override(Tensor, is_cuda=property(lambda _: True)),  # selects the branches for a GPU
         override(F, scaled_dot_product_attention=_cudnn_attention, rms_norm=_rms_norm),
         override(attention, flex_function=lambda _: _flex_attention),
         override(forward_backward, flex_mask=_small_mask),
         override(activation_checkpoint, is_always_saved=is_saved),
+        override(parallelize, needs_fsdp=needs_fsdp_on_gpu),
     ):
         yield
 
