@@ -19,6 +19,7 @@ from torch import Tensor
 
 from titanlite import register
 from titanlite.checkpoint.save import Saver
+from titanlite.hooks import guards
 from titanlite.hooks.hook import Hook, Request
 from titanlite.load_run import load_run
 from titanlite.optim import muon
@@ -33,6 +34,18 @@ SMALL = (
 SAVES = "--checkpoint.enable --checkpoint.interval 1 --checkpoint.async_mode async_with_pinned_mem"
 OFFLOAD = "--training.enable_cpu_offload"
 COMPILED = "--compile.enable --compile.components model loss optimizer clip"
+
+
+check_finite = guards.is_finite
+
+
+def check_finite_and_ignore_result(tensor: Tensor) -> bool:
+    """Read a tensor as the guard does. The ghost GPU computes nothing, so its values are random."""
+    check_finite(tensor)
+    return True
+
+
+guards.is_finite = check_finite_and_ignore_result
 
 
 @register("hook", "roll_back")

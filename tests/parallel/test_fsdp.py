@@ -6,14 +6,33 @@ import pytest
 from small_runs import SMALL, read_metrics
 from torch.distributed.fsdp import FSDPModule
 
+from titanlite.config.errors import UserError
 from titanlite.load_run import load_run
 from titanlite.train.trainer import Trainer
 
 PLUGIN = """
-from titanlite import register
+from dataclasses import dataclass
+from typing import ClassVar
+
+from titanlite import Architecture, Llama, register
 from titanlite.optim.adamw import AdamW
 
 register("optimizer", "plugin_adamw")(AdamW)
+
+
+class SharingLlama(Llama):
+    def __init__(self, arch, blocks=None):
+        super().__init__(arch, blocks)
+        first, *others = self.layers.values()
+        for block in others:
+            block.feed_forward.w1.weight = first.feed_forward.w1.weight
+
+
+@register("architecture", "sharing")
+@dataclass(frozen=True)
+class SharingArchitecture(Architecture):
+    model: ClassVar = "plugin:SharingLlama"
+    architecture: str = "sharing"
 """
 
 
@@ -27,6 +46,7 @@ register("optimizer", "plugin_adamw")(AdamW)
         ("--job.plugins plugin --optimizer.name plugin_adamw", True),
         ("--training.mixed_precision_param bfloat16", False),
         ("--training.mixed_precision_reduce bfloat16", True),
+        ("--training.dtype bfloat16 --training.mixed_precision_reduce bfloat16", True),
         ("--training.enable_cpu_offload", True),
         ("--float8.enable --float8.emulate --float8.min_features 0", True),
     ],
@@ -48,6 +68,22 @@ def train(job_file: Path, folder: Path, options: str) -> dict[int, tuple[float, 
         trainer.train()
     entries = read_metrics(folder).items()
     return {step: (entry["loss"], entry["grad_norm"]) for step, entry in entries}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_can_share_a_parameter_within_one_fsdp_group(tmp_path, write_plugin, dtype):
+    write_plugin("plugin", PLUGIN)
+    options = f"--job.dump_folder {tmp_path} --job.plugins plugin --model.architecture sharing"
+    options += f" --training.mixed_precision_param {dtype}"
+    one_group = "--parallelism.fsdp_min_num_params 1000000000"
+
+    with pytest.raises(UserError, match="fsdp_min_num_params"):
+        Trainer(load_run(options.split(), world_size=1), standard=False)
+
+    run = load_run(f"{options} {one_group}".split(), world_size=1)
+    with Trainer(run, standard=False) as trainer:
+        first, *others = [block.feed_forward.w1.weight for block in trainer.model.layers.values()]
+        assert all(weight is first for weight in others)
 
 
 @pytest.mark.parametrize(

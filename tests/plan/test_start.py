@@ -66,6 +66,14 @@ def exhaust_memory() -> None:
     step.reduce_step_sums = allocate
 
 
+def test_mixed_precision_on_one_cpu_is_planned(job_file):
+    options = ("--gpu", "cpu", "--quick", "--json", "--training.mixed_precision_param", "bfloat16")
+
+    plan = read_printed_json(titanlite("plan", "--job.config_file", job_file, *options))
+
+    assert plan["peak"] > plan["kinds"]["weights"] + plan["kinds"]["optimizer state"]
+
+
 @pytest.mark.slow
 def test_the_command_prints_a_plan_and_the_fastest_jobs(job_file, tmp_path):
     gpu_file = tmp_path / "gpu.toml"

@@ -254,7 +254,7 @@ class ForwardBackward:
         return torch.stack(losses).double().sum()
 
     def _get_one(self) -> Tensor:
-        """Return the divisor for a sum of losses, a 1 on the device."""
+        """Return the number 1 on the device, the divisor of losses that are only summed."""
         return torch.ones((), device=self._device)
 
 

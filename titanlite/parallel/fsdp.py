@@ -87,24 +87,31 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
     memory_savers.apply_memory_savers(model, mesh, run)
 
 
-def needs_fsdp(run: Run, device_type: str) -> bool:
+def needs_fsdp(model: Llama, device_type: str, run: Run) -> bool:
     """Return whether a job needs FSDP to shard, cast or offload parameters, or to create DTensors.
 
-    All other jobs compute bitwise equal results with and without FSDP.
+    All other jobs compute bitwise equal results with and without FSDP; see `cast_weights` for an
+    exception.
 
     Args:
-        run: The validated job and the number of ranks.
+        model: Model or pipeline stage on the meta device.
         device_type: "cuda" or "cpu". On a CPU, `cast_weights` casts faster than FSDP. On a GPU,
             FSDP saves memory, because it frees the cast weights of most blocks after their forward
             pass.
+        run: The validated job and the number of ranks.
     """
     training = run.job.training
     casts_weights = training.mixed_precision_param != training.dtype
     casts_gradients = training.mixed_precision_reduce != training.dtype
+    can_cast_without_fsdp = device_type == "cpu" and training.dtype == "float32"
+    # Modules of a plugin can share a parameter. Only FSDP keeps it shared when it is allocated.
+    all_parameters = list(model.named_parameters(remove_duplicate=False))
+    shares_parameters = len(all_parameters) > len(list(model.parameters()))
     return (
         run.degrees.world > 1
-        or (casts_weights and device_type == "cuda")
+        or (casts_weights and not can_cast_without_fsdp)
         or casts_gradients
+        or shares_parameters
         or training.enable_cpu_offload
         or run.job.float8.enable  # FSDP all-gathers FP8 weights
         or run.job.optimizer.name not in PLAIN_TENSOR_OPTIMIZERS

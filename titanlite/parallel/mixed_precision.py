@@ -1,11 +1,14 @@
 """Mixed precision without FSDP, for a single CPU rank.
 
 Invariant: Losses, gradients and parameter names are the same as with the mixed precision of FSDP.
+The exception is a plugin model that calls a block several times in a forward pass: the gradients of
+the calls are added up in the dtype of the parameters instead of the compute dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ def cast_weights(model: Llama, dtype: torch.dtype, compiles_blocks: bool) -> Non
     """Let a model compute with weights that are cast to `dtype` in each forward pass, in place.
 
     The parameters keep their dtype, for example fp32. Autograd casts the gradients back to it.
+    During a forward pass, the modules hold the cast tensors instead of their parameters.
 
     Args:
         model: Model before activation checkpointing and compilation.
@@ -28,24 +32,40 @@ def cast_weights(model: Llama, dtype: torch.dtype, compiles_blocks: bool) -> Non
     names = [name for name, _ in model.named_parameters()]
     if compiles_blocks:
         # Cast before the compiled code, which would otherwise not round gradients to `dtype`.
-        _cast_in_forward(model, names, dtype)
+        model.forward = _CastingForward(model.forward, model, names, dtype)
         return
 
     # Cast in each block, so that activation checkpointing repeats the cast when it recomputes.
     for block in model.layers.values():
-        _cast_in_forward(block, [name for name, _ in block.named_parameters()], dtype)
-    _cast_in_forward(model, [name for name in names if not name.startswith("layers.")], dtype)
+        block_names = [name for name, _ in block.named_parameters()]
+        block.forward = _CastingForward(block.forward, block, block_names, dtype)
+    other_names = [name for name in names if not name.startswith("layers.")]
+    model.forward = _CastingForward(model.forward, model, other_names, dtype)
 
 
-def _cast_in_forward(module: nn.Module, names: Sequence[str], dtype: torch.dtype) -> None:
-    """Let the forward pass of a module cast the parameters in `names` to `dtype`."""
-    function = OwnedFunction(module.forward, module)
+@dataclass(frozen=True)
+class _CastingForward:
+    """Replaces `forward` of a module, and calls it with cast parameters.
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        weights = {f"owner.{name}": module.get_parameter(name).to(dtype) for name in names}
-        return functional_call(function, weights, args, kwargs)
+    Unlike a closure, a deep copy of the module also copies this object.
 
-    module.forward = forward
+    Attributes:
+        forward: Original method of the module.
+        module: The module.
+        names: Names of the parameters to cast.
+        dtype: Dtype of the cast parameters.
+    """
+
+    forward: Callable[..., Any]
+    module: nn.Module
+    names: Sequence[str]
+    dtype: torch.dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        weights = {
+            f"owner.{name}": self.module.get_parameter(name).to(self.dtype) for name in self.names
+        }
+        return functional_call(OwnedFunction(self.forward, self.module), weights, args, kwargs)
 
 
 class OwnedFunction(nn.Module):

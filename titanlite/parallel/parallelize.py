@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from titanlite.config import schema
+from titanlite.config.errors import UserError
 from titanlite.config.registry import resolve
 from titanlite.config.run import Run
 from titanlite.model.llama import Llama
@@ -59,6 +60,9 @@ def build_model(
         log: Function that logs a line.
         has_float8: Whether the GPUs support the FP8 matmuls of the job. By default, detect their
             support.
+
+    Raises:
+        UserError: If modules of a plugin share a parameter, but are in different FSDP groups.
     """
     training = run.job.training
     init_dtype = getattr(torch, training.init_dtype)
@@ -71,8 +75,15 @@ def build_model(
         with torch.device("meta"):
             model = model_class(run.arch, blocks)
         model.to(init_dtype)
+        num_parameters = len(list(model.parameters()))
         parallelize(model, mesh, run, log, has_float8)
         materialize(model, device, training.seed, offload=training.enable_cpu_offload)
+        if len(list(model.parameters())) > num_parameters:
+            raise UserError(
+                f"Modules of {model_class.__name__} share a parameter. FSDP cannot keep it shared, "
+                "because it groups these modules separately. Set parallelism.fsdp_min_num_params "
+                "to a larger number than the model has parameters, so that there is one group."
+            )
         # Cast after sharding, so that no full-precision copy of the whole model ever exists.
         stages[stage] = model.to(dtype)
     return ShardedModel(whole=join_stages(list(stages.values())), stages=stages)
@@ -110,7 +121,7 @@ def parallelize(
     if mesh.context is not None:
         apply_context_parallel(model, mesh.context)
 
-    uses_fsdp = needs_fsdp(run, mesh.fsdp.device_type)
+    uses_fsdp = needs_fsdp(model, mesh.fsdp.device_type, run)
     if not uses_fsdp and job.training.mixed_precision_param != job.training.dtype:
         compute_dtype = getattr(torch, job.training.mixed_precision_param)
         cast_weights(model, compute_dtype, run.compiles("model"))

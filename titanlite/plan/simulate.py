@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlite.config.run import Run
 from titanlite.model import attention
+from titanlite.model.llama import Llama
 from titanlite.parallel import activation_checkpoint, forward_backward, parallelize
 from titanlite.parallel.fsdp import needs_fsdp
 from titanlite.plan.override import override
@@ -204,8 +205,8 @@ def simulate_gpu() -> Iterator[None]:
     def is_saved(op: Any) -> bool:
         return op is not FLEX_REPLACEMENT and is_always_saved(op)
 
-    def needs_fsdp_on_gpu(run: Run, _device_type: str) -> bool:
-        return needs_fsdp(run, "cuda")
+    def needs_fsdp_on_gpu(model: Llama, _device_type: str, run: Run) -> bool:
+        return needs_fsdp(model, "cuda", run)
 
     with (
         override(Tensor, is_cuda=property(lambda _: True)),  # selects the branches for a GPU

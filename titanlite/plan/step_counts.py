@@ -454,7 +454,9 @@ def _add_gradient_hooks(
         counter.mark([parameter.grad], kind, overwrite)
 
     for parameter in parameters:
-        if parameter.requires_grad:  # plugins may freeze parameters
+        # Plugins may freeze parameters. Without FSDP, weights that are cast in the forward pass of
+        # the model are not leaves: autograd sets the gradients of the original parameters.
+        if parameter.requires_grad and parameter.is_leaf:
             parameter.register_post_accumulate_grad_hook(mark_gradient)
 
 

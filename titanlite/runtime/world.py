@@ -147,7 +147,7 @@ def _explain_rendezvous_error(error: Exception, world_size: int) -> UserError:
 
 
 @contextmanager
-def process_group(job: JobConfig, is_last: bool = False) -> Iterator[torch.device]:
+def process_group(job: JobConfig, ends_process: bool = False) -> Iterator[torch.device]:
     """Initialize the default process group, and destroy it when the context ends.
 
     Also configure torch for training in this process. At the end, restore its number of threads and
@@ -155,10 +155,10 @@ def process_group(job: JobConfig, is_last: bool = False) -> Iterator[torch.devic
 
     Args:
         job: Job that determines the backend, timeouts, threads and seed.
-        is_last: Whether the process ends after the group. If not, clear the mesh cache of DTensor,
-            and after an error, destroy a group of a single rank. A last group is kept after an
-            error, so that a save in progress can complete. A group of several ranks is always kept
-            after an error, because destroying it could hang while other ranks wait in it.
+        ends_process: Whether the process ends after the group. If not, clear the mesh cache of
+            DTensor at the end. After an error, a group is kept if the process ends, so that a save
+            in progress can complete, or if it has several ranks, because destroying it could hang
+            while other ranks wait in it.
 
     Yields:
         The device of this rank.
@@ -206,12 +206,12 @@ def process_group(job: JobConfig, is_last: bool = False) -> Iterator[torch.devic
             with attention_kernels(job, device), torch.autograd.set_multithreading_enabled(False):
                 yield device
         except (Exception, KeyboardInterrupt):
-            if world_size == 1 and not is_last:
+            if world_size == 1 and not ends_process:
                 with suppress(Exception):  # the first error is more important
                     dist.destroy_process_group()
             raise
         dist.destroy_process_group()
-        if not is_last:
+        if not ends_process:
             _clear_mesh_cache()
 
 

@@ -845,7 +845,7 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
         UserError: If the run ends for a reason that the user can correct. Its `exit_code` is the
             exit code of the program.
     """
-    with process_group(run.job, is_last=True) as device:
+    with process_group(run.job, ends_process=True) as device:
         trainer = None
         try:
             trainer = Trainer(run, device)
