@@ -122,8 +122,6 @@ def test_a_real_step_takes_the_memory_counted_on_fake_tensors(ranks):
     jobs = {name: options for name, (_, options) in LAYOUTS.items()}
     for name, real in run_ranks(ranks, real_bytes, jobs)[0].items():
         planned = dict(trace_run(tiny_run(jobs[name], ranks))[0].kinds)
-        # A real collective keeps its input, a token count of 8 bytes, until the wait for it.
-        assert 0 <= real.pop("other") - planned.pop("other") <= 8, name
         assert real == planned, name
 
 
