@@ -96,12 +96,14 @@ def test_blocks_can_share_a_parameter_within_one_fsdp_group(tmp_path, write_plug
         "--activation_checkpoint.mode selective",
         "--compile.enable --compile.components model loss --activation_checkpoint.mode selective",
     ],
+    ids=["plain", "tied", "microbatches", "full", "selective", "compiled"],
 )
-def test_mixed_precision_on_a_single_cpu_rank_equals_that_of_fsdp(tmp_path, options):
+def test_a_single_cpu_rank_computes_like_fsdp_mixed_precision(tmp_path, options):
     job_file = tmp_path / "job.toml"
     job_file.write_text(SMALL)
 
     without_fsdp = train(job_file, tmp_path / "without", options)
+    # On a CPU, offload changes nothing except that the job needs FSDP.
     with_fsdp = train(job_file, tmp_path / "with", f"{options} --training.enable_cpu_offload")
 
     assert without_fsdp == with_fsdp

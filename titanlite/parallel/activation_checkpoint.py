@@ -26,8 +26,8 @@ from titanlite.config import schema
 from titanlite.model.llama import Llama
 from titanlite.parallel.memory_savers import find_unneeded_matmul
 
-# Attention is expensive to recompute. Its operator depends on the device and the attention backend.
-# The sum of partial results over tensor parallel ranks would have to be communicated again.
+# Words in the names of operators that are not recomputed: attention, whose operator depends on the
+# device and the attention backend, and reduce-scatter, which would communicate again.
 ALWAYS_SAVED_WORDS = ("attention", "attn", "reduce_scatter")
 AMAX = torch.ops.aten.max.default  # the largest element of a tensor, for its FP8 scale
 MATMULS = {"aten::mm", "aten::addmm", "aten::_scaled_mm"}
@@ -104,7 +104,8 @@ def _set_memory_budget(budget: float) -> None:
     Args:
         budget: Fraction of the activation memory that the compiler may keep.
     """
-    import torch._functorch.config as functorch_config  # private, so only for this mode
+    # Imported here, because the module is private and no other mode needs it.
+    import torch._functorch.config as functorch_config
 
     functorch_config.activation_memory_budget = budget
     # The only script objects in our graphs are the meshes of DTensors, which take no memory.

@@ -49,8 +49,8 @@ scale, which multiplies the sum of the token losses.
 class TokenCount:
     """Number of valid labels in the global batch.
 
-    An all-reduce adds up the labels of all ranks. It overlaps with the forward pass, because only
-    the loss needs the number.
+    An all-reduce adds up the numbers of all ranks. It overlaps with the forward pass, because only
+    the loss needs the result.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class TokenCount:
         self._all_reduce = dist.all_reduce(self._total, group=group, async_op=True)
 
     def wait(self) -> Tensor:
-        """Return the number, a scalar on the device, when the all-reduce has ended.
+        """Wait for the all-reduce, and return the number, a scalar on the device.
 
-        On a GPU, only later kernels wait, and the CPU continues.
+        On a GPU, only the current stream waits, not the CPU. The method can be called repeatedly.
         """
         assert self._all_reduce is not None  # this rank is in the group
         self._all_reduce.wait()
@@ -78,13 +78,14 @@ class TokenCount:
 
 @dataclass(frozen=True)
 class NormalizedLoss:
-    """A loss divided by the number of valid tokens of the global batch.
+    """A loss divided by the number of valid labels of the global batch, or by 1 in evaluation.
 
     All microbatches on all ranks divide by the same number, so you can add their losses.
 
     Attributes:
         loss_fn: Function that returns a scaled sum of token losses, such as `CrossEntropy`.
-        get_divisor: Function that returns the divisor, a scalar on the device; see `TokenCount`.
+        get_divisor: Function that returns the divisor, a scalar on the device. It is called after
+            the forward pass of the blocks, because it can wait for an all-reduce.
         requires_grad: Always False. The zero-bubble schedules of torch 2.12 read `requires_grad`
             and `grad_fn` from all arguments of a stage, as if they were tensors.
         grad_fn: Always None; see `requires_grad`.

@@ -4,8 +4,8 @@ Parameters, gradients and optimizer state are sharded over the data parallel ran
 Gradients are summed over ranks and never averaged, because the loss is already divided by the
 number of tokens in the global batch.
 
-On a single rank, FSDP is applied only if the job needs it, because it copies weights and gradients;
-see `needs_fsdp`.
+On a single rank, FSDP copies weights and gradients, so it is applied only if the job needs it; see
+`needs_fsdp`.
 """
 
 from __future__ import annotations
@@ -88,23 +88,24 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
 
 
 def needs_fsdp(model: Llama, device_type: str, run: Run) -> bool:
-    """Return whether a job needs FSDP to shard, cast or offload parameters, or to create DTensors.
+    """Return whether a job needs FSDP. All jobs on several ranks need it.
 
-    All other jobs compute bitwise equal results with and without FSDP; see `cast_weights` for an
-    exception.
+    Other jobs compute bitwise equal results with and without FSDP, except for rare plugin models;
+    see titanlite/parallel/mixed_precision.py.
 
     Args:
         model: Model or pipeline stage on the meta device.
-        device_type: "cuda" or "cpu". On a CPU, `cast_weights` casts faster than FSDP. On a GPU,
-            FSDP saves memory, because it frees the cast weights of most blocks after their forward
-            pass.
+        device_type: "cuda" or "cpu".
         run: The validated job and the number of ranks.
     """
     training = run.job.training
     casts_weights = training.mixed_precision_param != training.dtype
     casts_gradients = training.mixed_precision_reduce != training.dtype
+    # On a CPU, `cast_weights` is faster than FSDP. On a GPU, FSDP saves memory, because it frees
+    # the cast weights of most blocks after their forward pass.
     can_cast_without_fsdp = device_type == "cpu" and training.dtype == "float32"
-    # Modules of a plugin can share a parameter. Only FSDP keeps it shared when it is allocated.
+    # If modules of a plugin share a parameter, `to_empty` would allocate it separately for each
+    # module. FSDP keeps it shared within a group.
     all_parameters = list(model.named_parameters(remove_duplicate=False))
     shares_parameters = len(all_parameters) > len(list(model.parameters()))
     return (

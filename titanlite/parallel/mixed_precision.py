@@ -1,8 +1,8 @@
 """Mixed precision without FSDP, for a single CPU rank.
 
-Invariant: Losses, gradients and parameter names are the same as with the mixed precision of FSDP.
-The exception is a plugin model that calls a block several times in a forward pass: the gradients of
-the calls are added up in the dtype of the parameters instead of the compute dtype.
+Invariant: Losses, gradients and parameter names are the same as with FSDP mixed precision. One
+exception are plugin models that call an uncompiled block several times per forward pass: the
+gradients of these calls are added up in the dtype of the parameters, not in the compute dtype.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from titanlite.model.llama import Llama
 
 
 def cast_weights(model: Llama, dtype: torch.dtype, compiles_blocks: bool) -> None:
-    """Let a model compute with weights that are cast to `dtype` in each forward pass, in place.
+    """Modify a model so that each forward pass computes with weights that are cast to `dtype`.
 
     The parameters keep their dtype, for example fp32. Autograd casts the gradients back to it.
     During a forward pass, the modules hold the cast tensors instead of their parameters.
 
     Args:
-        model: Model before activation checkpointing and compilation.
+        model: Model before activation checkpointing and compilation, modified in place.
         dtype: Dtype of the weights in computations, for example bfloat16.
         compiles_blocks: Whether the blocks will be compiled.
     """
     names = [name for name, _ in model.named_parameters()]
     if compiles_blocks:
-        # Cast before the compiled code, which would otherwise not round gradients to `dtype`.
+        # Cast outside of the compiled blocks. In a block that contains the cast, the compiler skips
+        # the rounding of some gradients to `dtype`.
         model.forward = _CastingForward(model.forward, model, names, dtype)
         return
 
@@ -43,14 +44,33 @@ def cast_weights(model: Llama, dtype: torch.dtype, compiles_blocks: bool) -> Non
     model.forward = _CastingForward(model.forward, model, other_names, dtype)
 
 
+class FunctionModule(nn.Module):
+    """Wraps a function in a module, because `functional_call` calls only modules.
+
+    Args:
+        function: Function to call.
+        module: Module whose parameters the function reads. `functional_call` can replace them under
+            the names "module.<name>".
+    """
+
+    def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self.function(*args, **kwargs)
+
+
 @dataclass(frozen=True)
 class _CastingForward:
-    """Replaces `forward` of a module, and calls it with cast parameters.
+    """Replaces the method `forward` of a module, and calls this method with cast parameters.
 
-    Unlike a closure, a deep copy of the module also copies this object.
+    This is an object and not a closure, so that a deep copy of the module also copies it.
 
     Attributes:
-        forward: Original method of the module.
+        forward: The original method.
         module: The module.
         names: Names of the parameters to cast.
         dtype: Dtype of the cast parameters.
@@ -63,24 +83,7 @@ class _CastingForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         weights = {
-            f"owner.{name}": self.module.get_parameter(name).to(self.dtype) for name in self.names
+            f"module.{name}": self.module.get_parameter(name).to(self.dtype) for name in self.names
         }
-        return functional_call(OwnedFunction(self.forward, self.module), weights, args, kwargs)
-
-
-class OwnedFunction(nn.Module):
-    """Wraps a function in a module, so that `functional_call` can replace parameters of `owner`.
-
-    Args:
-        function: Function to call.
-        owner: Module whose parameters the function reads.
-    """
-
-    def __init__(self, function: Callable[..., Any], owner: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        self.owner = owner
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
-        return self.function(*args, **kwargs)
+        # Calling the module itself would call this object again.
+        return functional_call(FunctionModule(self.forward, self.module), weights, args, kwargs)

@@ -78,13 +78,14 @@ def build_model(
         num_parameters = len(list(model.parameters()))
         parallelize(model, mesh, run, log, has_float8)
         materialize(model, device, training.seed, offload=training.enable_cpu_offload)
+        # Each FSDP group allocates a separate copy of a parameter that several groups share.
         if len(list(model.parameters())) > num_parameters:
             raise UserError(
-                f"Modules of {model_class.__name__} share a parameter. FSDP cannot keep it shared, "
-                "because it groups these modules separately. Set parallelism.fsdp_min_num_params "
-                "to a larger number than the model has parameters, so that there is one group."
+                f"Blocks of {model_class.__name__} share a parameter, but belong to different FSDP "
+                "groups, which cannot share parameters. Set parallelism.fsdp_min_num_params to a "
+                "larger number than the model has parameters, so that there is only one group."
             )
-        # Cast after sharding, so that no full-precision copy of the whole model ever exists.
+        # Convert after sharding, so that each rank has only its shards in the dtype `init_dtype`.
         stages[stage] = model.to(dtype)
     return ShardedModel(whole=join_stages(list(stages.values())), stages=stages)
 
@@ -123,8 +124,8 @@ def parallelize(
 
     uses_fsdp = needs_fsdp(model, mesh.fsdp.device_type, run)
     if not uses_fsdp and job.training.mixed_precision_param != job.training.dtype:
-        compute_dtype = getattr(torch, job.training.mixed_precision_param)
-        cast_weights(model, compute_dtype, run.compiles("model"))
+        dtype = getattr(torch, job.training.mixed_precision_param)
+        cast_weights(model, dtype, run.compiles("model"))
     checkpoint_and_compile(model, mesh, run)
     if uses_fsdp:
         apply_fsdp(model, mesh.fsdp, run)

@@ -42,7 +42,7 @@ from torch.utils.checkpoint import (
 
 from titanlite.optim import clip, losses
 from titanlite.parallel import activation_checkpoint, float8
-from titanlite.parallel.mixed_precision import OwnedFunction
+from titanlite.parallel.mixed_precision import FunctionModule
 from titanlite.plan.counter import (
     MATMULS,
     bytes_of,
@@ -141,9 +141,9 @@ def _flatten_call(
     constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     parameters = dict(module.named_parameters())
-    parameter_names = [f"owner.{name}" for name in parameters]
+    parameter_names = [f"module.{name}" for name in parameters]
     num_parameters = len(parameters)
-    owned_function = OwnedFunction(function, module)
+    function_module = FunctionModule(function, module)
 
     def call(*tensors: Tensor) -> Any:
         """Call `function` with other tensors, but with the same constants.
@@ -160,7 +160,7 @@ def _flatten_call(
         # Restore the nesting: replace each index with the value at this index.
         args, kwargs = map_aggregate(indices, lambda index: values[cast(int, index)])
         with override(torch.compiler, is_compiling=lambda: True):
-            return functional_call(owned_function, parameters, args, kwargs)
+            return functional_call(function_module, parameters, args, kwargs)
 
     # Calls share a graph if the code, the types of the tensors, and the constants are equal.
     tensors = [*parameters.values(), *(leaves[i] for i in tensor_indices)]

@@ -155,10 +155,8 @@ def process_group(job: JobConfig, ends_process: bool = False) -> Iterator[torch.
 
     Args:
         job: Job that determines the backend, timeouts, threads and seed.
-        ends_process: Whether the process ends after the group. If not, clear the mesh cache of
-            DTensor at the end. After an error, a group is kept if the process ends, so that a save
-            in progress can complete, or if it has several ranks, because destroying it could hang
-            while other ranks wait in it.
+        ends_process: Whether the process ends after this context. If so, keep the group after an
+            error, so that a save in progress can complete, and do not clear the mesh cache.
 
     Yields:
         The device of this rank.
@@ -194,7 +192,7 @@ def process_group(job: JobConfig, ends_process: bool = False) -> Iterator[torch.
         store = _rendezvous(world_size, timeout, os.environ.get(STORE))
         world = next(_worlds)
         if world > 0:
-            _clear_mesh_cache()
+            _clear_mesh_cache()  # after an error, the cache has not been cleared
         # The keys of earlier process groups stay in the store, so each group gets a new prefix.
         store = PrefixStore(f"world-{world}", store)
         dist.init_process_group(
@@ -206,6 +204,7 @@ def process_group(job: JobConfig, ends_process: bool = False) -> Iterator[torch.
             with attention_kernels(job, device), torch.autograd.set_multithreading_enabled(False):
                 yield device
         except (Exception, KeyboardInterrupt):
+            # With several ranks, destroying the group could hang while other ranks wait in it.
             if world_size == 1 and not ends_process:
                 with suppress(Exception):  # the first error is more important
                     dist.destroy_process_group()
@@ -278,7 +277,7 @@ def _configure_communication() -> None:
 
 
 def _clear_mesh_cache() -> None:
-    """Clear the cache of device meshes in DTensor, after a process group has been destroyed.
+    """Clear the device meshes of destroyed process groups from the cache of DTensor.
 
     Cached meshes hold the names of destroyed process groups. A mesh of a new process group compares
     equal to a cached mesh, so DTensor would use the old names.
