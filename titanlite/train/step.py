@@ -122,6 +122,7 @@ class TrainStep:
             Loss, gradient norm and other results, as tensors on the device.
         """
         start_time = time.perf_counter()
+        # Start the all-reduce of the token counts, which overlaps with the forward pass.
         global_tokens = TokenCount(num_valid_tokens, self._mesh.data_group, self._device)
         loss = self.forward_backward(microbatches, global_tokens)
         update_time = time.perf_counter()
