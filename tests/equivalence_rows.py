@@ -3,6 +3,7 @@
 `benchmarks/equivalence.sh` measures all rows. tests/distributed/test_equivalence.py proves them.
 """
 
+import itertools
 from collections.abc import Iterable
 from importlib.metadata import version
 from typing import NamedTuple
@@ -57,24 +58,20 @@ class Row(NamedTuple):
     name: str
     ranks: int
     overrides: Options
-    reference: str = "one process"
-    tolerance: Numbers = EXACT
-
-
-def options(*lines: str) -> Options:
-    """Parse options, written as in a job file."""
-    return tomli.loads("\n".join(lines))
+    reference: str
+    tolerance: Numbers
 
 
 def layout(
+    ranks: int,
     pp: int = 1,
     replicate: int = 1,
     cp: int = 1,
     tp: int = 1,
     schedule: str = "1F1B",
     batch: int | None = None,
-) -> Options:
-    """Return the options of a layout. The remaining ranks shard the model.
+) -> tuple[int, Options]:
+    """Return the number of ranks and the options of a layout. The remaining ranks shard the model.
 
     Args:
         batch: Local batch size.
@@ -85,278 +82,234 @@ def layout(
     sections = {"parallelism": keys}
     if batch is not None:
         sections["training"] = {"local_batch_size": batch}
-    return sections
+    return ranks, sections
 
 
-ONE_PROCESS = layout(batch=8)
-SCHEDULES = [
-    "1F1B",
-    "GPipe",
-    "Interleaved1F1B",
-    "LoopedBFS",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-]
-PIPELINES: dict[str, tuple[int, Options]] = {}
-for schedule in SCHEDULES:
-    PIPELINES[f"pp2 {schedule}"] = 2, layout(pp=2, schedule=schedule, batch=1)
-LAYOUTS: dict[str, tuple[int, Options]] = {  # ranks and overrides
-    "fsdp2": (2, layout(batch=4)),
-    "replicate2": (2, layout(replicate=2, batch=4)),
-    "tp2": (2, layout(tp=2)),
-    "cp2": (2, layout(cp=2)),
-    **PIPELINES,
-    "fsdp4": (4, layout(batch=2)),
-    "hsdp 2x2": (4, layout(replicate=2, batch=2)),
-    "tp4": (4, layout(tp=4)),
-    "cp4": (4, layout(cp=4)),
-    "fsdp2 x tp2": (4, layout(tp=2, batch=4)),
-    "fsdp2 x cp2": (4, layout(cp=2, batch=4)),
-    "cp2 x tp2": (4, layout(cp=2, tp=2)),
-    "pp2 x fsdp2": (4, layout(pp=2, batch=1)),
-    "pp2 x tp2": (4, layout(pp=2, tp=2, batch=1)),
-    "pp2 x cp2": (4, layout(pp=2, cp=2, batch=1)),
-    "pp2 ZBVZeroBubble x fsdp2": (4, layout(pp=2, schedule="ZBVZeroBubble", batch=1)),
-    "pp2 x fsdp2 x tp2": (8, layout(pp=2, tp=2, batch=1)),
-    "fsdp2 x cp2 x tp2": (8, layout(cp=2, tp=2, batch=4)),
-    "pp2 x hsdp 2x2": (8, layout(pp=2, replicate=2, batch=1)),
-    "pp2 x cp2 x tp2": (8, layout(pp=2, cp=2, tp=2, batch=1)),
-}
+DEGREES = tomli.loads("""
+"one process" = {ranks = 1, batch = 8}
+"fsdp2" = {ranks = 2, batch = 4}
+"replicate2" = {ranks = 2, replicate = 2, batch = 4}
+"tp2" = {ranks = 2, tp = 2}
+"cp2" = {ranks = 2, cp = 2}
+"pp2 1F1B" = {ranks = 2, pp = 2, batch = 1}
+"pp2 GPipe" = {ranks = 2, pp = 2, schedule = "GPipe", batch = 1}
+"pp2 Interleaved1F1B" = {ranks = 2, pp = 2, schedule = "Interleaved1F1B", batch = 1}
+"pp2 LoopedBFS" = {ranks = 2, pp = 2, schedule = "LoopedBFS", batch = 1}
+"pp2 InterleavedZeroBubble" = {ranks = 2, pp = 2, schedule = "InterleavedZeroBubble", batch = 1}
+"pp2 ZBVZeroBubble" = {ranks = 2, pp = 2, schedule = "ZBVZeroBubble", batch = 1}
+"fsdp4" = {ranks = 4, batch = 2}
+"hsdp 2x2" = {ranks = 4, replicate = 2, batch = 2}
+"tp4" = {ranks = 4, tp = 4}
+"cp4" = {ranks = 4, cp = 4}
+"fsdp2 x tp2" = {ranks = 4, tp = 2, batch = 4}
+"fsdp2 x cp2" = {ranks = 4, cp = 2, batch = 4}
+"cp2 x tp2" = {ranks = 4, cp = 2, tp = 2}
+"pp2 x fsdp2" = {ranks = 4, pp = 2, batch = 1}
+"pp2 x tp2" = {ranks = 4, pp = 2, tp = 2, batch = 1}
+"pp2 x cp2" = {ranks = 4, pp = 2, cp = 2, batch = 1}
+"pp2 ZBVZeroBubble x fsdp2" = {ranks = 4, pp = 2, schedule = "ZBVZeroBubble", batch = 1}
+"pp2 x fsdp2 x tp2" = {ranks = 8, pp = 2, tp = 2, batch = 1}
+"fsdp2 x cp2 x tp2" = {ranks = 8, cp = 2, tp = 2, batch = 4}
+"pp2 x hsdp 2x2" = {ranks = 8, pp = 2, replicate = 2, batch = 1}
+"pp2 x cp2 x tp2" = {ranks = 8, pp = 2, cp = 2, tp = 2, batch = 1}
+""")
 TORCH_VERSION = tuple(map(int, version("torch").split(".")[:2]))
 if TORCH_VERSION < (2, 13):  # load_run rejects ZBV there
-    LAYOUTS = {name: row for name, row in LAYOUTS.items() if "ZBV" not in name}
+    DEGREES = {name: degrees for name, degrees in DEGREES.items() if "ZBV" not in name}
+LAYOUTS = {name: layout(**degrees) for name, degrees in DEGREES.items()}
 
-DOCUMENTS = {"documents": True}
-VARLEN = DOCUMENTS | options("model.attention_backend = 'varlen'")
-TIED = options("model.tied_embeddings = true")
-LARGE = options("model.vocab_size = 32_000")
-"""4 million gradients. Adding their squares one after the other would lose precision."""
-MUP = options("model.mup_base_dim = 16", "model.mup_base_head_dim = 2")
-BASE_OF_MUP = options("model.mup_base_dim = 64", "model.mup_base_head_dim = 8")
-WINDOWS = options(
-    "model.sliding_window = 12", "model.full_attention_interval = 2", "model.logit_softcap = 0.5"
-)
-SWITCHES = {  # features of other model families
-    "switches": options(
-        "model.head_dim = 16",
-        "model.qkv_bias = true",
-        "model.qk_norm = 'head'",
-        "model.sliding_window = 12",
-    ),
-    "OLMo 2": options(
-        "model.qk_norm = 'projection'",
-        "model.norm_placement = 'after'",
-        "model.no_rope_interval = 2",
-    ),
+# These features change when and where tensors are computed, but not the results.
+SCHEDULING = tomli.loads("""
+["accumulation 2"]
+training.local_batch_size = 2
+["accumulation 4"]
+training.local_batch_size = 1
+["each reduced"]
+parallelism.fsdp_reduce = "microbatch"
+["AC full"]
+activation_checkpoint.mode = "full"
+["AC op"]
+activation_checkpoint.mode = "selective"
+["AC every 2nd block"]
+activation_checkpoint.mode = "selective"
+activation_checkpoint.selective_ac_option = "2"
+["AC memory budget"]
+activation_checkpoint.mode = "memory_budget"
+["CPU offload"]
+training.enable_cpu_offload = true
+["no memory savers"]
+parallelism.memory_savers = "none"
+["all memory savers"]
+parallelism.memory_savers = "all"
+["two blocks a group"]
+parallelism.fsdp_min_num_params = 60_000
+["one group"]  # By default, such a small model is a single FSDP group.
+parallelism.fsdp_min_num_params = 1_000_000
+["reshard never"]
+parallelism.fsdp_reshard_after_forward = "never"
+["reshard always"]
+parallelism.fsdp_reshard_after_forward = "always"
+[compile]
+compile.enable = true
+compile.components = ["model"]
+[varlen]
+model.attention_backend = "varlen"
+["base of muP"]
+model.mup_base_dim = 64
+model.mup_base_head_dim = 8
+""")
+# These features change the results, so the reference also has them. "documents" is not a job key.
+MODELS = tomli.loads("""
+[documents]
+documents = true
+[tied]
+model.tied_embeddings = true
+["vocabulary of 32,000"]  # 4 million gradients. A plain sum of their squares loses precision.
+model.vocab_size = 32_000
+[muP]
+model.mup_base_dim = 16
+model.mup_base_head_dim = 2
+[windows]
+model.sliding_window = 12
+model.full_attention_interval = 2
+model.logit_softcap = 0.5
+[switches]  # of other model families
+model.head_dim = 16
+model.qkv_bias = true
+model.qk_norm = "head"
+model.sliding_window = 12
+["OLMo 2"]
+model.qk_norm = "projection"
+model.norm_placement = "after"
+model.no_rope_interval = 2
+[bf16]
+training.mixed_precision_param = "bfloat16"
+["bf16 weights"]
+training.dtype = "bfloat16"
+["stochastic rounding"]
+optimizer.stochastic_rounding = true
+["float8 tensorwise"]
+float8.enable = true
+["float8 all-gather"]
+float8.enable = true
+float8.enable_fsdp_float8_all_gather = true
+float8.precompute_float8_dynamic_scale_for_fsdp = true
+["float8 rowwise"]
+float8.enable = true
+float8.recipe_name = "rowwise"
+["float8 rowwise_with_gw_hp"]
+float8.enable = true
+float8.recipe_name = "rowwise_with_gw_hp"
+["float8 mxfp8"]
+float8.enable = true
+float8.recipe_name = "mxfp8"
+float8.emulate = true
+model.dim = 128  # Halves of the key and value heads must be multiples of 32.
+""")
+# Row or reference -> tolerance
+TOLERANCES = {
+    "base of muP": IDENTICAL,
+    "vocabulary of 32,000": LARGE_SUMS,
+    "bf16": BF16,
+    "bf16 weights, stochastic rounding": ROUNDED,
+    "OLMo 2, float8 tensorwise": FP8_AFTER,
 }
-# These options change when and where tensors are computed, but not the results.
-SCHEDULING: dict[str, Options] = {
-    "accumulation 2": options("training.local_batch_size = 2"),
-    "accumulation 4": options("training.local_batch_size = 1"),
-    "accumulation 4, each reduced": options(
-        "training.local_batch_size = 1", "parallelism.fsdp_reduce = 'microbatch'"
-    ),
-    "AC full": options("activation_checkpoint.mode = 'full'"),
-    "AC op": options("activation_checkpoint.mode = 'selective'"),
-    "AC every 2nd block": options(
-        "activation_checkpoint.mode = 'selective'",
-        "activation_checkpoint.selective_ac_option = '2'",
-    ),
-    "CPU offload": options("training.enable_cpu_offload = true"),
-    "CPU offload, accumulation 4, each reduced": options(
-        "training.enable_cpu_offload = true",
-        "training.local_batch_size = 1",
-        "parallelism.fsdp_reduce = 'microbatch'",
-    ),
-    "no memory savers": options("parallelism.memory_savers = 'none'"),
-    "all memory savers": options("parallelism.memory_savers = 'all'"),
-    "two blocks a group": options("parallelism.fsdp_min_num_params = 60_000"),
-    # By default, such a small model is a single FSDP group.
-    "one group": options("parallelism.fsdp_min_num_params = 1_000_000"),
-    "reshard never": options("parallelism.fsdp_reshard_after_forward = 'never'"),
-    "reshard always": options("parallelism.fsdp_reshard_after_forward = 'always'"),
-}
-FLOAT8 = options("float8.enable = true")
-PRECISION: dict[str, tuple[Options, Numbers]] = {
-    "bf16": (options("training.mixed_precision_param = 'bfloat16'"), BF16),
-    "bf16 weights, stochastic rounding": (
-        options("training.dtype = 'bfloat16'", "optimizer.stochastic_rounding = true"),
-        ROUNDED,
-    ),
-    "float8 tensorwise": (FLOAT8, FP8),
-    "float8 all-gather": (
-        options(
-            "float8.enable = true",
-            "float8.enable_fsdp_float8_all_gather = true",
-            "float8.precompute_float8_dynamic_scale_for_fsdp = true",
-        ),
-        FP8,
-    ),
-}
-for recipe in ("rowwise", "rowwise_with_gw_hp"):
-    recipe_options = options("float8.enable = true", f"float8.recipe_name = '{recipe}'")
-    PRECISION[f"float8 {recipe}"] = recipe_options, FP8
-# Halves of the key and value heads must be multiples of 32.
-MXFP8 = merge(
-    FLOAT8,
-    options("float8.recipe_name = 'mxfp8'", "float8.emulate = true", "model.dim = 128"),
-)
-# Models that the layouts train, and that one process trains as their reference.
-MODELS = {
-    "documents": DOCUMENTS,
-    "tied": TIED,
-    "vocabulary of 32,000": LARGE,
-    "muP": MUP,
-    "windows": WINDOWS,
-    "float8 mxfp8": MXFP8,
-}
-COMPILED = options("compile.enable = true", "compile.components = ['model']")
-# The table of combinations: feature -> (overrides, row on one process to compare with, tolerance)
-FEATURES: dict[str, tuple[Options, str, Numbers]] = {}
-for name in ("AC full", "AC op", "CPU offload", "one group"):
-    FEATURES[name] = SCHEDULING[name], "one process", EXACT
-for name, (overrides, tolerance) in PRECISION.items():
-    FEATURES[name] = overrides, name, tolerance
-FEATURES["compile"] = COMPILED, "one process", EXACT
-for mode in ("AC full", "AC op"):
-    overrides = merge(COMPILED, SCHEDULING[mode])
-    FEATURES[f"compile, {mode}"] = overrides, "one process", EXACT
-FEATURES["compile, float8 tensorwise"] = merge(COMPILED, FLOAT8), "float8 tensorwise", FP8
-for mode in ("AC full", "AC op"):
-    overrides, tolerance = PRECISION["float8 all-gather"]
-    overrides = merge(COMPILED, overrides, SCHEDULING[mode])
-    FEATURES[f"compile, float8 all-gather, {mode}"] = overrides, "float8 all-gather", tolerance
 
+# The table of combinations
 COMBINED = ("fsdp2", "tp2", "cp2", "pp2 1F1B", "pp2 ZBVZeroBubble", "fsdp2 x tp2", "hsdp 2x2")
 COMBINED = tuple(name for name in COMBINED if name in LAYOUTS)
+FEATURES = """
+AC full
+AC op
+CPU offload
+one group
+bf16
+bf16 weights, stochastic rounding
+float8 tensorwise
+float8 all-gather
+float8 rowwise
+float8 rowwise_with_gw_hp
+compile
+compile, AC full
+compile, AC op
+compile, float8 tensorwise
+compile, float8 all-gather, AC full
+compile, float8 all-gather, AC op
+""".strip().splitlines()
 REJECTED = {  # by titanlite.load_run
     (name, feature)
     for name in COMBINED
     for feature in FEATURES
     if "ZBV" in name and (feature == "AC op" or "compile" in feature)
 }
+# Each layout on the left trains with each list of features on the right.
+ROWS = """
+one process => accumulation 2 ; accumulation 4 ; accumulation 4, each reduced ; base of muP
+one process => CPU offload ; CPU offload, accumulation 4, each reduced
+one process => AC full ; AC op ; AC every 2nd block ; two blocks a group ; one group
+one process => no memory savers ; all memory savers ; reshard never ; reshard always
+one process => documents, varlen ; windows, varlen
+fsdp2 => accumulation 2 ; accumulation 4 ; accumulation 4, each reduced ; AC every 2nd block
+fsdp2 => CPU offload, accumulation 4, each reduced ; two blocks a group
+fsdp2 => no memory savers ; all memory savers ; reshard never ; reshard always
+tp2 ; cp2 ; pp2 1F1B ; pp2 x cp2 ; cp2 x tp2 ; pp2 x cp2 x tp2 => documents
+fsdp2 ; fsdp4 ; tp2 ; cp2 ; fsdp2 x tp2 => tied
+fsdp2 ; tp2 ; cp2 ; pp2 1F1B ; pp2 x cp2 x tp2 => windows
+fsdp2 ; tp2 ; fsdp4 ; pp2 x fsdp2 => vocabulary of 32,000
+fsdp2 ; tp2 ; cp2 ; pp2 1F1B ; fsdp2 x tp2 => float8 mxfp8
+fsdp2 ; tp2 ; cp2 ; pp2 Interleaved1F1B ; fsdp2 x tp2 => muP
+fsdp2 ; tp2 => float8 mxfp8, compile, AC op
+fsdp2 ; tp2 ; pp2 1F1B ; pp2 Interleaved1F1B ; pp2 x fsdp2 x tp2 => documents, varlen
+tp2 => documents, varlen, compile, AC op
+fsdp2 ; tp2 ; cp2 ; pp2 1F1B ; pp2 x cp2 x tp2 => switches ; OLMo 2
+fsdp2 ; tp2 ; cp2 ; pp2 1F1B ; pp2 x cp2 x tp2 => switches, documents ; OLMo 2, documents
+fsdp2 ; tp2 ; cp2 ; pp2 1F1B ; pp2 x cp2 x tp2 => switches, float8 tensorwise
+fsdp2 ; tp2 ; cp2 ; pp2 1F1B ; pp2 x cp2 x tp2 => OLMo 2, float8 tensorwise
+tp2 => switches, compile, AC op ; switches, documents, compile, AC op
+tp2 => switches, float8 tensorwise, compile, AC op
+tp2 => OLMo 2, compile, AC op ; OLMo 2, documents, compile, AC op
+tp2 => OLMo 2, float8 tensorwise, compile, AC op
+pp2 x tp2 ; cp2 x tp2 ; pp2 x fsdp2 x tp2 => compile
+pp2 x tp2 => compile, float8 all-gather, AC op
+tp2 => compile, tied ; compile, windows ; compile, documents
+tp2 => compile, AC every 2nd block ; compile, AC memory budget
+"""
 
 
-def row_of(
-    layout_name: str,
-    suffix: str,
-    extra: Options,
-    reference: str = "one process",
-    tolerance: Numbers = EXACT,
-) -> Row:
-    """Return the row of a layout with further options. `suffix` names them."""
+def merge_features(names: Iterable[str]) -> Options:
+    """Return the options of several features."""
+    known = SCHEDULING | MODELS
+    return merge(*(known[name] for name in names))
+
+
+def make_row(name: str) -> Row:
+    """Return the row with a name such as "tp2, tied, compile", a layout and its features.
+
+    A name without a layout stands for one process.
+    """
+    features = name.split(", ")
+    layout_name = features.pop(0) if features[0] in LAYOUTS else "one process"
     ranks, overrides = LAYOUTS[layout_name]
-    name = f"{layout_name}, {suffix}"
-    return Row(name, ranks, merge(overrides, extra), reference, tolerance)
-
-
-def combined(layout_name: str, feature: str) -> Row:
-    """Return the row of one layout and one feature."""
-    return row_of(layout_name, feature, *FEATURES[feature])
-
-
-def switched_rows() -> list[Row]:
-    """Return the rows of other model families."""
-    rows: list[Row] = []
-    for family, switches in SWITCHES.items():
-        float8 = FP8_AFTER if family == "OLMo 2" else FP8
-        for suffix, extra, tolerance in (
-            ("", {}, EXACT),
-            (", documents", DOCUMENTS, EXACT),
-            (", float8", FLOAT8, float8),
-        ):
-            name = f"{family}{suffix}"
-            overrides = merge(switches, extra)
-            rows.append(Row(name, 1, merge(layout(batch=8), overrides), name))
-            for layout_name in ("fsdp2", "tp2", "cp2", "pp2 1F1B", "pp2 x cp2 x tp2"):
-                rows.append(row_of(layout_name, name, overrides, name, tolerance))
-            overrides = merge(overrides, COMPILED, SCHEDULING["AC op"])
-            rows.append(row_of("tp2", f"{name}, compile, AC op", overrides, name, tolerance))
-    return rows
+    overrides = merge(overrides, merge_features(features))
+    reference = ", ".join(feature for feature in features if feature in MODELS) or "one process"
+    tolerance = FP8 if "float8" in reference else EXACT
+    for key in (reference, name):
+        tolerance = TOLERANCES.get(key, tolerance)
+    return Row(name, ranks, overrides, reference, tolerance)
 
 
 def all_rows() -> list[Row]:
-    """Return all rows, each after its reference."""
-    rows = one_process_rows()
-    rows += [Row(name, ranks, overrides) for name, (ranks, overrides) in LAYOUTS.items()]
-    for name, extra in SCHEDULING.items():
-        if name not in FEATURES:
-            rows.append(row_of("fsdp2", name, extra))
-    rows += model_rows()
-    rows += varlen_rows()
-    rows += switched_rows()
-    rows += combined_rows()
-    return rows
-
-
-def one_process_rows() -> list[Row]:
-    """Return the rows on one process, which are the references of all others."""
-    references = MODELS | {name: overrides for name, (overrides, _) in PRECISION.items()}
-    rows = [Row("one process", 1, ONE_PROCESS)]
-    for name, extra in references.items():
-        rows.append(Row(name, 1, merge(ONE_PROCESS, extra), name))
-    for name, extra in SCHEDULING.items():
-        rows.append(Row(name, 1, merge(ONE_PROCESS, extra)))
-    base_of_mup = merge(ONE_PROCESS, BASE_OF_MUP)
-    rows.append(Row("base of muP", 1, base_of_mup, tolerance=IDENTICAL))
-    return rows
-
-
-def model_rows() -> list[Row]:
-    """Return the rows of MODELS in several layouts."""
-    rows: list[Row] = []
-    for reference, tolerance, names in (
-        (
-            "documents",
-            EXACT,
-            ("tp2", "cp2", "pp2 1F1B", "pp2 x cp2", "cp2 x tp2", "pp2 x cp2 x tp2"),
-        ),
-        ("tied", EXACT, ("fsdp2", "fsdp4", "tp2", "cp2", "fsdp2 x tp2")),
-        ("windows", EXACT, ("fsdp2", "tp2", "cp2", "pp2 1F1B", "pp2 x cp2 x tp2")),
-        ("vocabulary of 32,000", LARGE_SUMS, ("fsdp2", "tp2", "fsdp4", "pp2 x fsdp2")),
-        ("float8 mxfp8", FP8, ("fsdp2", "tp2", "cp2", "pp2 1F1B", "fsdp2 x tp2")),
-        ("muP", EXACT, ("fsdp2", "tp2", "cp2", "pp2 Interleaved1F1B", "fsdp2 x tp2")),
-    ):
-        for name in names:
-            rows.append(row_of(name, reference, MODELS[reference], reference, tolerance))
-    compiled_mxfp8 = merge(MXFP8, COMPILED, SCHEDULING["AC op"])
-    for name in ("fsdp2", "tp2"):
-        suffix = "float8 mxfp8, compile, AC op"
-        rows.append(row_of(name, suffix, compiled_mxfp8, "float8 mxfp8", FP8))
-    return rows
-
-
-def varlen_rows() -> list[Row]:
-    """Return the rows with variable-length attention."""
-    varlen_windows = merge(WINDOWS, options("model.attention_backend = 'varlen'"))
-    rows = [
-        Row("documents, varlen", 1, merge(ONE_PROCESS, VARLEN), "documents"),
-        Row("windows, varlen", 1, merge(ONE_PROCESS, varlen_windows), "windows"),
-    ]
-    for name in ("fsdp2", "tp2", "pp2 1F1B", "pp2 Interleaved1F1B", "pp2 x fsdp2 x tp2"):
-        rows.append(row_of(name, "documents, varlen", VARLEN, "documents"))
-    compiled_varlen = merge(VARLEN, COMPILED, SCHEDULING["AC op"])
-    rows.append(row_of("tp2", "documents, varlen, compile, AC op", compiled_varlen, "documents"))
-    return rows
-
-
-def combined_rows() -> list[Row]:
-    """Return the rows of layouts and features, and of compiled models."""
-    rows: list[Row] = []
-    for name in COMBINED:
-        rows += [combined(name, other) for other in FEATURES if (name, other) not in REJECTED]
-    rows += [combined(name, "compile") for name in ("pp2 x tp2", "cp2 x tp2", "pp2 x fsdp2 x tp2")]
-    rows.append(combined("pp2 x tp2", "compile, float8 all-gather, AC op"))
-    memory_budget = options("activation_checkpoint.mode = 'memory_budget'")
-    for name, extra, reference in (
-        ("tied", TIED, "tied"),
-        ("windows", WINDOWS, "windows"),
-        ("documents", DOCUMENTS, "documents"),
-        ("AC every 2nd block", SCHEDULING["AC every 2nd block"], "one process"),
-        ("AC memory budget", memory_budget, "one process"),
-    ):
-        rows.append(row_of("tp2", f"compile, {name}", merge(extra, COMPILED), reference))
-    return rows
+    """Return all rows, the references first."""
+    names = list(LAYOUTS)
+    for line in ROWS.strip().splitlines():
+        layouts, features = (side.split(" ; ") for side in line.split(" => "))
+        names += map(", ".join, itertools.product(layouts, features))
+    for name, feature in itertools.product(COMBINED, FEATURES):
+        if (name, feature) not in REJECTED:
+            names.append(f"{name}, {feature}")
+    rows = [make_row(name.removeprefix("one process, ")) for name in names]
+    references = {row.reference: make_row(row.reference) for row in rows}
+    return list((references | {row.name: row for row in rows}).values())
 
 
 class Difference(NamedTuple):

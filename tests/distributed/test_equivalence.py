@@ -7,8 +7,18 @@ tests/mutants check that wrong layouts are found.
 from typing import Any
 
 import pytest
-from equivalence_rows import COMBINED, FEATURES, LAYOUTS, MODEL, REJECTED, Row, all_rows, options
+from equivalence_rows import (
+    COMBINED,
+    FEATURES,
+    LAYOUTS,
+    MODEL,
+    REJECTED,
+    Row,
+    all_rows,
+    merge_features,
+)
 from ranks import titanlite
+from small_runs import job_tables
 from train_variants import TINY, merge
 
 from titanlite.config.load import dump_config
@@ -28,11 +38,11 @@ SAMPLE = (
 def job_of_row(row: Row) -> str:
     """Return the job file of a row of the equivalence tables."""
     # Starting data workers would take as long as the training steps.
-    overrides = merge(row.overrides, options("dataset.num_workers = 0"))
+    overrides = merge(row.overrides, job_tables("dataset.num_workers = 0"))
     if overrides.pop("documents", False):
-        overrides = merge(overrides, options("dataset.document_mask = true"))
+        overrides = merge(overrides, job_tables("dataset.document_mask = true"))
     if row.ranks == 1:
-        overrides = merge(overrides, options("parallelism.data_parallel_shard_degree = 1"))
+        overrides = merge(overrides, job_tables("parallelism.data_parallel_shard_degree = 1"))
     return dump_config(JobConfig.model_validate(merge(TINY, {"model": MODEL}, overrides)))
 
 
@@ -57,8 +67,9 @@ def test_a_layout_computes_what_one_process_computes(row, tmp_path):
 @pytest.mark.parametrize("layout", COMBINED)
 def test_rules_accept_exactly_the_compared_combinations(layout):
     ranks, overrides = LAYOUTS[layout]
-    base = options("training.global_batch_size = 8", "activation_checkpoint.mode = 'none'")
-    for feature, (feature_options, *_) in FEATURES.items():
+    base = job_tables("training.global_batch_size = 8 ; activation_checkpoint.mode = 'none'")
+    for feature in FEATURES:
+        feature_options = merge_features(feature.split(", "))
         job = JobConfig.model_validate(merge({"model": MODEL}, base, overrides, feature_options))
         problems = list(check_layout(Run(job, ranks)))
         is_rejected = (layout, feature) in REJECTED
