@@ -117,6 +117,8 @@ training.tokens = "1B" ; training.tokens_per_parameter = 20 =>
 training.tokens_per_parameter = 0.0 =>
 training.tokens_per_parameter = 1e-9 =>
 training.tokens_per_parameter = 1e308 =>
+training.tokens = "64M" ; lr_scheduler.warmup_steps = "6.4B" => "6.4B" makes the learning rate rise
+training.tokens = "64M" ; lr_scheduler.total_steps = "2K" => "2K" makes 0 steps of 16,384 tokens
 checkpoint.interval = "1K" =>
 checkpoint.interval = "500" =>
 validation.freq = "1K" ; validation.holdout = 0.1 =>
@@ -294,6 +296,8 @@ check --device_batch_size 4 => training.local_batch_size
 check --job.dump_folder $HOME/out => Write /
 check --job.dump_folder '$UNSET_HERE/out' => UNSET_HERE
 average run --out x => CHECKPOINTS
+average run run --out empty => empty
+average run run --out x --weights 1 => --weights
 average run/checkpoint/step-00000010 run --out x --weights 1e308 1e308 => --weights
 check --profiling.profiler_ranks 0,1 => 0 1 on the command line
 check --training.steps 4 --lr_scheduler.warmup_steps 10 => lr_scheduler.warmup_steps
@@ -309,6 +313,7 @@ check --1 x => --1
 check --training.local_batch_size 1000000000 => training.local_batch_size
 check --world-sise 4 => --world-size
 check --world-size many => --world-size many
+check --parallelism.pipeline_parallel_degree 7 --parallelism.tensor_parallel_degree 3 => 4 mistakes
 check --tokenizer.path nofile.json => read nofile.json
 check --tokenizer.path me/mine => titanlite get tokenizer me/mine
 check --tokenizer.path nofile.model --model.flavor 8b => titanlite get tokenizer llama3
@@ -327,11 +332,17 @@ prepare --out x --workers 1 --dataset.source tokens --dataset.path text.jsonl \
 prepare --out x --workers 1 --dataset.source jsonl --dataset.path text.jsonl \
 --dataset.loss_mask_column x => dataset.loss_mask_column
 {PREPARE} text.jsonl --out text.jsonl => text.jsonl
+{PREPARE} text.jsonl --out text.jsonl/out => text.jsonl
+{PREPARE} text.jsonl --out no_object => no_object/manifest.json
+{PREPARE} text.jsonl --out foreign => foreign is not empty
 {PREPARE} bad_end.jsonl --out x => bad_end.jsonl
 {PREPARE} cut.jsonl.gz --out x => cut.jsonl.gz
 {PREPARE} no.jsonl.zst --out x => no.jsonl.zst
 {LOOK} jsonl --dataset.path no.jsonl.gz => no.jsonl.gz
 {LOOK} jsonl --dataset.path empty_texts.jsonl --validation.holdout 0.1 => text_column
+{LOOK} jsonl --dataset.path skipped.jsonl --dataset.on_bad_record skip \
+=> no record contains text, and 1 are skipped. The first one skipped: skipped.jsonl, line 2
+{LOOK} jsonl --dataset.path chat.jsonl --dataset.on_bad_record skip => `jq -c
 {LOOK} parquet --dataset.path no.parquet => no.parquet
 {LOOK} text --dataset.path binary.txt => binary.txt
 {LOOK} shards --dataset.path broken_shards => broken_shards
@@ -342,6 +353,7 @@ prepare --out x --workers 1 --dataset.source jsonl --dataset.path text.jsonl \
 data list => list
 data show --sequence 99 {SMALL} => --sequence 99
 {SHOW} text.jsonl --rank 5 => --rank
+{SHOW} text.jsonl --training.steps 99 --step 99 --dataset.max_epochs 1 => step 99 does not exist
 {SHOW} nowhere.jsonl => nowhere.jsonl
 {SHOW} /dev/null => /dev/null
 check --dataset.source jsonl --dataset.path text.jsonl --dataset.text_column body \
@@ -393,6 +405,11 @@ verify => DIR
 tokenizer => --vocab-size
 tokenizer train --vocab-size 5 --out x => --vocab-size must be greater than 512
 tokenizer train --vocab-size 600 --out x --data text.jsonl => --data
+tokenizer train --vocab-size 600 --out made => made/tokenizer.json already exists
+tokenizer train --vocab-size 100000 --out x --dataset.source jsonl --dataset.path text.jsonl \
+=> too small for 100,000 ids
+tokenizer train --vocab-size 600 --out x --dataset.source tokens --dataset.path ids.npy \
+--dataset.token_dtype uint16 => ids.npy contains tokens instead of text.
 tokenizer train --vocab-size 600 --out x --dataset.path text.jsonl => dataset.path = "text.jsonl"
 check --dataset.source jsonl --dataset.path nowhere*.jsonl \
 => command line: dataset.path = "nowhere*.jsonl"
@@ -460,6 +477,10 @@ NNODES=2:1 launch => NNODES=2:1
 MAX_RESTARTS=often launch => MAX_RESTARTS
 NGPU=2 NNODES=1:3 MASTER_ADDR=here launch --training.global_batch_size 8 => data-parallel degree = 6
 profile --steps 1e9 => --steps 1e9
+prove --out job.toml => --out
+prove --world-size 500 => --world-size 500
+prove --parallelism.tensor_parallel_degree 3 => parallelism.tensor_parallel_degree
+WORLD_SIZE=3 prove --parallelism.tensor_parallel_degree 2 => --world-size 3
 profile --out /proc/none => /proc/none
 launch --nproc_per_node 2 => NGPU=N
 """
@@ -471,6 +492,9 @@ FILES: dict[str, str | bytes] = {
     "packed.gz": "",
     "short.jsonl": '{"text": "a"}',
     "empty_texts.jsonl": '{"text": ""}\n' * 9,
+    "skipped.jsonl": '{"text": ""}\n{"text": 5}\n{"text": ""}\n',
+    "chat.jsonl": '{"messages": [{"role": "user", "content": "a"}]}\n' * 9,
+    "ids.npy": "tokens",
     "bad_end.jsonl": TEXT + "no\n",
     "cut.jsonl.gz": gzip.compress(TEXT.encode())[:-20],
     "no.jsonl.gz": "no",
@@ -483,7 +507,10 @@ FILES: dict[str, str | bytes] = {
     "broken/config.json": "{",
     "broken/params.json": "{",
     "broken/step-00000010/manifest.json": "{",
+    "no_object/manifest.json": "[]",
     "list/step-00000010/manifest.json": "[]",
+    "foreign/shard-00000.bin": "",
+    "made/tokenizer.json": "",
     "other_model/config.json": '{"model_type": "gpt2"}',
     "encoder/config.json": '{"model_type": "llama", "is_causal": false}',
     "moved/checkpoint/step-00000010.damaged/x": "",

@@ -58,16 +58,3 @@ def test_source_weights_may_have_many_digits(job_file):
     job_file.write_text(SMALL + "".join(sources))
 
     assert cli.main(["check", "--job.config_file", str(job_file)]) == 0
-
-
-def test_mistakes_in_a_layout_are_found_without_the_number_of_ranks(job_file, capsys):
-    options = (
-        "--parallelism.tensor_parallel_degree 3 --training.seq_len 64 "
-        "--parallelism.pipeline_parallel_degree 4"
-    )
-
-    assert cli.main(["check", "--job.config_file", str(job_file), *options.split()]) == 2
-
-    message = capsys.readouterr().err
-    for named in ("model.n_kv_heads", "training.seq_len", "4 stages"):
-        assert named in message

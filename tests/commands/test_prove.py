@@ -73,11 +73,6 @@ def test_a_correct_layout_is_proven(ranks, options, tmp_path):
     assert passed_checks(certificate) >= PASSED
 
 
-def test_a_folder_that_cannot_be_used_is_named_by_its_option(tmp_path):
-    (tmp_path / "file").touch()
-    assert "--out" in run(tmp_path / "out", f"prove --out {tmp_path}/file", code=2)
-
-
 @pytest.mark.parametrize(
     ("ranks", "number"),
     [(1, signal.SIGTERM), pytest.param(2, signal.SIGINT, marks=pytest.mark.long)],
@@ -131,24 +126,6 @@ def test_a_certificate_is_compared_with_a_job_whose_plugin_has_no_source_file(tm
 
     command = f"{TRAIN_WITH_CERTIFICATE} --job.plugins time"
     assert "require_certificate" in run(folder, command, code=2)
-
-
-def test_more_ranks_than_a_node_can_start_are_rejected(tmp_path):
-    command = f"{sys.executable} -m titanlite prove --world-size 500 --job.dump_folder {tmp_path}"
-    ended = subprocess.run(command.split(), capture_output=True, text=True, check=False)
-    assert ended.returncode == 2
-    assert "--world-size 500" in ended.stderr
-
-
-def test_an_impossible_number_of_ranks_is_an_invalid_job(tmp_path):
-    command = f"prove --job.dump_folder {tmp_path} --parallelism.tensor_parallel_degree 2"
-    assert "--world-size 3" in titanlite(*command.split(), ranks=3, code=2)
-
-
-def test_degrees_that_do_not_fit_the_original_model_are_rejected(tmp_path):
-    printed = run(tmp_path / "out", "prove --parallelism.tensor_parallel_degree 3", code=2)
-    assert "parallelism.tensor_parallel_degree" in printed
-    assert not (tmp_path / "out").exists()
 
 
 def test_short_sequences_are_shrunk_to_a_length_that_the_small_degrees_divide(tmp_path):

@@ -166,18 +166,3 @@ def test_an_error_suggests_no_word_of_its_own_sentence():
         load(job_text(other="[checkpoint]\ninterval = '2M tokens'"))
 
     assert "Did you mean" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("option", "tokens", "steps"),
-    [
-        ("warmup_steps", "6.4M", 50_000),
-        ("decay_steps", "1M", 7812),
-        ("total_steps", "2K", 15),
-    ],
-)
-def test_an_error_about_a_length_in_tokens_shows_the_tokens_and_the_steps(option, tokens, steps):
-    with pytest.raises(UserError, match=tokens) as error:
-        load(job_text("tokens = '64K'", f"[lr_scheduler]\n{option} = '{tokens}'\n"))
-
-    assert str(steps) in str(error.value)

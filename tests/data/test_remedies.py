@@ -78,26 +78,6 @@ def test_a_column_that_a_message_names_has_text(column, tmp_path, capsys):
     assert check(capsys, f"{JSONL} {file} --dataset.text_column {column}")
 
 
-def test_a_source_whose_records_are_all_skipped_is_an_error_with_the_reason(tmp_path, capsys):
-    file = tmp_path / "chat.jsonl"
-    file.write_bytes(FILES[file.name])
-
-    message = check(capsys, f"{JSONL} {file} --dataset.on_bad_record skip", code=2)
-
-    assert "no field 'text'" in message
-    assert "jq" in message
-
-
-def test_a_source_with_skipped_and_empty_records_is_an_error_with_both_reasons(tmp_path, capsys):
-    file = tmp_path / "empty.jsonl"
-    file.write_text('{"text": ""}\n{"text": 5}\n{"text": ""}\n')
-
-    message = check(capsys, f"{JSONL} {file} --dataset.on_bad_record skip", code=2)
-
-    assert "1 are skipped" in message
-    assert "line 2" in message
-
-
 @pytest.mark.parametrize("holdout", ["1e-4", "1e-9", "0.999999"])
 def test_a_holdout_without_a_document_names_one_that_has_enough(holdout, tmp_path, capsys):
     file = tmp_path / "text.jsonl"

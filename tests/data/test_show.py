@@ -94,14 +94,6 @@ def test_ranks_of_a_tensor_parallel_group_read_the_same_sequences(tmp_path, caps
     assert show(capsys, dataset, layout).count("=== step 1, sequence ") == 12
 
 
-def test_a_step_after_the_end_of_the_data_is_an_error(tmp_path, capsys):
-    dataset = jsonl_dataset(tmp_path, some_texts(50))
-
-    message = show(capsys, dataset, "--step 99 --dataset.max_epochs 1", code=2)
-
-    assert "step 99" in message
-
-
 def test_the_log_shows_share_size_and_epochs_of_each_source(tmp_path, caplog):
     texts = some_texts(200)
     num_tokens = sum(len(TOKENIZER.encode(text)) + 2 for text in texts)

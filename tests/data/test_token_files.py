@@ -20,7 +20,6 @@ from data_helpers import (
     write_megatron,
 )
 
-from titanlite.cli import main
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset, DataSource, Validation
 from titanlite.data.prepare import prepare
@@ -192,15 +191,6 @@ def test_an_index_that_changes_while_it_is_read_ends_the_run(tmp_path, name, ind
 
     with pytest.raises(UserError, match=re.escape(index)):
         list(batches)
-
-
-def test_a_tokenizer_cannot_be_trained_on_token_files(tmp_path, capsys):
-    write_raw(tmp_path / "a.npy", DOCUMENTS)
-    source = f"--dataset.source tokens --dataset.path {tmp_path}/a.npy --dataset.token_dtype uint16"
-
-    assert main(f"tokenizer train {source} --vocab-size 600 --out {tmp_path}/out".split()) == 2
-
-    assert "a.npy contains tokens instead of text." in capsys.readouterr().err
 
 
 def test_a_file_whose_documents_do_not_end_with_eos_is_reported(tmp_path, caplog):

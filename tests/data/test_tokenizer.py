@@ -242,21 +242,6 @@ def test_both_files_of_a_trained_tokenizer_give_the_same_ids(keys, tmp_path):
     assert_same_ids()
 
 
-def test_a_tokenizer_is_not_overwritten_and_too_little_text_is_an_error(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("a few words, a few words")
-    (tmp_path / "made").mkdir()
-    (tmp_path / "made/tokenizer.json").write_text("mine")
-    keys = f"--dataset.source text --dataset.path {tmp_path}/a.txt"
-
-    train(tmp_path / "made", keys, code=2)
-    train(tmp_path / "out", keys, size=100_000, code=2)
-
-    errors = capsys.readouterr().err
-    assert "made/tokenizer.json" in errors
-    assert "100,000" in errors
-    assert [file.read_text() for file in (tmp_path / "made").iterdir()] == ["mine"]
-
-
 @pytest.mark.long
 @pytest.mark.skipif(
     sys.version_info[:3] != (3, 11, 7), reason="it is made of this Python's standard library"
