@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from small_runs import SMALL_WITHOUT_WORKERS
 
+from titanlite import cli
 from titanlite.observe.gpus import list_gpus
 
 # The tests in tests/gpu also run without hypothesis.
@@ -138,6 +140,19 @@ def write_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[s
         (tmp_path / f"{name}.py").write_text(source)
 
     return write
+
+
+@pytest.fixture
+def run_command(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that runs a command in this process, and returns output and errors."""
+
+    def run(command: str, code: int = 0) -> str:
+        assert cli.main(shlex.split(command)) == code
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return out + err
+
+    return run
 
 
 @pytest.fixture

@@ -23,14 +23,12 @@ from titanlite.config.errors import (
 from titanlite.config.mistakes import find_table_model
 from titanlite.config.schema import SECTIONS, list_keys
 
-Output = pytest.CaptureFixture[str]
 TITANLITE = [sys.executable, "-P", "-m", "titanlite"]
 
 
-def run_and_capture(capsys: Output, *arguments: str) -> str:
-    """Run a command, and return its output without boxes and line breaks."""
-    assert cli.main(arguments) == 0
-    return " ".join(re.sub(r"[│─╭╮╰╯]", " ", capsys.readouterr().out).split())
+def without_boxes(help_text: str) -> str:
+    """Remove boxes and line breaks."""
+    return " ".join(re.sub(r"[│─╭╮╰╯]", " ", help_text).split())
 
 
 IMPORT_CHECK = """
@@ -63,12 +61,11 @@ def test_help_lists_all_commands_quickly_and_does_not_import_torch(cpu_seconds):
 
 
 def test_the_help_of_train_explains_every_key_and_shows_the_values_of_the_job_file(
-    tmp_path, capsys
+    tmp_path, run_command
 ):
     (tmp_path / "job.toml").write_text("[training]\nsteps = 12345\n")
-    command = f"train --job.config_file {tmp_path}/job.toml --help all"
-    text = run_and_capture(capsys, *command.split())
-    overview = run_and_capture(capsys, "train", "--help")
+    text = without_boxes(run_command(f"train --job.config_file {tmp_path}/job.toml --help all"))
+    overview = run_command("train --help")
 
     for key, field in list_keys().items():
         description = " ".join((field.description or "").split())
@@ -81,28 +78,20 @@ def test_the_help_of_train_explains_every_key_and_shows_the_values_of_the_job_fi
 
 
 @pytest.mark.parametrize(
-    ("options", "present", "absent"),
+    ("command", "present", "absent"),
     [
-        (["help", "launch", "training"], "--training.seq_len <integer>", "--checkpoint.interval"),
-        (["help", "training.steps"], "--training.steps <integer>", "--training.seq_len"),
-        (["help", "max-epochs"], "--dataset.max_epochs <integer>", "--training.steps"),
-        (["help", "training.steps", "job"], "--job.dump_folder <string>", "--training.seq_len"),
-        (
-            ["help", "dataset.stages"],
-            "dataset.stages.start_step <integer> Number of steps before",
-            "--dataset.path",
-        ),
-        (["help", "check"], "--world-size INT Number of ranks", "--training.steps"),
-        (
-            ["data", "show", "-h"],
-            "--step INT",
-            "--out",
-        ),
-        (["--version"], f"titanlite {__version__}, torch 2.", "usage"),
+        ("help launch training", "--training.seq_len <integer>", "--checkpoint.interval"),
+        ("help training.steps", "--training.steps <integer>", "--training.seq_len"),
+        ("help max-epochs", "--dataset.max_epochs <integer>", "--training.steps"),
+        ("help training.steps job", "--job.dump_folder <string>", "--training.seq_len"),
+        ("help dataset.stages", "stages.start_step <integer> Number of steps", "--dataset.path"),
+        ("help check", "--world-size INT Number of ranks", "--training.steps"),
+        ("data show -h", "--step INT", "--out"),
+        ("--version", f"titanlite {__version__}, torch 2.", "usage"),
     ],
 )
-def test_help_explains_only_the_requested_options(options, present, absent, capsys):
-    text = run_and_capture(capsys, *options)
+def test_help_explains_only_the_requested_options(command, present, absent, run_command):
+    text = without_boxes(run_command(command))
     assert present in text
     assert absent not in text
 

@@ -7,8 +7,6 @@ import pytest
 from ranks import titanlite
 from small_runs import SMALL
 
-from titanlite import cli
-
 RECORDS = "".join(
     json.dumps({"text": f"document {i}: " + "some words. " * 40}) + "\n" for i in range(50)
 )
@@ -37,24 +35,20 @@ def job_file(tmp_path, monkeypatch) -> Path:
     ],
     ids=["high learning rate", "JSON as text", "HTML as text", "CSV as text"],
 )
-def test_check_and_train_warn_about_a_suspicious_value(options, named, job_file, capsys):
-    job = ["--job.config_file", str(job_file), *options.split()]
+def test_check_and_train_warn_about_a_suspicious_value(options, named, job_file, run_command):
+    job = f"--job.config_file {job_file} {options}"
 
-    assert cli.main(["check", *job]) == 0
-    assert f"Warning: {named}" in capsys.readouterr().out
-
-    assert f"WARNING: {named}" in titanlite("train", *job, "--training.steps", "1")
+    assert f"Warning: {named}" in run_command(f"check {job}")
+    assert f"WARNING: {named}" in titanlite("train", *job.split(), "--training.steps", "1")
 
 
-def test_usual_values_and_plain_text_cause_no_warning(job_file, capsys):
-    for options in ([], ["--optimizer.name", "SGD", "--optimizer.lr", "30"]):
-        assert cli.main(["check", "--job.config_file", str(job_file), *options]) == 0
-
-    assert "Warning" not in capsys.readouterr().out
+def test_usual_values_and_plain_text_cause_no_warning(job_file, run_command):
+    for options in ("", "--optimizer.name SGD --optimizer.lr 30"):
+        assert "Warning" not in run_command(f"check --job.config_file {job_file} {options}")
 
 
-def test_source_weights_may_have_many_digits(job_file):
+def test_source_weights_may_have_many_digits(job_file, run_command):
     sources = [f"[[dataset.sources]]\nweight = {weight}\n" for weight in (2000.5, 1 / 3)]
     job_file.write_text(SMALL + "".join(sources))
 
-    assert cli.main(["check", "--job.config_file", str(job_file)]) == 0
+    run_command(f"check --job.config_file {job_file}")

@@ -4,22 +4,18 @@ import json
 import logging
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from data_helpers import ROOT, some_texts, write_jsonl, write_parquet
 from hub import Hub, list_file
 
-from titanlite import cli
-
 TOKENIZER = (ROOT / "assets/tokenizer/tokenizer.json").read_bytes()
 FINEWEB = "datasets/HuggingFaceFW/fineweb-edu"
-Output = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
@@ -51,22 +47,14 @@ def hub(tmp_path, monkeypatch) -> Iterator[Hub]:
         yield server
 
 
-def run(capsys: Output, command: str, code: int = 0) -> str:
-    """Run a command and return its output, without the line breaks of boxes."""
-    assert cli.main(shlex.split(command)) == code
-    out, err = capsys.readouterr()
-    assert "Traceback" not in out + err
-    return out + re.sub(r"[\s│]+", " ", err)
+@pytest.fixture
+def get(hub, run_command) -> Callable[..., str]:
+    """Return a function that runs `titanlite get data` with the hub."""
 
+    def run(data: str, code: int = 0) -> str:
+        return run_command(f"get data {data} --from {hub.url}", code)
 
-def get(
-    capsys: Output,
-    hub: Hub,
-    data: str,
-    code: int = 0,
-) -> str:
-    """Run `titanlite get data` with the hub."""
-    return run(capsys, f"get data {data} --from {hub.url}", code)
+    return run
 
 
 @pytest.mark.parametrize(
@@ -79,25 +67,25 @@ def get(
     ],
 )
 def test_a_preset_job_names_the_downloads_that_it_needs(
-    hub, capsys, preset, ranks, is_toy_tokenizer
+    hub, run_command, preset, ranks, is_toy_tokenizer
 ):
     text = (ROOT / "train_configs" / preset).read_text()
     commands = re.findall(r"^#   titanlite ((?:get|tokenizer) .*)$", text, re.M)
     check = f"check --job.config_file {preset} --world-size {ranks}"
 
-    before = run(capsys, check, code=2)
+    before = run_command(check, code=2)
     for command in commands:
         source = f" --from {hub.url}" if command.startswith("get") else ""
-        run(capsys, command + source)
-    after = run(capsys, check)
+        run_command(command + source)
+    after = run_command(check)
 
     assert len(commands) == 2
     assert all(" ".join(command.split()[:3]) in before for command in commands)
     assert ("titanlite get tokenizer llama3" in after) == is_toy_tokenizer
 
 
-def test_a_dry_run_lists_files_and_downloads_none(hub, capsys):
-    output = get(capsys, hub, "fineweb-edu-10bt --dry-run")
+def test_a_dry_run_lists_files_and_downloads_none(hub, get):
+    output = get("fineweb-edu-10bt --dry-run")
 
     listed = {name: size for size, name in re.findall(r"^ *([\d,]+)  (\S+)$", output, re.M)}
     files = {name: f"{len(raw):,}" for name, raw in hub.files[FINEWEB].items() if "10BT" in name}
@@ -105,26 +93,26 @@ def test_a_dry_run_lists_files_and_downloads_none(hub, capsys):
     assert (hub.requests, os.listdir()) == ([], [])
 
 
-def test_a_folder_can_replace_the_hub_and_files_are_downloaded_once(hub, tmp_path, capsys):
+def test_a_folder_can_replace_the_hub_and_files_are_downloaded_once(hub, tmp_path, run_command):
     mirror = tmp_path / "mirror"
     (mirror / "train-0.jsonl").mkdir(parents=True)
     for name, content in hub.files["datasets/me/mine"].items():
         (mirror / name).write_bytes(content)
     for out, origin in (("one", hub.url), ("one", hub.url), ("two", mirror)):
-        output = run(capsys, f"get data me/mine --from {origin} --out {out}")
+        output = run_command(f"get data me/mine --from {origin} --out {out}")
         assert [path.name for path in Path(out).glob("[!.]*")] == ["train.jsonl"]
         assert f'source = "jsonl"\npath = "{out}/**/*.jsonl"' in output
 
     assert hub.requests == [("train.jsonl", 0)]
 
 
-def test_a_download_resumes_after_a_broken_connection(hub, capsys):
+def test_a_download_resumes_after_a_broken_connection(hub, get):
     # huggingface_hub writes, and therefore resumes after, whole blocks of 10 MB.
     content = b"a line\n" * 3_000_000
     hub.files["datasets/me/large"] = {"train.txt": content}
     hub.cut = "train.txt"
 
-    get(capsys, hub, "me/large")
+    get("me/large")
 
     (_, first), (_, second) = hub.requests
 
@@ -133,30 +121,30 @@ def test_a_download_resumes_after_a_broken_connection(hub, capsys):
 
 
 @pytest.mark.parametrize("size", [10, 5000], ids=["git", "lfs"])
-def test_only_files_with_the_stated_checksum_are_kept_and_none_is_overwritten(hub, size, capsys):
+def test_only_files_with_the_stated_checksum_are_kept_and_none_is_overwritten(hub, size, get):
     out = Path("data/sums/train.txt")
     hub.files["datasets/me/sums"] = {out.name: b"x" * size}
 
     hub.replaced[out.name] = b"y" * size
 
-    assert out.name in get(capsys, hub, "me/sums", code=2)
+    assert out.name in get("me/sums", code=2)
     assert not os.listdir(out.parent)
 
     hub.replaced.clear()
-    get(capsys, hub, "me/sums")
+    get("me/sums")
 
     assert out.read_bytes() == b"x" * size
 
     out.write_bytes(b"z" * size)
-    assert str(out) in get(capsys, hub, "me/sums", code=2)
+    assert str(out) in get("me/sums", code=2)
     assert out.read_bytes() == b"z" * size
 
 
-def test_a_stream_is_not_read_beyond_the_size_of_the_file(hub, capsys):
+def test_a_stream_is_not_read_beyond_the_size_of_the_file(hub, get):
     hub.files["datasets/me/endless"] = {"train.txt": b"a line\n" * 1000}
     hub.endless = "train.txt"
 
-    assert "train.txt" in get(capsys, hub, "me/endless", code=2)
+    assert "train.txt" in get("me/endless", code=2)
 
     # The client reads blocks of 10 MB, and sockets buffer some more.
     assert hub.sent < 32_000_000
@@ -175,17 +163,17 @@ for path in ("../../evil.jsonl", "/evil.jsonl", "a//b.jsonl"):
 
 
 @pytest.mark.parametrize("tree", LISTS.values(), ids=LISTS)
-def test_a_malformed_list_of_files_is_an_error(hub, tree, capsys):
+def test_a_malformed_list_of_files_is_an_error(hub, tree, get):
     hub.tree = tree
-    assert "/api/datasets/me/mine" in get(capsys, hub, "me/mine", code=2)
+    assert "/api/datasets/me/mine" in get("me/mine", code=2)
     assert not [*Path("..").rglob("evil.jsonl")]
 
 
 @pytest.mark.parametrize("tree", [b"[]", b""], ids=["empty", "full"])
-def test_a_list_of_files_that_links_to_itself_is_an_error(hub, tree, capsys):
+def test_a_list_of_files_that_links_to_itself_is_an_error(hub, tree, get):
     hub.tree = tree
     hub.link = f"{hub.url}/api/datasets/me/mine/tree/main?cursor=1"
-    assert "/api/datasets/me/mine" in get(capsys, hub, "me/mine", code=2)
+    assert "/api/datasets/me/mine" in get("me/mine", code=2)
 
 
 @pytest.mark.slow
@@ -227,11 +215,11 @@ data me/mine --from {hub} --out /proc/none => /proc
 
 
 @pytest.mark.parametrize("case", FAILURES.strip().split("\n"))
-def test_a_failed_download_reports_how_to_fix_it(hub, case, capsys):
+def test_a_failed_download_reports_how_to_fix_it(hub, case, run_command):
     hub.gated = {"models/meta-llama/Llama-3.1-8B"}
     command, named = case.format(hub=hub.url).split(" => ")
 
-    assert named in run(capsys, f"get {command}", code=2)
+    assert named in run_command(f"get {command}", code=2)
 
 
 DEBUG = "debug_model.toml"
@@ -254,18 +242,20 @@ SHARDS = f"{DEBUG} --dataset.source shards --dataset.path shards"
         (f"{DEBUG} --model.vocab_size 65536", ["tokenizer gpt2"]),
     ],
 )
-def test_check_warns_that_a_run_trains_on_a_toy(tmp_path, monkeypatch, arguments, expected, capsys):
+def test_check_warns_that_a_run_trains_on_a_toy(
+    tmp_path, monkeypatch, arguments, expected, run_command
+):
     monkeypatch.chdir(tmp_path)
     for name in ("train.jsonl", "train.jsonl.gz"):
         write_jsonl(tmp_path / name, some_texts(100))
     if arguments.startswith(SHARDS):
-        run(capsys, "prepare --out shards --dataset.source jsonl --dataset.path train.jsonl")
+        run_command("prepare --out shards --dataset.source jsonl --dataset.path train.jsonl")
     check = f"check --training.global_batch_size 8 --job.config_file {arguments}"
 
-    output = run(capsys, check)
+    output = run_command(check)
 
     downloads = re.findall(r"titanlite get (data|tokenizer \S+)", output)
     assert sorted(downloads) == expected
 
     if steps := re.search(r"--training.steps (\d+)$", output, re.MULTILINE):
-        assert "titanlite get data" not in run(capsys, f"{check} {steps[0]}")
+        assert "titanlite get data" not in run_command(f"{check} {steps[0]}")

@@ -10,8 +10,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from titanlite import cli
-
 SMALL = "check --training.seq_len 64 --training.steps 4 --training.global_batch_size 8"
 JSONL = "--dataset.source jsonl --dataset.path"
 WORDS = "grüße " * 40
@@ -40,21 +38,20 @@ FILES = {
 }
 
 
-def check(capsys, options, code=0):
-    """Check a small job in this process, and return the output."""
-    assert cli.main(f"{SMALL} {options}".split()) == code
-    out, err = capsys.readouterr()
-    return out + err
+@pytest.fixture
+def check(run_command):
+    """Return a function that checks a small job."""
+    return lambda options, code=0: run_command(f"{SMALL} {options}", code)
 
 
 @pytest.mark.parametrize(("name", "content"), FILES.items(), ids=FILES)
 def test_the_command_that_a_message_names_converts_the_file(
-    name, content, tmp_path, monkeypatch, capsys
+    name, content, tmp_path, monkeypatch, check
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_bytes(content)
     source = JSONL.replace("jsonl", "text") if name.endswith("txt") else JSONL
-    message = check(capsys, f"{source} {name}", code=2)
+    message = check(f"{source} {name}", code=2)
     (command,) = re.findall("`([^`]+)`", message)
     # In UTF-16 files, only the first line is a bad record, so skipping it is also suggested.
     if not name.startswith("utf16"):
@@ -65,36 +62,36 @@ def test_the_command_that_a_message_names_converts_the_file(
     (made,) = (path for path in tmp_path.iterdir() if path.name != name)
     if name.endswith("sv"):
         source = source.replace("jsonl", "parquet")
-    check(capsys, f"{source} {made}")
+    check(f"{source} {made}")
 
 
 @pytest.mark.parametrize("column", ["instruction", "output"])
-def test_a_column_that_a_message_names_has_text(column, tmp_path, capsys):
+def test_a_column_that_a_message_names_has_text(column, tmp_path, check):
     file = tmp_path / "alpaca.jsonl"
     file.write_bytes(FILES[file.name])
-    message = check(capsys, f"{JSONL} {file}", code=2)
+    message = check(f"{JSONL} {file}", code=2)
 
     assert re.search(rf"Set dataset.text_column to .*'{column}'", message)
-    assert check(capsys, f"{JSONL} {file} --dataset.text_column {column}")
+    assert check(f"{JSONL} {file} --dataset.text_column {column}")
 
 
 @pytest.mark.parametrize("holdout", ["1e-4", "1e-9", "0.999999"])
-def test_a_holdout_without_a_document_names_one_that_has_enough(holdout, tmp_path, capsys):
+def test_a_holdout_without_a_document_names_one_that_has_enough(holdout, tmp_path, check):
     file = tmp_path / "text.jsonl"
     file.write_text("".join(json.dumps({"text": f"{i} {WORDS}"}) + "\n" for i in range(400)))
     options = f"{JSONL} {file} --validation.freq 2 --validation.holdout"
 
-    message = check(capsys, f"{options} {holdout}", code=2)
+    message = check(f"{options} {holdout}", code=2)
 
     (enough,) = re.findall(r"validation.holdout to ([\d.]+)", message)
-    assert "OK" in check(capsys, f"{options} {enough}")
+    assert "OK" in check(f"{options} {enough}")
 
 
-def test_models_of_the_hub_are_valid_flavors(capsys, tmp_path, monkeypatch):
+def test_models_of_the_hub_are_valid_flavors(check, tmp_path, monkeypatch):
     # The repository contains outputs of earlier runs.
     monkeypatch.chdir(tmp_path)
     for name in ("meta-llama/Llama-3.2-1B", "Llama-3.2-1B", "llama-3.2-1b", "1B"):
-        assert "OK" in check(capsys, f"--model.flavor {name}")
+        assert "OK" in check(f"--model.flavor {name}")
 
 
 PEAK_OF_A_LONG_LINE = """
@@ -157,15 +154,14 @@ def test_a_line_of_any_length_is_a_bad_record_and_takes_little_memory(suffix, tm
     ],
 )
 def test_a_full_disk_of_the_cache_is_an_error_that_names_its_variable(
-    write, command, tmp_path, monkeypatch, capsys
+    write, command, tmp_path, monkeypatch, run_command
 ):
     monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(write, Mock(side_effect=full))
     (tmp_path / "file").write_text("text")
 
-    assert cli.main([*command.split(), f"file://{tmp_path}/file"]) == 2
+    errors = run_command(f"{command} file://{tmp_path}/file", code=2)
 
-    errors = capsys.readouterr().err
     assert "No space left on device" in errors
     assert "TITANLITE_CACHE" in errors

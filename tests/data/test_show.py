@@ -15,7 +15,6 @@ from data_helpers import (
 from tokenizers import Tokenizer as Library
 from tokenizers import models
 
-from titanlite.cli import main
 from titanlite.config.schema import Dataset, DataSource, DataStage
 from titanlite.data.amounts import describe_sources, measure_source
 from titanlite.data.prepare import prepare
@@ -25,29 +24,27 @@ from titanlite.data.tokenizer import load_tokenizer
 SMALL = "--training.seq_len 32 --training.local_batch_size 6 --training.seed 7"
 
 
-def show(capsys, dataset, options, code=0):
+def show(run_command, dataset, options):
     """Run `titanlite data show` without a folder for outputs, and return its output."""
     command = f"data show {SMALL} --job.dump_folder /proc/none {options}"
     if dataset.path:
         command += f" --dataset.source jsonl --dataset.path {dataset.path}"
         command += f" --dataset.packing {dataset.packing}"
-    assert main(command.split()) == code
-    captured = capsys.readouterr()
-    return captured.err if code else captured.out
+    return run_command(command)
 
 
 @pytest.mark.parametrize(
     ("packing", "holdout"),
     [("concat", 0.0), ("best_fit", 0.5)],
 )
-def test_the_text_that_training_reads_is_shown(tmp_path, capsys, packing, holdout):
+def test_the_text_that_training_reads_is_shown(tmp_path, run_command, packing, holdout):
     dataset = jsonl_dataset(tmp_path, some_texts(200), packing=packing)
     loader = make_loader(dataset, global_batch_size=6, holdout=holdout)
     for _ in range(3):
         batch = loader.next_global_batch()
     held_out = f"--validation.holdout {holdout} --validation.freq 1" if holdout else ""
 
-    output = show(capsys, dataset, f"--step 3 {held_out}")
+    output = show(run_command, dataset, f"--step 3 {held_out}")
 
     trained = []
     for micro in batch.microbatches:
@@ -60,38 +57,38 @@ def test_the_text_that_training_reads_is_shown(tmp_path, capsys, packing, holdou
         assert text.startswith(without_padding)
 
 
-def test_padding_is_shown_by_its_length(tmp_path, capsys):
+def test_padding_is_shown_by_its_length(tmp_path, run_command):
     two_do_not_fit = ["word " * 18] * 20
     dataset = jsonl_dataset(tmp_path, two_do_not_fit, packing="best_fit")
 
-    output = show(capsys, dataset, "--sequence 0")
+    output = show(run_command, dataset, "--sequence 0")
 
     assert re.search(r"tokens 0 to (\d+)\n.*\n--- \d+ tokens of padding\n$", output, re.DOTALL)
 
 
-def test_one_sequence_is_shown_with_its_file_and_offsets(capsys):
-    heading, location, *_ = show(capsys, Dataset(), "--sequence 2").split("\n")
+def test_one_sequence_is_shown_with_its_file_and_offsets(run_command):
+    heading, location, *_ = show(run_command, Dataset(), "--sequence 2").split("\n")
 
     assert heading == "=== step 1, sequence 2, python_stdlib"
     assert re.fullmatch(r"--- document \d+: .*\.py, bytes 0 to \d+, tokens 0 to 32", location)
     for old_name in ("--row 2", "--row=2"):
-        assert show(capsys, Dataset(), old_name).startswith(heading)
+        assert show(run_command, Dataset(), old_name).startswith(heading)
 
 
-def test_control_characters_are_escaped(tmp_path, capsys):
+def test_control_characters_are_escaped(tmp_path, run_command):
     dataset = jsonl_dataset(tmp_path, ["\x1b[2J\x9b1m\u202ehidden\r\u2028" * 20])
 
-    output = show(capsys, dataset, "--sequence 0")
+    output = show(run_command, dataset, "--sequence 0")
 
     assert r"\x1b[2J\x9b1m\u202ehidden" in output
     assert output.replace("\n", "").isprintable()
 
 
-def test_ranks_of_a_tensor_parallel_group_read_the_same_sequences(tmp_path, capsys):
+def test_ranks_of_a_tensor_parallel_group_read_the_same_sequences(tmp_path, run_command):
     dataset = jsonl_dataset(tmp_path, some_texts(50))
     layout = "--world-size 4 --parallelism.tensor_parallel_degree 2"
 
-    assert show(capsys, dataset, layout).count("=== step 1, sequence ") == 12
+    assert show(run_command, dataset, layout).count("=== step 1, sequence ") == 12
 
 
 def test_the_log_shows_share_size_and_epochs_of_each_source(tmp_path, caplog):

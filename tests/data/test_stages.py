@@ -9,7 +9,6 @@ from data_helpers import RankLoaders, change, jsonl_dataset, some_texts
 from ranks import run_ranks, small_trainer
 from small_runs import SMALL_WITHOUT_WORKERS, read_metrics
 
-from titanlite.cli import main
 from titanlite.config.schema import DataStage
 from titanlite.hooks.hook import Hook
 
@@ -95,7 +94,7 @@ def test_a_run_in_stages_is_the_same_after_a_resume_and_on_a_pipeline(tmp_path):
 
 
 @pytest.mark.parametrize("columns", [45, 100])
-def test_the_plot_of_the_schedule_fits_the_terminal(tmp_path, monkeypatch, capsys, columns):
+def test_the_plot_of_the_schedule_fits_the_terminal(tmp_path, monkeypatch, run_command, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     stages = STAGES.replace("lr_factor = 0.5", "lr_factor = 0.5\nweights = [1, 3]")
     sources = (
@@ -104,9 +103,9 @@ def test_the_plot_of_the_schedule_fits_the_terminal(tmp_path, monkeypatch, capsy
     job = tmp_path / "job.toml"
     job.write_text(SMALL_WITHOUT_WORKERS + stages + sources)
 
-    assert main(["check", "--job.config_file", str(job), "--plot"]) == 0
+    printed = run_command(f"check --job.config_file {job} --plot")
 
-    lines = capsys.readouterr().out.split("learning rate")[1].split("\n")
+    lines = printed.split("learning rate")[1].split("\n")
     assert max(map(len, lines)) <= columns
 
     first_line = {title.strip(): below for title, below in pairwise(lines)}

@@ -15,7 +15,6 @@ import tomli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlite.cli import main
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset
 from titanlite.data.sources.files import open_source
@@ -197,23 +196,16 @@ def keys(tmp_path_factory):
     return f"--dataset.source jsonl --dataset.path {file} --dataset.on_bad_record skip"
 
 
-def train(out, options, size=600, code=0):
-    """Run `titanlite tokenizer train`."""
-    command = f"tokenizer train --out {out} --vocab-size {size} {options}"
-    assert main(command.split()) == code
-
-
-def test_training_a_tokenizer_twice_writes_the_same_files(keys, tmp_path, capsys):
+def test_training_a_tokenizer_twice_writes_the_same_files(keys, tmp_path, run_command):
     one = tmp_path / "one"
     two = tmp_path / "two"
     for out in (one, two):
-        train(out, keys)
+        printed = run_command(f"tokenizer train --out {out} --vocab-size 600 {keys}")
 
     for name in ("tokenizer.model", "tokenizer.json"):
         assert (one / name).read_bytes() == (two / name).read_bytes()
     size = len("".join(TEXTS).encode())
     tokens = sum(len(load_tokenizer(one / "tokenizer.model").encode(text)) for text in TEXTS)
-    printed = capsys.readouterr().out
 
     assert f"200 documents ({size:,} bytes, {size / tokens:.2f} per token)" in printed
 
@@ -223,8 +215,8 @@ def test_training_a_tokenizer_twice_writes_the_same_files(keys, tmp_path, capsys
     assert job == {"tokenizer": {"path": path}, "model": {"vocab_size": 640}}
 
 
-def test_both_files_of_a_trained_tokenizer_give_the_same_ids(keys, tmp_path):
-    train(tmp_path, keys)
+def test_both_files_of_a_trained_tokenizer_give_the_same_ids(keys, tmp_path, run_command):
+    run_command(f"tokenizer train --out {tmp_path} --vocab-size 600 {keys}")
 
     both = [load_tokenizer(tmp_path / f"tokenizer.{suffix}") for suffix in ("model", "json")]
 
@@ -246,8 +238,8 @@ def test_both_files_of_a_trained_tokenizer_give_the_same_ids(keys, tmp_path):
 @pytest.mark.skipif(
     sys.version_info[:3] != (3, 11, 7), reason="it is made of this Python's standard library"
 )
-def test_training_reproduces_the_included_tokenizer(tmp_path):
-    train(tmp_path, "", size=4096)
+def test_training_reproduces_the_included_tokenizer(tmp_path, run_command):
+    run_command(f"tokenizer train --out {tmp_path} --vocab-size 4096")
 
     assert (tmp_path / "tokenizer.model").read_bytes() == MODEL.read_bytes()
 

@@ -18,7 +18,6 @@ import pytest
 from ranks import descendants
 from small_runs import ROOT, read_jsonl, run_program
 
-from titanlite import cli
 from titanlite.config.load import load_job
 
 VARIABLES = """
@@ -70,7 +69,7 @@ def test_a_wrong_job_is_rejected_at_once_without_torch_or_a_folder(tmp_path):
     ],
 )
 def test_more_processes_than_visible_gpus_are_rejected(
-    monkeypatch, tmp_path, capsys, visible, count
+    monkeypatch, tmp_path, run_command, visible, count
 ):
     write_executable(tmp_path / "nvidia-smi", "#!/bin/sh\necho H100, 81000\necho GB10, '[N/A]'\n")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -78,9 +77,9 @@ def test_more_processes_than_visible_gpus_are_rejected(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
-    assert cli.main(["launch", "--training.steps", "0"]) == 2
+    errors = run_command("launch --training.steps 0", code=2)
 
-    assert (f"this node has {count}." in capsys.readouterr().err) == (count > 0)
+    assert (f"this node has {count}." in errors) == (count > 0)
 
 
 @pytest.fixture

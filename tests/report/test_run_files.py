@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.text import Text
 from small_runs import SMALL
 
-from titanlite.cli import main
 from titanlite.report.page import page_data
 from titanlite.report.run_files import read_status, sparkline
 from titanlite.report.view import View
@@ -232,13 +231,12 @@ def in_terminal(command: str, **environment: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.decode())
 
 
-def test_a_run_that_has_ended_is_shown_once(tmp_path, capsys):
+def test_a_run_that_has_ended_is_shown_once(tmp_path, run_command):
     events = "save 50: saved [red]step 50\nin\x1b[2J", "finish 50: Finished\u202e \r"
     create_run(tmp_path, *events, steps=50)
 
-    assert main(["watch", str(tmp_path)]) == 0
+    lines = run_command(f"watch {tmp_path}").splitlines()
 
-    lines = capsys.readouterr().out.splitlines()
     assert lines[:4] == [
         f"finished  {tmp_path.name}: mine",
         "step 50/50",
@@ -388,7 +386,7 @@ def test_training_on_a_terminal_shows_its_log_and_the_view_below_it(tmp_path):
     assert "running  mine" not in in_terminal(command, TERM="dumb")
 
 
-def test_runs_are_listed_the_latest_first_and_each_once(tmp_path, capsys):
+def test_runs_are_listed_the_latest_first_and_each_once(tmp_path, run_command):
     old = create_run(tmp_path / "old", FINISHED, steps=50)
     for path in old.glob("*.jsonl"):
         earlier = f'"time": {time.time() - 7200}'
@@ -397,9 +395,8 @@ def test_runs_are_listed_the_latest_first_and_each_once(tmp_path, capsys):
     (tmp_path / "group" / "again").symlink_to(tmp_path)
     create_run(old / "archived-1")
 
-    assert main(["runs", str(tmp_path)]) == 0
+    _, *rows = run_command(f"runs {tmp_path}").splitlines()
 
-    _, *rows = capsys.readouterr().out.splitlines()
     assert [" ".join(row.split()[1:6]) for row in rows] == [
         "crashed 50 100 7.5000 100",
         "finished 50 50 7.5000 100",
@@ -407,9 +404,8 @@ def test_runs_are_listed_the_latest_first_and_each_once(tmp_path, capsys):
     assert "new\\x1b[2J" in rows[0]
     assert "2:00:" in rows[1]
 
-    assert main(["runs", str(tmp_path), "--json"]) == 0
+    new, old = json.loads(run_command(f"runs {tmp_path} --json"))["runs"]
 
-    new, old = json.loads(capsys.readouterr().out)["runs"]
     assert (new["state"], new["step"], new["loss"]) == ("crashed", 50, 7.5)
     assert new["exit_reason"] == "boom"
     assert old["state"] == "finished"
