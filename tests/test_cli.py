@@ -54,7 +54,7 @@ def test_help_lists_all_commands_quickly_and_does_not_import_torch(cpu_seconds):
     seconds = cpu_seconds(lambda: subprocess.run(command, stdout=subprocess.DEVNULL))
     assert seconds < 0.2
 
-    output = subprocess.check_output([sys.executable, "-c", IMPORT_CHECK], text=True)
+    output = run_program(sys.executable, "-c", IMPORT_CHECK).stdout
     assert output.count("usage: titanlite") >= len(cli.COMMANDS)
     # No option has two defaults.
     assert not re.search(r"Default: [^(]*\(default", output)

@@ -19,12 +19,12 @@ import pytest
 from from_torchtitan.test_migrate import OF_02
 from hub import Hub
 from ranks import free_port
+from small_runs import ROOT, run_program
 from test_package import copy_repository
 
 from titanlite.cli import COMMANDS
 from titanlite.config.schema import list_keys
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 MAX_PAGE_WORDS = 1500
 WHOLE = os.environ.get("TITANLITE_TUTORIALS") == "whole"
@@ -41,13 +41,10 @@ PYTHON = shlex.quote(sys.executable)
 
 
 def run(command: str, folder: Path, **variables: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
-    options = ["bash", "-euo", "pipefail", "-c", command]
-    timeout = 1800 if WHOLE else 600
-    done = subprocess.run(
-        options, cwd=folder, capture_output=True, text=True, env=environment, timeout=timeout
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    """Run shell commands, and return their output and errors."""
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
+    bash = ("bash", "-euo", "pipefail", "-c", command)
+    done = run_program(*bash, folder=folder, variables=variables)
     return done.stdout + done.stderr
 
 

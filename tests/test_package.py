@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tomllib
 import zipfile
@@ -90,7 +89,7 @@ def test_the_dockerfile_passes_its_linter_and_the_dev_container_uses_it():
 
 def copy_repository(folder: Path) -> Path:
     """Copy the tracked files, without build outputs."""
-    tracked = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
+    tracked = run_program("git", "ls-files", "-z", folder=ROOT).stdout
     for name in filter(None, tracked.split("\0")):
         if os.path.lexists(ROOT / name):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -20,15 +20,11 @@ JOB = SMALL_WITHOUT_WORKERS.replace("[model]", GEMMA).replace("n_kv_heads = 1", 
 @pytest.fixture(scope="module", autouse=True)
 def installed(tmp_path_factory):
     """Make the example importable as an installed package."""
-    described = tmp_path_factory.mktemp("installed") / "titanlite_gemma-1.0.dist-info"
-    described.mkdir()
-    (described.parent / "titanlite_gemma").symlink_to(EXAMPLE / "titanlite_gemma")
-    (described / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: titanlite-gemma\nVersion: 1.0"
-    )
-    (described / "entry_points.txt").write_text("[titanlite.plugins]\ngemma = titanlite_gemma\n")
+    folder = tmp_path_factory.mktemp("installed")
+    (folder / "titanlite_gemma").symlink_to(EXAMPLE / "titanlite_gemma")
+    write_entry_point(folder, "gemma = titanlite_gemma")
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(described.parent))  # ranks and what they start
+        patch.syspath_prepend(str(folder))  # ranks and what they start
         yield
 
 

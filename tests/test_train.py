@@ -4,7 +4,6 @@ Tests of the launcher start `titanlite launch`. Other tests start the ranks dire
 """
 
 import functools
-import json
 import logging
 import os
 import pty
@@ -19,6 +18,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from data_helpers import write_jsonl
 from ranks import descendants, run_ranks, run_small, small_trainer, start_small, titanlite
 from small_runs import (
     indent_like_log,
@@ -379,7 +379,7 @@ def test_non_finite_gradients_stop_the_run_with_exit_code_3_and_without_a_save(j
 
 def write_documents(file: Path, texts: list[str]) -> str:
     """Write a file for the source jsonl, and return the options that read it once."""
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_jsonl(file, texts)
     return f"--dataset.source jsonl --dataset.path {file} --dataset.max_epochs 1"
 
 

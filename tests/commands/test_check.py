@@ -1,15 +1,12 @@
 """`titanlite check` prints the warnings of a start, and finds mistakes for any number of ranks."""
 
-import json
 from pathlib import Path
 
 import pytest
+from data_helpers import write_jsonl
 from ranks import titanlite
 from small_runs import SMALL
 
-RECORDS = "".join(
-    json.dumps({"text": f"document {i}: " + "some words. " * 40}) + "\n" for i in range(50)
-)
 TEXT = "--dataset.source text --dataset.path"
 PAGES = "<!DOCTYPE html>\n" + "<p>Some words to learn from.</p>\n" * 500
 
@@ -17,7 +14,7 @@ PAGES = "<!DOCTYPE html>\n" + "<p>Some words to learn from.</p>\n" * 500
 @pytest.fixture
 def job_file(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "records.txt").write_text(RECORDS)
+    write_jsonl(tmp_path / "records.txt", ["some words. " * 40] * 50)
     (tmp_path / "pages.txt").write_text(PAGES)
     (tmp_path / "table.csv").write_text("id,text\n" + "1,some words\n" * 2000)
     (tmp_path / "job.toml").write_text(SMALL)

@@ -7,7 +7,6 @@ import math
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from data_helpers import load_smaller_tokenizer
 from ranks import World, titanlite
-from small_runs import job_tables
+from small_runs import job_tables, run_program
 from torch.nn import functional as F
 
 from titanlite import cli, completion, generate, generate_many, load_checkpoint
@@ -262,10 +261,9 @@ def test_eval_computes_the_same_score_in_each_layout(trained, files):
 @pytest.mark.slow
 def test_eval_starts_ngpu_ranks_and_prints_only_json(trained, files):
     options = f"eval --checkpoint {trained} --json --parallelism.tensor_parallel_degree 2 --data"
-    command = [sys.executable, "-m", "titanlite", *options.split(), *files]
-    environment = {**os.environ, "NGPU": "2"}
+    command = (sys.executable, "-m", "titanlite", *options.split(), *files)
 
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    done = run_program(*command, variables={"NGPU": "2"})
 
     assert "float32 on 2 x cpu" in done.stderr
 

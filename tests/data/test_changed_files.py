@@ -25,6 +25,7 @@ from small_runs import (
     SMALL,
     indent_like_log,
     launch_job,
+    list_saved_steps,
     read_losses,
     read_metrics,
     start,
@@ -143,11 +144,6 @@ def test_data_that_fails_before_the_first_step_leaves_no_checkpoint(job, tmp_pat
     assert not [*tmp_path.glob("run/checkpoint/step-*")]
 
 
-def newest_checkpoint(out):
-    """Return the step of the newest checkpoint of a run."""
-    return max(int(path.name[5:]) for path in out.glob("checkpoint/step-*"))
-
-
 def stop_a_worker(process, folder):
     os.kill(find_workers(process.pid)[1], signal.SIGSTOP)
 
@@ -182,7 +178,7 @@ def test_a_run_whose_worker_hangs_or_whose_file_changes_is_saved(
 
     assert process.returncode == code, output
     assert len(re.findall(reason, output)) == 1
-    assert newest_checkpoint(out) == max(read_losses(out))
+    assert list_saved_steps(out)[-1] == max(read_losses(out))
 
 
 BAD = r"text\.jsonl, line \d+: not valid JSON"
@@ -208,7 +204,7 @@ def test_a_run_that_a_bad_record_ends_resumes_if_such_records_are_skipped(job, t
     last = max(read_losses(out))
 
     assert 3 < last < 12
-    assert newest_checkpoint(out) == last
+    assert list_saved_steps(out)[-1] == last
 
     (error,) = re.findall(rf"\S*{BAD}", output)
     reason = output[output.index(error) :]

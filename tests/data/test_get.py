@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from data_helpers import ROOT, some_texts, write_jsonl, write_parquet
 from hub import Hub, list_file
+from small_runs import run_program
 
 TOKENIZER = (ROOT / "assets/tokenizer/tokenizer.json").read_bytes()
 FINEWEB = "datasets/HuggingFaceFW/fineweb-edu"
@@ -195,7 +196,7 @@ def test_ctrl_c_stops_a_download_and_the_same_command_resumes_it(hub):
 
     assert [*home.rglob("*.parquet")] == [home / first]
 
-    subprocess.run(options, check=True, capture_output=True)
+    run_program(*options)
     assert [name for name, _ in hub.requests] == [first, second, second]
     assert all((home / name).read_bytes() == raw for name, raw in files.items())
 

@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import subprocess
 import sys
 
 import numpy as np
@@ -24,6 +23,7 @@ from data_helpers import (
     some_texts,
     write_jsonl,
 )
+from small_runs import run_program
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset, DataSource
@@ -82,16 +82,14 @@ def test_threads_and_kills_change_no_byte(tmp_path):
     text = make_dataset("jsonl", tmp_path / "*.gz")
     job = make_run(text).job.model_dump_json(exclude_none=True)
 
-    def run(out, threads, *last):
-        folder = str(tmp_path / out)
-        command = [sys.executable, "-c", CODE, job, folder, str(threads), *last]
-        return subprocess.run(command, cwd=ROOT, check=False).returncode
+    def run(out, threads, *last, code=0):
+        command = (sys.executable, "-c", CODE, job, tmp_path / out, threads, *last)
+        run_program(*command, folder=ROOT, code=code)
 
-    assert run("one", 1) == 0
-
+    run("one", 1)
     for last in ("shard-00000.bin", "shard-00004.idx"):
-        assert run("killed", 2, last) == -signal.SIGKILL
-    assert run("killed", 3) == 0
+        run("killed", 2, last, code=-signal.SIGKILL)
+    run("killed", 3)
 
     files = read_files(tmp_path / "one")
     assert read_files(tmp_path / "killed") == files

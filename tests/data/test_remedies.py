@@ -2,13 +2,14 @@
 
 import errno
 import json
-import os
 import re
 import subprocess
 import sys
 from unittest.mock import Mock
 
 import pytest
+from data_helpers import write_jsonl
+from small_runs import run_program
 
 SMALL = "check --training.seq_len 64 --training.steps 4 --training.global_batch_size 8"
 JSONL = "--dataset.source jsonl --dataset.path"
@@ -77,8 +78,7 @@ def test_a_column_that_a_message_names_has_text(column, tmp_path, check):
 
 @pytest.mark.parametrize("holdout", ["1e-4", "1e-9", "0.999999"])
 def test_a_holdout_without_a_document_names_one_that_has_enough(holdout, tmp_path, check):
-    file = tmp_path / "text.jsonl"
-    file.write_text("".join(json.dumps({"text": f"{i} {WORDS}"}) + "\n" for i in range(400)))
+    file = write_jsonl(tmp_path / "text.jsonl", [f"{i} {WORDS}" for i in range(400)])
     options = f"{JSONL} {file} --validation.freq 2 --validation.holdout"
 
     message = check(f"{options} {holdout}", code=2)
@@ -133,14 +133,9 @@ print(peak - baseline)
 def test_a_line_of_any_length_is_a_bad_record_and_takes_little_memory(suffix, tmp_path):
     # A child process measures its own peak memory. Without the variables, glibc would keep a number
     # of freed blocks that depends on the machine.
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK_OF_A_LONG_LINE, str(tmp_path / f"long.{suffix}")],
-        env={**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "0"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    growth = int(done.stdout) / 1024
+    command = (sys.executable, "-c", PEAK_OF_A_LONG_LINE, tmp_path / f"long.{suffix}")
+    variables = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "0"}
+    growth = int(run_program(*command, variables=variables).stdout) / 1024
 
     # In MiB. The source keeps and copies 256 MiB of the line, which has 1,430 MiB.
     assert growth < 900

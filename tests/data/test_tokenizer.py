@@ -4,7 +4,6 @@ import json
 import operator
 import os
 import shutil
-import subprocess
 import sys
 import unicodedata
 from pathlib import Path
@@ -14,6 +13,7 @@ import tokenizers
 import tomli
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_runs import run_program
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset
@@ -251,11 +251,11 @@ def test_a_pattern_that_takes_too_long_is_an_error_without_a_backtrace(tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     (tmp_path / "a.txt").write_text("x" * 40)
     options = "--tokenizer.path tokenizer.json --dataset.source text --dataset.path a.txt"
-    command = [sys.executable, "-P", "-m", "titanlite", "check", *options.split()]
-    environment = {**os.environ, "RUST_BACKTRACE": "1"}
+    command = (sys.executable, "-P", "-m", "titanlite", "check", *options.split())
 
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    errors = run_program(
+        *command, folder=tmp_path, variables={"RUST_BACKTRACE": "1"}, code=2
+    ).stderr
 
-    assert done.returncode == 2
-    assert "tokenizer.json: " in done.stderr
-    assert "backtrace:" not in done.stderr
+    assert "tokenizer.json: " in errors
+    assert "backtrace:" not in errors

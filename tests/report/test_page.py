@@ -4,7 +4,6 @@ import json
 import random
 import re
 import shutil
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,6 +12,7 @@ from urllib.parse import unquote
 
 import pytest
 from report.test_run_files import FINISHED, create_run, event_line, line, write_metrics
+from small_runs import run_program
 
 from titanlite.report.page import make_page, page_data
 from titanlite.report.run_files import read_status
@@ -191,7 +191,7 @@ def test_the_commands_need_no_torch(tmp_path):
     run = create_run(tmp_path / "run", FINISHED)
     page = tmp_path / "page.html"
 
-    subprocess.run([sys.executable, "-c", NO_TORCH, run, page], check=True)
+    run_program(sys.executable, "-c", NO_TORCH, run, page)
 
     assert page.read_text().startswith("<!doctype html>")
 
@@ -270,9 +270,7 @@ def open_in_browser(file: Path, page: str) -> str:
     file.write_text(page)
     options = "--headless=new --no-sandbox --disable-gpu --window-size=1400,1000 --dump-dom"
     options += f" --virtual-time-budget=5000 --user-data-dir={file}.profile file://{file}"
-    command = [CHROMIUM, *options.split()]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    return done.stdout
+    return run_program(CHROMIUM, *options.split()).stdout
 
 
 @pytest.fixture
