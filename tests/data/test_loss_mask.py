@@ -140,12 +140,6 @@ def test_another_mask_column_is_another_source(tmp_path):
         make_loader(make_dataset("jsonl", path)).load_state_dict(state)
 
 
-def test_a_missing_mask_column_of_a_table_is_named(tmp_path):
-    write_parquet(tmp_path / "a.parquet", TEXTS)
-    with pytest.raises(UserError, match=r"a\.parquet.*'mask'.*Set loss_mask_column"):
-        make_loader(make_dataset("parquet", tmp_path / "a.parquet", loss_mask_column="mask"))
-
-
 @pytest.mark.slow
 def test_run_with_fewer_labels_than_sequences_resumes(tmp_path):
     path = tmp_path / "a.jsonl"

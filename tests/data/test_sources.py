@@ -211,6 +211,7 @@ jsonl short.gz => short\.gz.*again
 jsonl middle.gz => middle\.gz.*again
 jsonl end.gz => end\.gz.*again
 parquet a.parquet text_column=body => a.parquet.* no field 'body' .* there are: 'id', 'text'
+parquet a.parquet loss_mask_column=mask => a\.parquet.*'mask'.*Set loss_mask_column
 parquet foot.parquet => foot\.parquet
 parquet group.parquet => group\.parquet
 text . => is a folder; .*/\* names
