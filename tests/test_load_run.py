@@ -60,6 +60,7 @@ training.seq_len = 64 | --training.steps 7 | training.seq_len = 64
 | --training.global_batch_size -1 | training.global_batch_size = -1
 | --optimizer.lr 1e-3 | optimizer.lr = 1e-3
 optimizer.eps = 1 | | optimizer.eps = 1.0
+metrics.writers = ["json"] | | metrics.loggers = ["json"]
 | --compile.enable | compile.enable = true
 | --checkpoint.no-enable | checkpoint.enable = false
 | --model.tied-embeddings | model.tied_embeddings = true

@@ -21,6 +21,7 @@ from titanlite.config.flavors import FLAVORS
 from titanlite.config.run import Degrees, Run, build_architecture
 from titanlite.config.schema import JobConfig, Model
 from titanlite.model.llama import Llama
+from titanlite.observe.flops import num_params
 
 # All numbers except the last two were published.
 PARAMETERS = tomli.loads("""
@@ -68,6 +69,7 @@ def test_a_flavor_has_exactly_its_number_of_parameters(flavor):
     with torch.device("meta"):
         model = Llama(FLAVORS[flavor])
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[flavor]
+    assert num_params(FLAVORS[flavor]) == PARAMETERS[flavor]
 
 
 def test_a_job_overrides_each_number_of_a_flavor():

@@ -7,7 +7,6 @@ from ranks import run_small, start_small
 from small_runs import read_losses, read_metrics
 
 from titanlite.config.errors import UserError
-from titanlite.config.load import load_job
 from titanlite.load_run import load_run
 
 
@@ -82,11 +81,3 @@ def test_plugin_and_job_with_former_names_still_work(tmp_path, write_plugin):
     for entry in read_metrics(tmp_path / "out").values():
         expected.append(" ".join(str(entry[name]) for name in names))
     assert (tmp_path / "out" / "table.txt").read_text().splitlines() == expected
-
-
-def test_job_file_with_the_former_key_loads(tmp_path):
-    (tmp_path / "job.toml").write_text('[metrics]\nwriters = ["json"]\n')
-
-    job = load_job(f"--job.config_file {tmp_path}/job.toml".split())
-
-    assert job.metrics.loggers == ("json",)
