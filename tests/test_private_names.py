@@ -23,15 +23,14 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and name.strip("_") != ""
 
 
-def find_names(code: str) -> tuple[set[str], set[str]]:
-    """Return all names in a module, and the private names of other libraries among them.
+def find_private_names(code: str) -> set[str]:
+    """Return the private names of other libraries in a module.
 
     A private name is not counted if the module defines it, or if it is an attribute of `self`,
     `cls`, `super()` or a module of the standard library.
     """
     defined = set(PYTHON_NAMES)
     foreign = set[str]()
-    other = set[str]()
     for node in ast.walk(ast.parse(code)):
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
@@ -49,26 +48,20 @@ def find_names(code: str) -> tuple[set[str], set[str]]:
                 foreign.add(name)
             case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name):
                 defined.add(name)
-                other.add(name)
             case ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr=name):
                 defined.add(name)
-            case ast.Attribute(value=ast.Name(id=owner), attr=name):
-                names = other if owner in sys.stdlib_module_names else foreign
-                names.add(name)
+            case ast.Attribute(value=ast.Name(id=owner)) if owner in sys.stdlib_module_names:
+                pass
             case ast.Attribute(attr=name):
                 foreign.add(name)
-            case ast.Constant(value=str(name)) | ast.Name(id=name):
-                other.add(name)
-                # Strings such as "torch.a.b" name attributes to patch.
-                if re.fullmatch(r"torch(\.\w+)+", name):
-                    foreign |= set(name.split("."))
-    private = {name for name in foreign - defined if is_private(name)}
-    return foreign | other, private
+            # Strings such as "torch.a.b" name attributes to patch.
+            case ast.Constant(value=str(name)) if re.fullmatch(r"torch(\.\w+)+", name):
+                foreign |= set(name.split("."))
+    return {name for name in foreign - defined if is_private(name)}
 
 
 MODULES = {
-    str(path.relative_to(PACKAGE)): find_names(path.read_text())
-    for path in sorted(PACKAGE.rglob("*.py"))
+    str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))
 }
 
 
@@ -84,13 +77,12 @@ def test_every_private_name_in_the_package_is_listed():
     listed = set[tuple[str, str]]()
     for names, modules, *_ in TABLE_ROWS:
         listed |= set(itertools.product(names, modules))
-    used = {(name, module) for module, (_, private) in MODULES.items() for name in private}
-
     unlisted = []
-    for name, module in used:
+    for module, code in MODULES.items():
         folder = f"{module.split('/')[0]}/"
-        if not {(name, module), (name, folder)} & listed:
-            unlisted.append((name, module))
+        for name in find_private_names(code):
+            if not {(name, module), (name, folder)} & listed:
+                unlisted.append((name, module))
 
     assert unlisted == []
 
@@ -111,11 +103,8 @@ def test_every_listed_name_is_used_in_the_listed_modules_and_has_a_test(row):
     assert tests
 
     for prefix in modules_or_folders:
-        used = set[str]()
-        for module, (all_names, _) in MODULES.items():
-            if module.startswith(prefix):
-                used |= all_names
-        assert set(names) <= used, prefix
+        code = "".join(code for module, code in MODULES.items() if module.startswith(prefix))
+        assert set(names) <= set(re.findall(r"\w+", code)), prefix
     for test in tests:
         file, _, function = test.partition("::")
         assert f"def {function}(" in (ROOT / file).read_text(), test
