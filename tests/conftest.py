@@ -57,20 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=sort_key)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Check that every grouped test has its group, then freeze all loaded objects.
-
-    Without working groups, each worker would create expensive shared fixtures again.
-    """
-    if getattr(session.config.option, "loadgroup", False):
-        lost = [
-            item
-            for item in session.items
-            if item.get_closest_marker("xdist_group") and "@" not in item.nodeid
-        ]
-        assert not lost, (
-            f"{lost[0].nodeid} is in no group: pytest and pytest-xdist have incompatible versions"
-        )
+def pytest_collection_finish() -> None:
     gc.collect()
     # torch and all test modules stay loaded, so garbage collections need not traverse them again.
     gc.freeze()
