@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli
 import torch
 import torch.distributed as dist
 from data_helpers import load_smaller_tokenizer
@@ -282,23 +283,34 @@ def test_greedy_text_does_not_depend_on_the_other_prompts_of_a_batch(loaded, mon
         assert [(result.prompt, result.completion) for result in results] == expected
 
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {"head_dim": 16, "mup_base_dim": 8, "mup_base_head_dim": 4},
-    "Qwen3ForCausalLM": {"head_dim": 16, "qk_norm": "head"},
-    "Olmo2ForCausalLM": {"qk_norm": "projection", "norm_placement": "after"},
-    "Olmo3ForCausalLM": {
-        "qk_norm": "projection",
-        "norm_placement": "after",
-        "sliding_window": 6,
-        "full_attention_interval": 2,
-        "rope_scaling": "yarn",
-        "rope_scaling_factor": 4.0,
-        "rope_original_max_seq_len": 16,
-    },
-    "MistralForCausalLM": {"sliding_window": 6},
-    "SmolLM3ForCausalLM": {"no_rope_interval": 2, "tied_embeddings": True},
-    "Qwen2ForCausalLM": {"qkv_bias": True, "tied_embeddings": True},
-}
+FAMILIES = tomli.loads("""
+[LlamaForCausalLM]
+head_dim = 16
+mup_base_dim = 8
+mup_base_head_dim = 4
+[Qwen3ForCausalLM]
+head_dim = 16
+qk_norm = "head"
+[Olmo2ForCausalLM]
+qk_norm = "projection"
+norm_placement = "after"
+[Olmo3ForCausalLM]
+qk_norm = "projection"
+norm_placement = "after"
+sliding_window = 6
+full_attention_interval = 2
+rope_scaling = "yarn"
+rope_scaling_factor = 4.0
+rope_original_max_seq_len = 16
+[MistralForCausalLM]
+sliding_window = 6
+[SmolLM3ForCausalLM]
+no_rope_interval = 2
+tied_embeddings = true
+[Qwen2ForCausalLM]
+qkv_bias = true
+tied_embeddings = true
+""")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
