@@ -177,41 +177,38 @@ def titanlite(*options: object, ranks: int = 1, code: int = 0) -> str:
     return start_titanlite(*options, ranks=ranks).wait_for_exit(code)
 
 
-def start_small(
-    out: Path,
-    *options: object,
-    ranks: int = 1,
-    before: Callable[[], None] | None = None,
-) -> World:
-    """Start `titanlite train` with the small job and the output folder `out`.
+def write_small_job(file: Path, out: Path, options: Sequence[object]) -> list[str]:
+    """Write the small job, and return the options for it, its output folder and `options`.
 
     Ranks read the data themselves, without data workers.
     Strings are split at spaces: "--training.steps 4" is an option and its value.
     """
-    job = out.with_suffix(".toml")
-    job.write_text(SMALL_WITHOUT_WORKERS)
-    files = ("--job.config_file", job, "--job.dump_folder", out)
-    return start_titanlite("train", *files, *split_words(options), ranks=ranks, before=before)
+    file.write_text(SMALL_WITHOUT_WORKERS)
+    words = ["--job.config_file", str(file), "--job.dump_folder", str(out)]
+    for option in options:
+        words += option.split() if isinstance(option, str) else [str(option)]
+    return words
+
+
+def start_small(
+    out: Path,
+    *options: object,
+    command: str = "train",
+    ranks: int = 1,
+    before: Callable[[], None] | None = None,
+) -> World:
+    """Start a command like the launcher, with the options of `write_small_job`."""
+    words = write_small_job(out.with_suffix(".toml"), out, options)
+    return start_titanlite(command, *words, ranks=ranks, before=before)
 
 
 def run_small(out: Path, *options: object, ranks: int = 1, code: int = 0, **keys: Any) -> str:
-    """Train like `start_small`, check the exit codes, and return the output."""
+    """Run a command like `start_small`, check the exit codes, and return the output."""
     return start_small(out, *options, ranks=ranks, **keys).wait_for_exit(code)
 
 
-def split_words(options: Sequence[object]) -> list[object]:
-    """Split strings at spaces, and keep other objects, such as paths."""
-    parts: list[object] = []
-    for word in options:
-        parts += word.split() if isinstance(word, str) else [word]
-    return parts
-
-
 def small_trainer(folder: str | Path, hooks: Hook | list[Hook], *options: object) -> Trainer:
-    """Return a trainer of the small job with additional hooks and the output folder `out`.
-
-    Strings in `options` are split at spaces.
-    """
+    """Return a trainer of the small job with additional hooks and the output folder `out`."""
     import torch
 
     from titanlite.load_run import load_run
@@ -219,10 +216,8 @@ def small_trainer(folder: str | Path, hooks: Hook | list[Hook], *options: object
 
     job = Path(folder, f"{os.environ['RANK']}.toml")
     job.parent.mkdir(parents=True, exist_ok=True)
-    job.write_text(SMALL_WITHOUT_WORKERS)
-    files = ["--job.config_file", str(job), "--job.dump_folder", f"{folder}/out"]
-    arguments = [*files, *map(str, split_words(options))]
-    run = load_run(arguments, int(os.environ["WORLD_SIZE"]))
+    words = write_small_job(job, job.with_name("out"), options)
+    run = load_run(words, int(os.environ["WORLD_SIZE"]))
     hooks = hooks if isinstance(hooks, list) else [hooks]
     return Trainer(run, torch.device("cpu"), hooks)
 

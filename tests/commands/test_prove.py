@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import titanlite
-from small_runs import SMALL_WITHOUT_WORKERS, read_printed_json
+from ranks import run_small
+from small_runs import read_printed_json
 
 from titanlite.prove.shrink import parse_original, shrink
 
@@ -31,40 +31,24 @@ PASSED = {
 }
 
 
-def run(
-    out: Path,
-    command: str,
-    ranks: int = 1,
-    code: int = 0,
-) -> str:
-    """Run a command with the small job and the output folder `out`, and return the output."""
-    job = out.with_suffix(".toml")
-    job.write_text(SMALL_WITHOUT_WORKERS)
-    command += f" --job.config_file {job} --job.dump_folder {out}"
-    return titanlite(*command.split(), ranks=ranks, code=code)
-
-
 def prove(
     out: Path,
     options: str = "",
     ranks: int = 2,
 ) -> dict[str, Any]:
     """Prove the small job, and return the certificate that is printed."""
-    return read_printed_json(run(out, f"prove --json {options}", ranks))
+    return read_printed_json(run_small(out, "--json", options, command="prove", ranks=ranks))
 
 
 def passed_checks(certificate: dict[str, Any]) -> set[str]:
     return {row["check"] for row in certificate["rows"] if row["passed"]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [
-        pytest.param(4, HSDP, id="hsdp", marks=pytest.mark.long),
-        pytest.param(4, FSDP_TP, id="fsdp x tp", marks=pytest.mark.long),
-        pytest.param(4, CP_DOCUMENTS, id="cp, documents", marks=pytest.mark.long),
-        pytest.param(2, PP, id="pp", marks=pytest.mark.long),
-    ],
+    [(4, HSDP), (4, FSDP_TP), (4, CP_DOCUMENTS), (2, PP)],
+    ids=["hsdp", "fsdp x tp", "cp, documents", "pp"],
 )
 def test_a_correct_layout_is_proven(ranks, options, tmp_path):
     certificate = prove(tmp_path / "out", options, ranks)
@@ -77,10 +61,8 @@ def test_a_correct_layout_is_proven(ranks, options, tmp_path):
     ("ranks", "number"),
     [(1, signal.SIGTERM), pytest.param(2, signal.SIGINT, marks=pytest.mark.long)],
 )
-def test_a_stopped_proof_deletes_its_temporary_files(ranks, number, tmp_path):
-    job = tmp_path / "job.toml"
-    job.write_text(SMALL_WITHOUT_WORKERS)
-    options = f"--job.config_file {job} --job.dump_folder {tmp_path}/out --world-size {ranks}"
+def test_a_stopped_proof_deletes_its_temporary_files(ranks, number, job_file, tmp_path):
+    options = f"--job.config_file {job_file} --job.dump_folder {tmp_path}/out --world-size {ranks}"
     command = f"{sys.executable} -m titanlite prove {options} --steps 1000"
     with subprocess.Popen(command.split()) as process:
         while not list(tmp_path.glob("out/proof/run-*/*")):
@@ -92,17 +74,17 @@ def test_a_stopped_proof_deletes_its_temporary_files(ranks, number, tmp_path):
     assert not list(tmp_path.glob("out/proof/run-*"))
 
 
-TRAIN_WITH_CERTIFICATE = "train --job.require_certificate --training.steps 2"
+WITH_CERTIFICATE = "--job.require_certificate --training.steps 2"
 
 
 def test_a_start_can_require_a_certificate(tmp_path):
     out = tmp_path / "out"
     assert passed_checks(prove(out)) >= PASSED
 
-    rejected = run(out, f"{TRAIN_WITH_CERTIFICATE} --optimizer.lr 3e-3", code=2)
+    rejected = run_small(out, WITH_CERTIFICATE, "--optimizer.lr 3e-3", code=2)
     assert "job.require_certificate" in rejected
     assert "titanlite prove" in rejected
-    assert "certificate" in run(out, TRAIN_WITH_CERTIFICATE)
+    assert "certificate" in run_small(out, WITH_CERTIFICATE)
 
 
 def test_a_certificate_of_fewer_ranks_or_with_a_failed_comparison_is_rejected(tmp_path):
@@ -110,13 +92,13 @@ def test_a_certificate_of_fewer_ranks_or_with_a_failed_comparison_is_rejected(tm
     certificate = prove(out, ranks=1)
 
     assert certificate["proven"]
-    assert "require_certificate" in run(out, TRAIN_WITH_CERTIFICATE, ranks=2, code=2)
+    assert "require_certificate" in run_small(out, WITH_CERTIFICATE, ranks=2, code=2)
 
     certificate["rows"][0]["passed"] = False
     (path,) = out.glob("proof/certificate-*.json")
     path.write_text(json.dumps(certificate))
 
-    assert "require_certificate" in run(out, TRAIN_WITH_CERTIFICATE, code=2)
+    assert "require_certificate" in run_small(out, WITH_CERTIFICATE, code=2)
 
 
 def test_a_certificate_is_compared_with_a_job_whose_plugin_has_no_source_file(tmp_path):
@@ -124,8 +106,8 @@ def test_a_certificate_is_compared_with_a_job_whose_plugin_has_no_source_file(tm
     (folder / "proof").mkdir(parents=True)
     (folder / "proof" / "certificate-20260131-120000.json").write_text("{}")
 
-    command = f"{TRAIN_WITH_CERTIFICATE} --job.plugins time"
-    assert "require_certificate" in run(folder, command, code=2)
+    output = run_small(folder, WITH_CERTIFICATE, "--job.plugins time", code=2)
+    assert "require_certificate" in output
 
 
 def test_short_sequences_are_shrunk_to_a_length_that_the_small_degrees_divide(tmp_path):

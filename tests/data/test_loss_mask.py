@@ -16,7 +16,7 @@ from data_helpers import (
     write_megatron,
     write_parquet,
 )
-from ranks import start_small
+from ranks import run_small
 from small_runs import read_metrics
 
 from titanlite.commands.data import show_step
@@ -146,10 +146,10 @@ def test_run_with_fewer_labels_than_sequences_resumes(tmp_path):
     write_jsonl(path, ["word " * 400] * 80, mask=[[[0, 1]], [], [], []] * 20)
     data = "--dataset.source jsonl --dataset.loss_mask_column mask --dataset.path", path
     options = *data, "--training.global_batch_size 8 --training.steps"
-    start_small(tmp_path / "run", *options, 2).wait_for_exit(0)
+    run_small(tmp_path / "run", *options, 2)
     labels = read_metrics(tmp_path / "run")[2]["tokens"]
     assert 0 < labels < 2 * 8
 
-    log = start_small(tmp_path / "run", *options, 3).wait_for_exit(0)
+    log = run_small(tmp_path / "run", *options, 3)
 
     assert "Resumed after step 2 " in log

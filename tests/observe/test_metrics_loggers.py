@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from ranks import run_small, start_small
+from ranks import run_small
 from small_runs import read_losses, read_metrics
 
 from titanlite.config.errors import UserError
@@ -39,8 +39,7 @@ def hide_key() -> None:
 @pytest.mark.slow
 def test_wandb_without_a_key_is_a_user_error(tmp_path):
     pytest.importorskip("wandb")
-    world = start_small(tmp_path / "out", "--metrics.enable_wandb", before=hide_key)
-    output = world.wait_for_exit(2)
+    output = run_small(tmp_path / "out", "--metrics.enable_wandb", before=hide_key, code=2)
 
     assert "metrics.enable_wandb" in output
     assert "WANDB_MODE=offline" in output
