@@ -240,31 +240,25 @@ def test_a_second_start_in_a_used_folder_fails_and_changes_no_file_of_the_first(
 TRY_LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 
 
-class LockProbe(logging.Handler):
-    """Records whether another process can lock a file when the end of the run is logged."""
-
-    def __init__(self, file: Path) -> None:
-        super().__init__()
-        self._command = [sys.executable, "-c", TRY_LOCK, str(file)]
-        self.results: list[bool] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "Finished" in str(record.msg):
-            self.try_lock()
-
-    def try_lock(self) -> None:
-        process = subprocess.run(self._command, capture_output=True, check=False)
-        self.results.append(process.returncode == 0)
-
-
 def probe_lock(folder: Path) -> list[bool]:
     """Try to lock the output folder when the end of the run is logged, and after the run."""
+    could_lock = []
+
+    def try_lock() -> None:
+        command = [sys.executable, "-c", TRY_LOCK, str(folder / "out/.run.lock")]
+        process = subprocess.run(command, capture_output=True, check=False)
+        could_lock.append(process.returncode == 0)
+
+    def try_lock_at_end(record: logging.LogRecord) -> bool:
+        if "Finished" in str(record.msg):
+            try_lock()
+        return True
+
     trainer = small_trainer(folder, Hook(), "--training.steps 2")
-    probe = LockProbe(folder / "out/.run.lock")
-    logging.getLogger("titanlite").addHandler(probe)
+    logging.getLogger("titanlite").addFilter(try_lock_at_end)
     trainer.train()
-    probe.try_lock()
-    return probe.results
+    try_lock()
+    return could_lock
 
 
 def test_a_run_logs_its_end_before_the_next_run_may_use_the_folder(tmp_path):
