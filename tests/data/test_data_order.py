@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from titanlite import Loader
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.flavors import Architecture
-from titanlite.config.schema import Dataset, DataSource, DataStage
+from titanlite.config.schema import Dataset, DataStage
 from titanlite.data.loader import OutOfData
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.tokenizer_files import train_tokenizer
@@ -39,22 +39,41 @@ from titanlite.model.llama import Llama
 
 STEPS = 9
 TEXTS = some_texts(230)
-DATASETS = tomli.loads("""
-concat = {source = "jsonl", path = "a.jsonl"}
-best_fit = {source = "jsonl", path = "a.jsonl", packing = "best_fit"}
-mask = {source = "jsonl", path = "a.jsonl", document_mask = true}
-holdout = {source = "jsonl", path = "a.jsonl"}
-capped = {source = "jsonl", path = "a.jsonl", max_epochs = 2}
-"capped best_fit" = {source = "jsonl", path = "a.jsonl", max_epochs = 2, packing = "best_fit"}
-skip = {source = "jsonl", path = "bad.jsonl", on_bad_record = "skip"}
-gz = {source = "jsonl", path = "a*.gz"}
-zst = {source = "jsonl", path = "*.zst", packing = "best_fit", max_epochs = 1}
-parquet = {source = "parquet", path = "*.parquet"}
-arrow = {source = "arrow", path = "arrow"}
-streaming = {source = "huggingface", path = "hub", streaming = true, packing = "best_fit"}
-text = {source = "text", path = "*.txt"}
-windows = {source = "jsonl", path = "large.jsonl.gz"}
-""")
+# FOLDER stands for the folder of the files.
+DATASETS = """
+concat = {source = "jsonl", path = "FOLDER/a.jsonl"}
+best_fit = {source = "jsonl", path = "FOLDER/a.jsonl", packing = "best_fit"}
+mask = {source = "jsonl", path = "FOLDER/a.jsonl", document_mask = true}
+holdout = {source = "jsonl", path = "FOLDER/a.jsonl"}
+capped = {source = "jsonl", path = "FOLDER/a.jsonl", max_epochs = 2}
+skip = {source = "jsonl", path = "FOLDER/bad.jsonl", on_bad_record = "skip"}
+gz = {source = "jsonl", path = "FOLDER/a*.gz"}
+zst = {source = "jsonl", path = "FOLDER/*.zst", packing = "best_fit", max_epochs = 1}
+parquet = {source = "parquet", path = "FOLDER/*.parquet"}
+arrow = {source = "arrow", path = "FOLDER/arrow"}
+text = {source = "text", path = "FOLDER/*.txt"}
+windows = {source = "jsonl", path = "FOLDER/large.jsonl.gz"}
+
+["capped best_fit"]
+source = "jsonl"
+path = "FOLDER/a.jsonl"
+max_epochs = 2
+packing = "best_fit"
+
+[streaming]
+source = "huggingface"
+path = "FOLDER/hub"
+streaming = true
+packing = "best_fit"
+
+[mix]
+sources = [
+    {source = "jsonl", path = "FOLDER/a.jsonl", weight = 0.7},
+    {source = "jsonl", path = "FOLDER/*0.jsonl.gz", weight = 0.2},
+    {source = "jsonl", path = "FOLDER/a.jsonl", weight = 0.1, max_epochs = 3},
+]
+stages = [{start_step = 4, weights = [0.2, 0.7, 0.1]}]
+"""
 # Hashes of nine global batches and of the state after each one. They must never change, because old
 # runs are resumed.
 DIGESTS = tomli.loads("""
@@ -99,19 +118,12 @@ def write_files(folder):
 
 @pytest.fixture(scope="module")
 def datasets(tmp_path_factory):
-    """Create the datasets of DATASETS, and a mixture."""
+    """Create the datasets of DATASETS."""
     folder = tmp_path_factory.mktemp("data")
     write_files(folder)
-    sources = (
-        DataSource(source="jsonl", path=f"{folder}/a.jsonl", weight=0.7),
-        DataSource(source="jsonl", path=f"{folder}/*0.jsonl.gz", weight=0.2),
-        DataSource(source="jsonl", path=f"{folder}/a.jsonl", weight=0.1, max_epochs=3),
-    )
-    stages = (DataStage(start_step=4, weights=(0.2, 0.7, 0.1)),)
-    datasets = {"mix": Dataset(sources=sources, stages=stages, num_workers=0)}
-    for name, options in DATASETS.items():
-        path = f"{folder}/{options['path']}"
-        datasets[name] = Dataset.model_validate(options | {"path": path, "num_workers": 0})
+    datasets = {}
+    for name, options in tomli.loads(DATASETS.replace("FOLDER", str(folder))).items():
+        datasets[name] = Dataset.model_validate(options | {"num_workers": 0})
     return datasets
 
 
