@@ -16,7 +16,7 @@ import pytest
 import tomli
 import torch
 import torch.distributed as dist
-from data_helpers import load_smaller_tokenizer
+from data_helpers import TOKENIZER, TOKENIZER_PATH, load_smaller_tokenizer
 from ranks import World, titanlite
 from small_runs import job_tables, run_program
 from torch.nn import functional as F
@@ -35,7 +35,7 @@ from titanlite.checkpoint.save import Saver
 from titanlite.commands.export import export
 from titanlite.completion import LoadedCheckpoint, sample_token
 from titanlite.config.errors import CheckpointError, UserError
-from titanlite.config.load import PACKAGE, dump_config
+from titanlite.config.load import dump_config
 from titanlite.config.run import build_architecture
 from titanlite.config.schema import JobConfig, Parallelism, TokenizerOptions
 from titanlite.data.tokenizer import load_tokenizer
@@ -45,8 +45,6 @@ from titanlite.runtime.rank_group import RankGroup
 from titanlite.score import TextScore, evaluate_text
 
 Output = pytest.CaptureFixture[str]
-MODEL_FILE = PACKAGE / "assets" / "tokenizer" / "tokenizer.model"
-TOKENIZER = load_tokenizer(MODEL_FILE)
 PROMPTS = ["def f", "import os, sys", "", "class A:", "x"]
 GREEDY = "--prompt 'import os' --temperature 0"
 JOB = JobConfig.model_validate(
@@ -370,7 +368,7 @@ def imported(tmp_path) -> Path:
         max_position_embeddings=128,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
-    shutil.copy(MODEL_FILE, tmp_path / "llama")
+    shutil.copy(TOKENIZER_PATH, tmp_path / "llama")
     run(f"import --hf {tmp_path}/llama --out {tmp_path}/imported")
     return (tmp_path / "imported").rename(tmp_path / "moved")
 
@@ -436,11 +434,11 @@ def test_weights_are_imported_without_a_tokenizer_that_does_not_fit(trained, tmp
     assert "--tokenizer FILE" in run_generate(capsys, bare, code=4)[1]
 
     run(f"import --hf {hf} --out {whole} --tokenizer {hf}/config.json", code=2)
-    run(f"import --hf {hf} --out {whole} --tokenizer {MODEL_FILE}")
+    run(f"import --hf {hf} --out {whole} --tokenizer {TOKENIZER_PATH}")
     capsys.readouterr()
     text, _ = run_generate(capsys, whole, GREEDY)
 
-    with_tokenizer = f"--tokenizer.path {MODEL_FILE}"
+    with_tokenizer = f"--tokenizer.path {TOKENIZER_PATH}"
     assert run_generate(capsys, bare, f"{GREEDY} {with_tokenizer}")[0] == text
 
     run(f"check --from {bare}", code=2)
@@ -485,7 +483,7 @@ def test_tokens_are_sampled_from_the_softmax_of_the_top_k(temperature, top_k, al
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
 @pytest.mark.parametrize("text", ["def f(x):\n\treturn x", "naïve — 漢字かな 🦜🦜 \ufffd?"])
 def test_pieces_are_whole_characters_and_add_up_to_the_text(loaded, monkeypatch, name, text):
-    tokenizer = load_tokenizer(MODEL_FILE.with_name(name))
+    tokenizer = load_tokenizer(TOKENIZER_PATH.with_name(name))
     ids = iter([*tokenizer.encode(text), tokenizer.eos_id])
     monkeypatch.setattr(completion, "sample_token", lambda *args: next(ids))
 

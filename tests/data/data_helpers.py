@@ -6,12 +6,12 @@ import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import torch
+from small_runs import ROOT
 
 from titanlite.config.run import Run
 from titanlite.config.schema import Dataset, DataSource, JobConfig, Training, Validation
@@ -20,7 +20,6 @@ from titanlite.data.shuffle import permuted
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.validation import ValidationSet
 
-ROOT = Path(__file__).parents[2]
 TOKENIZER_PATH = ROOT / "assets/tokenizer/tokenizer.model"
 TOKENIZER = load_tokenizer(TOKENIZER_PATH)
 CPU = torch.device("cpu")

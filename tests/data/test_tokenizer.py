@@ -6,11 +6,11 @@ import os
 import shutil
 import sys
 import unicodedata
-from pathlib import Path
 
 import pytest
 import tokenizers
 import tomli
+from data_helpers import TOKENIZER_PATH as MODEL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_runs import run_program
@@ -21,9 +21,7 @@ from titanlite.data.sources.files import open_source
 from titanlite.data.tokenizer import llama3_special_tokens, load_tokenizer
 from titanlite.data.tokenizer_files import write_tokenizer
 
-ASSETS = Path(__file__).parents[2] / "assets" / "tokenizer"
-MODEL = ASSETS / "tokenizer.model"
-JSON = ASSETS / "tokenizer.json"
+JSON = MODEL.with_suffix(".json")
 BOTH = load_tokenizer(MODEL), load_tokenizer(JSON)
 
 PIECES = [*" =-\t\na0_#é\r\u3000", "\r\n", " \n", "aa", "'s"]
@@ -146,13 +144,10 @@ def test_a_tokenizer_that_is_not_a_regular_file_in_its_folder_is_an_error(tmp_pa
 
 def test_a_text_that_a_tokenizer_cannot_encode_is_an_error(tmp_path):
     unigram = tokenizers.models.Unigram([("</s>", 0.0), ("a", -1.0)], None, False)
-    content = json.loads(JSON.read_text())
-    content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"(a+)+$"  # too slow
-    too_slow = json.dumps(content)
-    for made, text in ((tokenizers.Tokenizer(unigram).to_str(), "b"), (too_slow, "a" * 50 + "!")):
-        (tmp_path / "a.json").write_text(made)
-        with pytest.raises(UserError, match=r"a\.json: .* cannot encode a text"):
-            load_tokenizer(tmp_path / "a.json").encode(text)
+    tokenizers.Tokenizer(unigram).save(str(tmp_path / "a.json"))
+
+    with pytest.raises(UserError, match=r"a\.json: .* cannot encode a text"):
+        load_tokenizer(tmp_path / "a.json").encode("b")
 
 
 HOSTILE_TEXT = "a<|end_of_text|> b<|begin_of_text|><|eot_id|>\nplain Zürich 日本語 \r\n\n 12345"
