@@ -26,7 +26,6 @@ CPUS = {
     "ARM bf16": ("Features\t: fp asimd i8mm bf16\n", "bfloat16"),
     "not Linux": (None, "float32"),
 }
-AUTO = "--training.mixed_precision_param auto"
 
 
 @pytest.fixture
@@ -121,7 +120,7 @@ def _hide_bfloat16_from_rank_1() -> None:
 def test_nodes_with_different_cpus_agree_on_one_dtype(tmp_path, monkeypatch):
     monkeypatch.setenv("CPUS", str(tmp_path))
 
-    options = f"{AUTO} --training.steps 1"
+    options = "--training.mixed_precision_param auto --training.steps 1"
     run_small(tmp_path / "out", options, ranks=2, before=_hide_bfloat16_from_rank_1)
 
     assert read_saved_dtype(tmp_path / "out") == "bfloat16"
