@@ -1,7 +1,5 @@
 """Each benchmark runs at small sizes, and generated pages match the committed results."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -10,22 +8,20 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
+import mup
+import performance_page
+import planner
+import published
 import pytest
+import runs
 import tomli
 from packaging.requirements import Requirement
 from small_runs import ROOT, run_program
 from torch.nn import functional as F
 
+from titanlite.plan.training_time import RATIO_HIGH, RATIO_LOW
+
 BENCHMARKS = ROOT / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import mup  # noqa: E402  # pyright: ignore[reportMissingImports]
-import performance_page  # noqa: E402  # pyright: ignore[reportMissingImports]
-import planner  # noqa: E402  # pyright: ignore[reportMissingImports]
-import published  # noqa: E402  # pyright: ignore[reportMissingImports]
-import runs  # noqa: E402  # pyright: ignore[reportMissingImports]
-
-from titanlite.plan.training_time import RATIO_HIGH, RATIO_LOW  # noqa: E402
 
 
 def run(script: str, *options: object) -> str:

@@ -8,12 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gpu_parts as script
+import performance_page
 import pytest
 from small_runs import ROOT, run_program
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import gpu_parts as script  # pyright: ignore[reportMissingImports]
-import performance_page  # pyright: ignore[reportMissingImports]
 
 VARIABLES = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
@@ -130,7 +128,7 @@ def test_a_profile_contains_kernels_and_lower_bounds_of_each_part(tmp_path):
 
 
 def test_idle_time_excludes_all_kernels_and_copies():
-    from gpu_profile import summarize_kernels  # pyright: ignore[reportMissingImports]
+    from gpu_profile import summarize_kernels
 
     def event(name: str, start: float, duration: float, kind: str = "kernel") -> dict[str, Any]:
         return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": duration}
@@ -140,8 +138,8 @@ def test_idle_time_excludes_all_kernels_and_copies():
         event("a", 0, 4),
         event("a", 2, 3),
         event("copy", 9, 1, "gpu_memcpy"),
+        event("launch", 0, 100, "cuda_runtime"),
     ]
-    events.append(event("launch", 0, 100, "cuda_runtime"))
     measured = summarize_kernels(events, "cuda")
 
     assert measured["traced, ms"] == pytest.approx(0.010)

@@ -1,10 +1,10 @@
 """The benchmark configurations of titanlite and torchtitan describe the same work."""
 
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import gpu_workloads as gpu
 import pytest
 import tomlkit
 import torch
@@ -14,9 +14,6 @@ from titanlite.config.load import load_job
 from titanlite.config.run import build_architecture
 from titanlite.config.schema import JobConfig
 from titanlite.model.llama import Llama
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import gpu_workloads as gpu  # pyright: ignore[reportMissingImports]
 
 reason = (
     "needs torchtitan 0.2.2 (and triton, which it imports): pip install torchtitan==0.2.2 triton"
