@@ -27,6 +27,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Compiler processes would import torch once more for each rank.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+# The variables of a launcher that runs the tests are not meant for the launchers in tests.
+LAUNCHER_VARIABLES = """
+NGPU NNODES NODE_RANK MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_WORLD_SIZE LOCAL_RANK LOG_RANK
+MAX_RESTARTS TITANLITE_COMMAND TITANLITE_CONSTRAINTS PYTHON
+"""
+for name in LAUNCHER_VARIABLES.split():
+    os.environ.pop(name, None)
+
 GHOST = Path(__file__).parents[1] / ".venv-ghost/ghost/libcuda.so.1"
 
 

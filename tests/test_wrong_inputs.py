@@ -18,7 +18,6 @@ from commands.test_saved_models import save_run
 from titanlite import cli
 from titanlite.config.errors import UserError
 from titanlite.config.options import Generation
-from titanlite.config.schema import JobConfig
 
 JOB = "[training]\nsteps = 10\nseq_len = 64\n"
 TEXT = "".join(
@@ -614,12 +613,6 @@ def runs(tmp_path_factory) -> Path:
     return folder
 
 
-VARIABLES = (
-    "NGPU NNODES NODE_RANK MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_WORLD_SIZE LOCAL_RANK "
-    "LOG_RANK MAX_RESTARTS"
-).split()
-
-
 def write_file(path: Path, content: str | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -636,8 +629,6 @@ def folder(runs, tmp_path, monkeypatch) -> Iterator[Path]:
     os.mkfifo(tmp_path / "pipe")
     os.mkfifo(tmp_path / "pipes" / "train.log")
     monkeypatch.chdir(tmp_path)
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def wrong(*_: object) -> None:
@@ -676,11 +667,3 @@ def test_a_wrong_input_is_an_error_that_names_it(case, folder, monkeypatch, caps
 def test_a_setting_that_generate_does_not_have_is_named(setting):
     with pytest.raises(UserError, match=setting):
         Generation.model_validate({setting: 1})
-
-
-@pytest.mark.parametrize(("value", "repeated"), [("x", "  "), ({3: {}}, "3 = 3")])
-def test_a_job_that_is_no_table_of_sections_has_a_plain_error(value, repeated):
-    with pytest.raises(UserError) as error:
-        JobConfig.model_validate(value)
-
-    assert repeated not in str(error.value)

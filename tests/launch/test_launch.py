@@ -20,17 +20,11 @@ from small_runs import ROOT, read_jsonl, run_program
 
 from titanlite.config.load import load_job
 
-VARIABLES = """
-NGPU NNODES NODE_RANK MASTER_PORT MAX_RESTARTS MASTER_ADDR LOG_RANK CUDA_VISIBLE_DEVICES
-TITANLITE_COMMAND TITANLITE_CONSTRAINTS PYTHON
-"""
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and PDEATHSIG")
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch, tmp_path) -> None:
-    for name in VARIABLES.split():
-        monkeypatch.delenv(name, raising=False)
+def in_an_empty_folder(monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -74,6 +68,7 @@ def test_more_processes_than_visible_gpus_are_rejected(
     write_executable(tmp_path / "nvidia-smi", "#!/bin/sh\necho H100, 81000\necho GB10, '[N/A]'\n")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("NGPU", str(count + 1))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
