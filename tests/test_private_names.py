@@ -93,11 +93,7 @@ def test_the_number_of_listed_names_does_not_grow():
     assert len(listed) <= MAX_NAMES
 
 
-def name_row(row: list[list[str]]) -> str:
-    return " ".join(row[0])[:40]
-
-
-@pytest.mark.parametrize("row", TABLE_ROWS, ids=name_row)
+@pytest.mark.parametrize("row", TABLE_ROWS, ids=lambda row: " ".join(row[0])[:40])
 def test_every_listed_name_is_used_in_the_listed_modules_and_has_a_test(row):
     names, modules_or_folders, _reason, tests = row
     assert tests

@@ -188,10 +188,6 @@ def test_a_folder_with_other_contents_is_an_error(dataset, shards, tmp_path):
     assert_rejected(dataset, damaged, "manifest.json: .*damaged")
 
 
-def damage_tokens(raw):
-    return raw[:70_000] + b"\xff" + raw[70_001:]
-
-
 def damage_start(raw):
     return b"\xff" + raw[1:]
 
@@ -200,7 +196,11 @@ def damage_start(raw):
     ("file", "damage", "message"),
     [
         ("shard-00000.bin", lambda raw: raw[:1], r"shard-00000\.bin is truncated"),
-        ("shard-00000.bin", damage_tokens, r"shard-00000\.bin .* block 1"),
+        (
+            "shard-00000.bin",
+            lambda raw: raw[:70_000] + b"\xff" + raw[70_001:],
+            r"shard-00000\.bin .* block 1",
+        ),
         ("shard-00000.idx", damage_start, r"shard-00000\.idx is altered"),
         ("shard-00000.hash", damage_start, r"shard-00000\.hash is altered"),
         ("manifest.json", lambda raw: raw.replace(b"uint16", b"float64"), "manifest.json: .*dtype"),
