@@ -661,6 +661,7 @@ def test_a_wrong_input_is_an_error_that_names_it(case, folder, monkeypatch, caps
     assert code == case.code
     assert used < 5
     assert {path: path.read_bytes() for path in before if path.is_file()} == before
+    assert not (folder / "outputs").exists()
 
 
 @pytest.mark.parametrize("setting", ["topk", "stop"], ids=["unknown", "removed"])
