@@ -94,7 +94,7 @@ def run_program(
         text=True,
         timeout=1800,  # a long search of the planner on a busy machine
     )
-    assert done.returncode == code, done.stdout + done.stderr
+    assert done.returncode == code, f"{command}\n{done.stdout}\n{done.stderr}"
     return done
 
 
