@@ -103,7 +103,8 @@ model.mup_base_dim = 64 ; optimizer.name = "Muon" => optimizer.name
 lr_scheduler.warmup_steps = 9 ; training.steps = 5 =>
 lr_scheduler.decay_steps = 9 ; training.steps = 5 =>
 lr_scheduler.decay_steps = 91 ; training.steps = 100 =>
-lr_scheduler.decay_steps = "2B" ; training.tokens = "1B" => lr_scheduler.decay_steps
+lr_scheduler.decay_steps = "2B" ; training.tokens = "1B" \
+=> "2B" makes the learning rate decay for 122070 steps
 lr_scheduler.decay_ratio = 0.5 ; lr_scheduler.decay_steps = 9 =>
 lr_scheduler.warmup_steps = "500X" =>
 training.tokens = "10X" =>
@@ -116,7 +117,8 @@ training.tokens = "1B" ; training.tokens_per_parameter = 20 =>
 training.tokens_per_parameter = 0.0 =>
 training.tokens_per_parameter = 1e-9 =>
 training.tokens_per_parameter = 1e308 =>
-training.tokens = "64M" ; lr_scheduler.warmup_steps = "6.4B" => "6.4B" makes the learning rate rise
+training.tokens = "64M" ; lr_scheduler.warmup_steps = "6.4B" \
+=> "6.4B" makes the learning rate rise for 390625 steps
 training.tokens = "64M" ; lr_scheduler.total_steps = "2K" => "2K" makes 0 steps of 16,384 tokens
 checkpoint.interval = "1K" =>
 checkpoint.interval = "500" =>
