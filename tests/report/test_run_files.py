@@ -143,6 +143,14 @@ def test_a_resumed_run_is_at_the_step_of_its_start(tmp_path):
     assert status.losses == [7.9, 7.8]
 
 
+@pytest.mark.parametrize("steps", ["-1", "9" * 400, "nan", "true", '"x"', "[]", "{}"])
+def test_a_number_of_steps_that_is_invalid_is_not_shown(tmp_path, steps):
+    create_run(tmp_path)
+    (tmp_path / "config.toml").write_text(f"[training]\nsteps = {steps}\n")
+
+    assert read_status(tmp_path).total_steps is None
+
+
 def test_only_the_end_of_a_large_file_is_read(tmp_path):
     create_run(tmp_path)
     write_metrics(tmp_path, [line(step) for step in range(1, 20_001)])
