@@ -5,12 +5,11 @@ Invariant: Reading a checkpoint runs no code from it and opens no file outside i
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -32,7 +31,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from titanlite.checkpoint.dcp_writer import CHECKSUM, completed_future, describe_error
@@ -51,24 +49,16 @@ class SafeReader(FileSystemReader):
         path: Step folder of the checkpoint.
         files: Manifest entry (size and checksums) of each file, by name. Verify files without
             chunk checksums beforehand. Pass {} for a checkpoint that another program wrote.
-        is_wanted: Returns whether to read the tensor with a given name. All other index entries
-            are ignored and may have any type.
 
     Attributes:
-        index: Size, dtype and chunks (saved shards) of each wanted tensor, by name.
-        names: Current names of all index entries, including unwanted ones.
+        index: Size, dtype and chunks (saved shards) of each tensor, by name.
 
     Raises:
         CheckpointError: If the index cannot be read.
         Damage: If the index is missing or damaged.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        files: Mapping[str, Entry],
-        is_wanted: Callable[[str], bool] = lambda name: True,
-    ) -> None:
+    def __init__(self, path: Path, files: Mapping[str, Entry]) -> None:
         super().__init__(path)
         self._folder = path
         with open_file(path / INDEX) as file:
@@ -77,7 +67,7 @@ class SafeReader(FileSystemReader):
             raise Damage(f"{INDEX}: checksum differs ({len(raw)} bytes)")
 
         try:
-            self._metadata, self.names = _parse_index(raw, is_wanted)
+            self._metadata = _parse_index(raw)
         except Exception as error:  # arbitrary bytes raise any kind of exception
             problem = shorten(describe_error(error))
             raise CheckpointError(f"cannot read {path / INDEX}: {problem}") from None
@@ -94,51 +84,41 @@ class SafeReader(FileSystemReader):
         """Read the planned parts of the checkpoint from disk into this rank's tensors.
 
         Args:
-            plan: The parts to read. Each part is a slice of a chunk (a saved tensor or shard). A
-                chunk is read only once, even if several parts need it.
+            plan: The parts to read. Each part is a slice of a chunk (a saved tensor or shard).
             planner: Returns the tensor in memory that a part is copied to.
 
         Raises:
             Damage: If a chunk does not match its checksum.
         """
-        parts_by_chunk: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
+        parts_by_file: dict[str, list[ReadItem]] = defaultdict(list)
         for part in plan.items:
-            parts_by_chunk[part.storage_index].append(part)
+            file_name = self.storage_data[part.storage_index].relative_path
+            parts_by_file[file_name].append(part)
 
-        chunks_by_file: dict[str, list[MetadataIndex]] = defaultdict(list)
-        # Sort by offset, so that each file is read sequentially.
-        for chunk in sorted(parts_by_chunk, key=lambda chunk: self.storage_data[chunk].offset):
-            chunks_by_file[self.storage_data[chunk].relative_path].append(chunk)
-
-        for file_name, chunks in chunks_by_file.items():
+        for file_name, parts in parts_by_file.items():
+            # Read the file sequentially.
+            parts.sort(key=lambda part: self.storage_data[part.storage_index].offset)
             with open_file(self._folder / file_name) as file:
-                for chunk in chunks:
-                    _load_chunk(file, self.storage_data[chunk], parts_by_chunk[chunk], planner)
+                for part in parts:
+                    content = _read_chunk(file, self.storage_data[part.storage_index])
+                    _load_part(content, part, planner)
         return completed_future(None)
 
 
-def _load_chunk(
-    file: BinaryIO, position: _StorageInfo, parts: Iterable[ReadItem], planner: LoadPlanner
-) -> None:
-    """Read one chunk (a saved tensor or shard) and copy the requested parts of it to memory.
+def _load_part(chunk_content: bytes, part: ReadItem, planner: LoadPlanner) -> None:
+    """Copy the requested slice of a chunk (a saved tensor or shard) to memory.
 
     Args:
-        file: The open file that contains the chunk.
-        position: Offset and length of the chunk in the file, in bytes, and its checksum.
-        parts: The slices of the chunk to copy.
-        planner: Returns the tensor in memory that a part is copied to.
-
-    Raises:
-        Damage: If the chunk does not match its checksum.
+        chunk_content: Content of the whole chunk, as written by `torch.save`.
+        part: The slice of the chunk to copy.
+        planner: Returns the tensor in memory that the slice is copied to.
     """
-    content = _read_chunk(file, position)
-    chunk = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    for part in parts:
-        dimensions = zip(part.storage_offsets, part.lengths, strict=True)
-        slices = tuple(slice(offset, offset + size) for offset, size in dimensions)
-        target = planner.resolve_tensor(part).detach()
-        target.copy_(chunk[slices])
-        planner.commit_tensor(part, target)
+    chunk = torch.load(io.BytesIO(chunk_content), map_location="cpu", weights_only=True)
+    dimensions = zip(part.storage_offsets, part.lengths, strict=True)
+    slices = tuple(slice(offset, offset + size) for offset, size in dimensions)
+    target = planner.resolve_tensor(part).detach()
+    target.copy_(chunk[slices])
+    planner.commit_tensor(part, target)
 
 
 def _read_chunk(file: BinaryIO, position: _StorageInfo) -> bytes:
@@ -225,20 +205,13 @@ class ShardLoadPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         """Create a plan for reading all checkpoint parts that overlap this rank's tensors."""
-        plan = super().create_local_plan()
         assert self.metadata is not None
-        # The DCP plan is correct for ordinary tensors, but not for all sharded ones.
-        items = [
-            item
-            for item in plan.items
-            if not isinstance(self.state_dict[item.dest_index.fqn], DTensor)
-        ]
+        items: list[ReadItem] = []
         for name, tensor in self.state_dict.items():
-            if isinstance(tensor, DTensor):
-                saved = self.metadata.state_dict_metadata[name]
-                assert isinstance(saved, TensorStorageMetadata)
-                items += create_read_items_for_chunk_list(name, saved, [shard_chunk(tensor)])
-        return dataclasses.replace(plan, items=items)
+            saved = self.metadata.state_dict_metadata[name]
+            assert isinstance(saved, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(name, saved, [shard_chunk(tensor)])
+        return LoadPlan(items)
 
 
 def join_lines(lines: list[str], limit: int = 8) -> str:
@@ -300,15 +273,13 @@ class _IndexUnpickler(pickle.Unpickler):
         return type(name, (_Record,), {})
 
 
-def _parse_index(raw: bytes, is_wanted: Callable[[str], bool]) -> tuple[Metadata, list[str]]:
+def _parse_index(raw: bytes) -> Metadata:
     """Parse the pickled index of a checkpoint without running code from it.
+
+    Ignore values other than tensors, which only other programs save.
 
     Args:
         raw: Content of the index file. Damaged content may raise any type of exception.
-        is_wanted: Returns whether to keep the tensor with a given name.
-
-    Returns:
-        The wanted tensors with their chunks (saved shards), and the names of all index entries.
 
     Raises:
         CheckpointError: If the index contains a class that is not allowed or refers to a file
@@ -316,36 +287,19 @@ def _parse_index(raw: bytes, is_wanted: Callable[[str], bool]) -> tuple[Metadata
     """
     # Each object is unpickled as a `_Record` whose attribute `state` contains the fields.
     index = _IndexUnpickler(io.BytesIO(raw)).load().state
-    names = []
     tensors = {}
     for saved_name, record in index["state_dict_metadata"].items():
-        name = _current_tensor_name(saved_name)
-        names.append(name)
-        if is_wanted(name):
+        if type(record).__name__ == TensorStorageMetadata.__name__:
+            name = _current_tensor_name(saved_name)
             tensors[name] = _parse_tensor(name, record)
 
-    positions = _parse_chunk_positions(index["storage_data"], is_wanted)
-    metadata = Metadata(tensors, storage_data=positions, storage_meta=StorageMeta())
-    return metadata, names
-
-
-def _parse_chunk_positions(
-    records: Mapping[_Record, _Record], is_wanted: Callable[[str], bool]
-) -> dict[MetadataIndex, _StorageInfo]:
-    """Return the file, offset and length of each chunk (a saved tensor or shard).
-
-    Args:
-        records: Unpickled mapping from chunks (tensor name, offset in the tensor) to positions.
-        is_wanted: Returns whether to keep the chunks of the tensor with a given name.
-    """
     positions = {}
-    for chunk_record, position_record in records.items():
+    for chunk_record, position_record in index["storage_data"].items():
         name = _current_tensor_name(chunk_record.state["fqn"])
-        if is_wanted(name):
-            offset = _to_size(chunk_record.state["offset"])
-            chunk = MetadataIndex(name, offset)
+        if name in tensors:
+            chunk = MetadataIndex(name, _to_size(chunk_record.state["offset"]))
             positions[chunk] = _parse_chunk_position(position_record)
-    return positions
+    return Metadata(tensors, storage_data=positions, storage_meta=StorageMeta())
 
 
 def _parse_chunk_position(record: _Record) -> _StorageInfo:
