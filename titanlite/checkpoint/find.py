@@ -117,7 +117,7 @@ def load_newest(
     path: Path,
     load: Callable[[Path], T],
     *,
-    check: Callable[[Path], object] = check_checkpoint,
+    verified_on_load: bool = False,
     log: Callable[[str], None] = lambda line: None,
 ) -> T:
     """Verify and load the newest valid checkpoint at a path.
@@ -127,8 +127,7 @@ def load_newest(
     Args:
         path: A path or URL that `find_checkpoints` accepts.
         load: Loads the checkpoint in a step folder, or raises `Damage`. Its result is returned.
-        check: Called with the step folder before `load`. It raises `Damage` if the checkpoint is
-            damaged.
+        verified_on_load: Skip the checksums that loading the tensors verifies.
         log: Called with a one-line message before each older checkpoint is tried.
 
     Raises:
@@ -138,7 +137,7 @@ def load_newest(
     """
 
     def check_and_load(step_folder: Path) -> T:
-        check(step_folder)
+        check_checkpoint(step_folder, verified_on_load=verified_on_load)
         return load(step_folder)
 
     return load_newest_of(find_checkpoints(path), check_and_load, log)
