@@ -233,13 +233,13 @@ class Resumer:
         local_path = self._ranks.run_together(lambda: download_if_url(path_or_url))
         # Only rank 0 lists the checkpoints, because a running job may add or remove some.
         step_folders = self._ranks.run_on_rank0(lambda: find_checkpoints(local_path))
-        return load_newest_of(step_folders, self._check_and_load_weights, self._log)
 
-    def _check_and_load_weights(self, step_folder: Path) -> Path:
-        """Verify a checkpoint, load its weights on all ranks, and return its step folder."""
-        check_on_all_ranks(step_folder, self._ranks)
-        load_weights(step_folder, self._live.model, self._ranks)
-        return step_folder
+        def load(step_folder: Path) -> Path:
+            check_on_all_ranks(step_folder, self._ranks)
+            load_weights(step_folder, self._live.model, self._ranks)
+            return step_folder
+
+        return load_newest_of(step_folders, load, self._log)
 
     def check_job(self, path: PurePath, manifest: Manifest) -> None:
         """Log how the job of the run differs from the job that saved a checkpoint.
@@ -318,7 +318,10 @@ class Resumer:
         try:
             self._load_tensors(reader, info, parts_to_reset)
         except Damage:
-            _fill_live_state_with_nan(self._live)  # so that no rank trains with damaged values
+            # Part of the damaged values may be loaded. No rank must train with them silently.
+            for tensor in self._live.tensors(optimizer=False).values():
+                _fill_with_nan(tensor)
+            _reset_optimizer(self._live)
             raise
 
         state = info["train_state"]
@@ -602,15 +605,11 @@ def _check_shapes(
     parts = sorted({difference.partition(".")[0] for difference in differences})
     exclusion = f"checkpoint.exclude_from_loading = {json.dumps(parts)}"
     if "model" in parts:
-        problem = "does not fit this model"
         fix = "Restore the keys of [model]."
-    elif parts == ["hooks"]:
-        problem = "does not fit the hooks of this job"
-        fix = f"Restore their options, or set {exclusion}."
     else:
-        problem = "does not fit the optimizer of this job"
-        fix = f"Restore its options, or set {exclusion}."
-    raise UserError(f"{reader.path} {problem}:\n  {join_lines(differences)}\n{fix}")
+        fix = f"Restore the options of the {' and the '.join(parts)}, or set {exclusion}."
+    listed = join_lines(differences)
+    raise UserError(f"{reader.path} does not fit this job:\n  {listed}\n{fix}")
 
 
 def _compare_with_saved_shapes(
@@ -722,16 +721,6 @@ def _copy_hook_tensors(live: LiveState) -> dict[str, Tensor]:
     return copies
 
 
-def _fill_live_state_with_nan(live: LiveState) -> None:
-    """Fill weights and hook tensors with NaN and reset the optimizer.
-
-    This keeps training from silently using the values of a partly loaded, damaged checkpoint.
-    """
-    for tensor in live.tensors(optimizer=False).values():
-        _fill_with_nan(tensor)
-    _reset_optimizer(live)
-
-
 def _fill_with_nan(tensor: Tensor) -> None:
     """Fill a tensor with NaN, or with 0 if it contains integers."""
     tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
@@ -740,20 +729,13 @@ def _fill_with_nan(tensor: Tensor) -> None:
 def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the optimizer state, such as the moments, so that it can be loaded.
 
-    A new torch optimizer has no state before its first step.
-    """
-    set_mode(optimizer, "train")  # schedule-free optimizers can only step in this mode
-    _take_empty_step(optimizer)
-    set_mode(optimizer, "eval")
-
-
-def _take_empty_step(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer allocate its state by taking a step that does not change the weights.
-
-    All gradients and the learning rate are 0. If the optimizer already has state, do nothing.
+    A new torch optimizer has no state before its first step, so take a step that does not change
+    the weights: all gradients and the learning rate are 0. If the optimizer already has state, do
+    nothing.
     """
     if any(optimizer.state.values()):
         return
+    set_mode(optimizer, "train")  # schedule-free optimizers can only step in this mode
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad:
@@ -763,6 +745,7 @@ def _take_empty_step(optimizer: torch.optim.Optimizer) -> None:
     set_learning_rate(optimizer, 0.0)
     optimizer.step()
     optimizer.zero_grad()
+    set_mode(optimizer, "eval")
 
 
 def _reset_optimizer(live: LiveState) -> None:
