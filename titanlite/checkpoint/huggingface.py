@@ -61,7 +61,6 @@ if TYPE_CHECKING:
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
-_LFS_POINTER = b"version https://git-lfs"
 _ADAPTER_CONFIG = "adapter_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _MAX_JSON_BYTES = 1 << 24  # the index of Llama 405B takes about 100 kB
@@ -332,16 +331,15 @@ def _open_safetensors(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in _list_safetensors(folder):
         try:
-            with path.open("rb") as file:
-                is_lfs_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
-            if is_lfs_pointer:
-                raise ValueError("it is a Git LFS pointer. Run `git lfs pull` to download it")
             with safe_open(path, framework="pt") as safetensors:
                 for name in safetensors.keys():  # noqa: SIM118 - not a dict
                     if not formats.HF_DERIVED.fullmatch(name):
                         tensors[name] = safetensors.get_tensor(name)
         except (OSError, SafetensorError, ValueError) as error:
-            raise UserError(f"cannot read {path}: {shorten(str(error))}") from None
+            raise UserError(
+                f"cannot read {path}: {shorten(str(error))}. Download it again, with `git lfs "
+                "pull` if it is a Git LFS pointer."
+            ) from None
     return tensors
 
 
