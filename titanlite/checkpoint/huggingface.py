@@ -26,8 +26,15 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from titanlite.checkpoint.dcp_reader import SafeReader, get_weight_prefix, join_lines, load_tensors
-from titanlite.checkpoint.dcp_writer import CheckpointWriter, describe_error, manifest_info
+from titanlite.checkpoint.dcp import (
+    CheckpointWriter,
+    SafeReader,
+    describe_error,
+    get_weight_prefix,
+    join_lines,
+    load_tensors,
+    manifest_info,
+)
 from titanlite.checkpoint.find import set_tokenizer_path
 from titanlite.checkpoint.live_state import is_finite, model_tensors
 from titanlite.checkpoint.manifest import (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from titanlite.checkpoint.dcp_reader import SafeReader, get_weight_prefix, join_lines, load_tensors
+from titanlite.checkpoint.dcp import SafeReader, get_weight_prefix, join_lines, load_tensors
 from titanlite.checkpoint.find import (
     download_if_url,
     find_checkpoints,

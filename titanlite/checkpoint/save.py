@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from titanlite.checkpoint.dcp_writer import (
+from titanlite.checkpoint.dcp import (
     CheckpointWriter,
     ShardSavePlanner,
     describe_error,

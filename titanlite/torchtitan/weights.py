@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from titanlite.checkpoint.dcp_reader import SafeReader
+from titanlite.checkpoint.dcp import SafeReader
 from titanlite.checkpoint.huggingface import TensorInfo, Weights, check_tensors, dcp_weights
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.files import MANIFEST, exists
