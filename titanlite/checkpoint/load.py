@@ -343,15 +343,18 @@ class Resumer:
             self._resize_hook_tensors(reader, info["train_state"])
         # After a rollback, state that is not loaded must not keep its values from later steps.
         self._reset_hook_tensors()
-        unknown_state: list[str] = []
+        loaded_prefixes = ["model."]
         if self._live.optimizer is not None and "optimizer" in parts:
             _create_optimizer_state(self._live.optimizer)
-            unknown_state = _find_unknown_optimizer_state(self._live, reader)
+            # The state of frozen weights and of weights on other pipeline ranks need not be loaded.
+            parameters = self._live.model.named_parameters()
+            trained_weights = [name for name, weight in parameters if weight.requires_grad]
+            loaded_prefixes += [f"optimizer.{name}." for name in trained_weights]
         else:
             _reset_optimizer(self._live)
 
         tensors = self._select_tensors(parts, reader)
-        _load_and_check(tensors, self._live.model.arch, reader, self._ranks, unknown_state)
+        _load_and_check(tensors, self._live.model.arch, reader, self._ranks, loaded_prefixes)
         _set_random_state(tensors)
 
     def _select_tensors(self, parts: set[str], reader: SafeReader) -> dict[str, Tensor]:
@@ -537,7 +540,7 @@ def _load_and_check(
     arch: Architecture,
     reader: SafeReader,
     ranks: RankGroup,
-    unknown_state: Sequence[str] = (),
+    loaded_prefixes: Sequence[str] = ("model.",),
 ) -> None:
     """Check the shapes of saved tensors, load them in place, and check that the weights are finite.
 
@@ -548,10 +551,10 @@ def _load_and_check(
         arch: Architecture of the model.
         reader: Reader of the checkpoint.
         ranks: The ranks that load together.
-        unknown_state: Names of saved tensors that the optimizer does not have, such as moments of a
-            different optimizer. If there are any, a UserError lists them.
+        loaded_prefixes: Name prefixes. If this run lacks any saved tensor with one of them, such as
+            the moments of a different optimizer, a UserError lists these tensors.
     """
-    ranks.run_together(lambda: _check_shapes(tensors, arch, reader, unknown_state))
+    ranks.run_together(lambda: _check_shapes(tensors, arch, reader, loaded_prefixes))
     load_tensors(reader, tensors, ranks.group)
     ranks.run_together(lambda: _check_finite(reader.path, tensors))
 
@@ -583,7 +586,7 @@ def _check_shapes(
     tensors: dict[str, Tensor],
     arch: Architecture,
     reader: SafeReader,
-    unknown_state: Sequence[str],
+    loaded_prefixes: Sequence[str],
 ) -> None:
     """Check that the tensors in a checkpoint have the expected names and shapes.
 
@@ -591,13 +594,12 @@ def _check_shapes(
         tensors: This rank's tensors to load, by name in the checkpoint.
         arch: Architecture of the whole model. A pipeline rank holds only a part of it.
         reader: Reader of the checkpoint.
-        unknown_state: Names of saved tensors that the optimizer does not have.
+        loaded_prefixes: Name prefixes. The run must have all saved tensors with one of them.
 
     Raises:
         UserError: If names or shapes differ. The message lists the differences.
     """
-    differences = _compare_with_saved_shapes(tensors, arch, reader)
-    differences += [f"{name}: the optimizer has no such state" for name in unknown_state]
+    differences = _compare_with_saved_shapes(tensors, arch, reader, loaded_prefixes)
     if not differences:
         return
 
@@ -613,17 +615,21 @@ def _check_shapes(
 
 
 def _compare_with_saved_shapes(
-    tensors: dict[str, Tensor], arch: Architecture, reader: SafeReader
+    tensors: dict[str, Tensor],
+    arch: Architecture,
+    reader: SafeReader,
+    loaded_prefixes: Sequence[str],
 ) -> list[str]:
-    """Describe each difference in tensor names or shapes between a checkpoint and a model.
+    """Describe each difference in tensor names or shapes between a checkpoint and a run.
 
     The checkpoint must contain all weights of the model and all tensors in `tensors`, and no other
-    weights. Other tensors in the checkpoint, such as optimizer state, are ignored.
+    tensors with the given prefixes. All other tensors in the checkpoint are ignored.
 
     Args:
         tensors: This rank's tensors to load, by name in the checkpoint.
         arch: Architecture of the whole model.
         reader: Reader of the checkpoint.
+        loaded_prefixes: Name prefixes of saved tensors that must not be ignored.
     """
     weights = {f"model.{name}": shape for name, shape in parameter_shapes(arch).items()}
     # `tensors` contains some of these weights again. `tensor.shape` ignores sharding.
@@ -632,26 +638,9 @@ def _compare_with_saved_shapes(
     saved = {
         name: tuple(description.size)
         for name, description in reader.index.items()
-        if name in expected or name.startswith("model.")
+        if name in expected or name.startswith(tuple(loaded_prefixes))
     }
     return compare_shapes(expected, saved)
-
-
-def _find_unknown_optimizer_state(live: LiveState, reader: SafeReader) -> list[str]:
-    """Return the names of saved optimizer tensors that the optimizer on this rank does not have.
-
-    Omit the state of frozen weights and of weights on other pipeline ranks, because this rank need
-    not load it.
-
-    Args:
-        live: The model and optimizer of this rank. The state of the optimizer must exist.
-        reader: Reader of the checkpoint.
-    """
-    parameters = live.model.named_parameters()
-    trained_weights = [name for name, weight in parameters if weight.requires_grad]
-    prefixes = tuple(f"optimizer.{name}." for name in trained_weights)
-    unknown_names = reader.index.keys() - live.tensors(hooks=False).keys()
-    return sorted(name for name in unknown_names if name.startswith(prefixes))
 
 
 def _check_finite(path: object, tensors: dict[str, Tensor]) -> None:
