@@ -286,12 +286,9 @@ class BestCheckpoint(Hook):
 
     name = BEST_CHECKPOINT
 
-    def __init__(self) -> None:
-        """Initialize the hook without a validation loss."""
-        self._newest: dict[str, Any] = {}  # step and loss of the newest validation
-
     def built(self, trainer: Trainer) -> None:
         """Keep a reference to the checkpointer of the trainer."""
+        self._newest: dict[str, Any] = {}  # step and loss of the newest validation
         assert trainer.checkpointer is not None
         self._checkpointer = trainer.checkpointer
 

@@ -274,8 +274,8 @@ class SpikeGuard(Hook):
 
     name = SPIKE_GUARD
 
-    def __init__(self) -> None:
-        """Initialize the guard without any spikes."""
+    def built(self, trainer: Trainer) -> None:
+        """Read the options and allocate an empty history of losses and gradient norms."""
         self._num_spikes = 0
         self._num_roll_backs = 0
         self._needs_roll_back = False
@@ -284,8 +284,6 @@ class SpikeGuard(Hook):
         # "roll_back", validation.
         self._unread: list[tuple[int, Tensor]] = []
 
-    def built(self, trainer: Trainer) -> None:
-        """Read the options and allocate an empty history of losses and gradient norms."""
         self._trainer = trainer
         self._config = trainer.job.guards
         self._should_skip = self._config.on_spike == "skip"
