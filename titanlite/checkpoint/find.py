@@ -294,15 +294,14 @@ def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig
     """
     manifest = read_manifest(step_folder)
     info = manifest["info"]
-    if tokenizer_path is None and _was_imported_without_tokenizer(info):
+    lacks_tokenizer = info.get("weights_only", False) and not get_data_state(info).get("tokenizer")
+    if info["job"] is None:
+        job = _read_job_of_old_import(step_folder)
+    elif tokenizer_path is None and lacks_tokenizer:
         raise NoTokenizerError(
             f"{step_folder} has no tokenizer, because its weights were imported without one. "
             "Add --tokenizer.path FILE, or import them again with --tokenizer FILE."
         )
-
-    is_old_import = info["job"] is None
-    if is_old_import:
-        job = _read_job_of_old_import(step_folder)
     else:
         job = _read_saved_job(step_folder, info["job"])
 
@@ -312,19 +311,6 @@ def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig
     if is_in_checkpoint:
         return set_tokenizer_path(job, step_folder / job.tokenizer.path)
     return job
-
-
-def _was_imported_without_tokenizer(info: dict[str, Any]) -> bool:
-    """Return whether a checkpoint contains weights that were imported without a tokenizer.
-
-    Return False for imports by early titanlite versions, which recorded neither job nor tokenizer.
-
-    Args:
-        info: Entry "info" of the manifest.
-    """
-    if info["job"] is None:
-        return False
-    return info.get("weights_only", False) and get_data_state(info).get("tokenizer") is None
 
 
 def set_tokenizer_path(job: JobConfig, path: str | Path) -> JobConfig:
