@@ -162,9 +162,6 @@ def last_collectives() -> tuple[str, str | None]:
     """
     last = "none"
     pending = None
-    if not dist.is_initialized():
-        return last, pending
-
     for entry in _read_flight_recorder():
         last = f"{entry['profiling_name']} number {entry['collective_seq_id']}"
         is_completed = entry["retired"]
