@@ -54,16 +54,10 @@ class HangReport(Hook):
             trainer: Trainer of this rank. Its process groups must exist, but not yet its model.
         """
         comm = trainer.job.comm
-        checkpoint = trainer.job.checkpoint
         self._trainer = trainer
         set_timeout(trainer.mesh.groups, comm.init_timeout_seconds)
 
-        # Time limits in seconds: the current one and the one after the first call of `restart`.
         self._limit = REPORT_FRACTION * comm.init_timeout_seconds
-        # During a save, the ranks wait for each other in a process group with a separate timeout.
-        self._train_limit = REPORT_FRACTION * min(
-            comm.train_timeout_seconds, checkpoint.timeout_seconds
-        )
         self._progress_time = time.monotonic()
         self._step = 0
         self._main_thread = threading.get_ident()
@@ -93,7 +87,10 @@ class HangReport(Hook):
 
         The first call also switches from the limit for startup to the limit for training.
         """
-        self._limit = self._train_limit
+        job = self._trainer.job
+        # During a save, the ranks wait for each other in a process group with a separate timeout.
+        timeout = min(job.comm.train_timeout_seconds, job.checkpoint.timeout_seconds)
+        self._limit = REPORT_FRACTION * timeout
         self._progress_time = time.monotonic()
 
     def _watch(self, path: Path) -> None:
