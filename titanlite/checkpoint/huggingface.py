@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 from pydantic import Field
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -337,16 +337,14 @@ def _open_safetensors(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in _list_safetensors(folder):
         try:
-            with safe_open(path, framework="pt") as safetensors:
-                for name in safetensors.keys():  # noqa: SIM118 - not a dict
-                    if not formats.HF_DERIVED.fullmatch(name):
-                        tensors[name] = safetensors.get_tensor(name)
+            tensors |= load_file(path)
         except (OSError, SafetensorError, ValueError) as error:
             raise UserError(
                 f"cannot read {path}: {shorten(str(error))}. Download it again, with `git lfs "
                 "pull` if it is a Git LFS pointer."
             ) from None
-    return tensors
+    is_derived = formats.HF_DERIVED.fullmatch
+    return {name: tensor for name, tensor in tensors.items() if not is_derived(name)}
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
