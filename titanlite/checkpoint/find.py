@@ -102,10 +102,9 @@ def download_if_url(path: Path) -> Path:
         files = storage.list_files(file_system, root)
 
     # The URL contains step folders, such as "step-00000100" or "final/step-00000200".
-    names = storage.find_checkpoints(files) + storage.find_checkpoints(files, "final/")
+    names = storage.find_checkpoints(files, "(?:final/)?")
     if names:
-        newest = max(names, key=lambda name: get_step(Path(name)))
-        return storage.get_local_copy(f"{url}/{newest}")
+        return storage.get_local_copy(f"{url}/{names[-1]}")
 
     # The URL is itself a step folder.
     if MANIFEST in files:
