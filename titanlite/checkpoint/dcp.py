@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -124,20 +124,19 @@ class CheckpointWriter(FileSystemWriter):
         If `single_file_per_rank` is False, as for imported weights, write one file per tensor.
 
         Returns:
-            A completed future, whose result DCP sends to `finish` on rank 0: the position and
-            checksum of each tensor for the index, and the manifest entry of each file by name.
+            A completed future with a `_RankResult`, which DCP sends to `finish` on rank 0.
         """
         if self.single_file_per_rank:
             items_of_files = [plan.items] if plan.items else []
         else:
             items_of_files = [[item] for item in plan.items]
 
-        tensors: list[WriteResult] = []
+        tensor_results: list[WriteResult] = []
         for index, items in enumerate(items_of_files):
             # DCP sets "__RANK_" as prefix, so the first file of rank 3 is "__3_0.distcp".
             file_name = f"{plan.storage_data.prefix}{index}.distcp"
-            tensors += self._write_file(file_name, items, planner)
-        return completed_future((tensors, self.fs.written))
+            tensor_results += self._write_file(file_name, items, planner)
+        return completed_future(_RankResult(tensor_results, self.fs.written))
 
     def _write_file(
         self, name: str, items: list[WriteItem], planner: SavePlanner
@@ -166,14 +165,14 @@ class CheckpointWriter(FileSystemWriter):
 
         Args:
             metadata: Size, dtype and shards of each tensor.
-            results: The result of `write_data` on each rank.
+            results: The `_RankResult` that `write_data` returned on each rank.
         """
         # DCP writes and syncs the index with `self.fs`, which records the manifest entry.
-        super().finish(metadata, [tensors for tensors, _ in results])
+        super().finish(metadata, [result.tensors for result in results])
 
         entries: dict[str, Entry] = {}
-        for _, files in results:
-            entries |= files
+        for result in results:
+            entries |= result.files
         entries[INDEX] = self.fs.written[INDEX]
         publish_checkpoint(self.tmp_folder, self.step, entries, self.info)
 
@@ -206,6 +205,15 @@ def completed_future(result: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(result)
     return future
+
+
+class _RankResult(NamedTuple):
+    """Tensors and files that a rank wrote."""
+
+    tensors: list[WriteResult]
+    """Position and checksum of each tensor, for the DCP index."""
+    files: dict[str, Entry]
+    """Size and checksum of each file, by name, for the manifest."""
 
 
 class _HashingFileSystem(FileSystem):
