@@ -488,12 +488,20 @@ class ShardLoadPlanner(DefaultLoadPlanner):
     """
 
     def create_local_plan(self) -> LoadPlan:
-        """Create a plan for reading all checkpoint parts that overlap this rank's tensors."""
+        """Create a plan for reading all checkpoint parts that overlap this rank's tensors.
+
+        Raises:
+            CheckpointError: If a saved tensor has a different shape. Without this check, a part of
+                the tensor in memory would silently keep its values.
+        """
         assert self.metadata is not None
         items: list[ReadItem] = []
         for name, tensor in self.state_dict.items():
             saved = self.metadata.state_dict_metadata[name]
             assert isinstance(saved, TensorStorageMetadata)
+            if saved.size != tensor.shape:
+                shape = tuple(saved.size)
+                raise CheckpointError(f"{name}: shape {shape}, expected {tuple(tensor.shape)}")
             items += create_read_items_for_chunk_list(name, saved, [shard_chunk(tensor)])
         return LoadPlan(items)
 

@@ -208,8 +208,14 @@ def dcp_weights(reader: SafeReader, arch: Architecture, prefix: str) -> Weights:
         reader: Reader of the checkpoint.
         arch: Architecture of the model.
         prefix: Prefix of the parameter names in the checkpoint, for example "model.".
+
+    Raises:
+        CheckpointError: If the checkpoint lacks a weight of the model.
     """
     shapes = parameter_shapes(arch)
+    missing = [name for name in shapes if f"{prefix}{name}" not in reader.index]
+    if missing:
+        raise CheckpointError(f"{reader.path} lacks weights of its model:\n  {join_lines(missing)}")
     dtypes = {name: reader.index[f"{prefix}{name}"].properties.dtype for name in shapes}
 
     def read(name: str) -> Tensor:
