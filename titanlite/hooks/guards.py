@@ -43,9 +43,15 @@ def build_guards() -> list[Hook]:
     return [SpikeGuard(), NonFiniteGuard(), ReplicaGuard()]
 
 
-NonFiniteValue = tuple[str, str, str]
-"""Subject, rank and state of a non-finite value, for the log. For example: "the loss",
-"rank 3 (node-0, sequences 3, 11)" and "is nan"."""
+class NonFiniteValue(NamedTuple):
+    """Description of a non-finite loss or gradient of one rank, for the log."""
+
+    subject: str
+    """For example "the loss"."""
+    location: str
+    """Rank, node and sequences, for example "rank 3 (node-0, sequences 3, 11)"."""
+    state: str
+    """For example "is nan"."""
 
 
 class NonFiniteGuard(Hook):
@@ -169,11 +175,11 @@ class NonFiniteGuard(Hook):
         """
         trainer = self._trainer
         host = trainer.hosts[trainer.rank]
-        place = f"rank {trainer.rank} ({host}, sequences {self._list_sequences(step)})"
+        location = f"rank {trainer.rank} ({host}, sequences {self._list_sequences(step)})"
         problems = {}
         loss = result.loss.item()
         if not math.isfinite(loss):
-            problems["loss"] = ("the loss", place, f"is {loss}")
+            problems["loss"] = NonFiniteValue("the loss", location, f"is {loss}")
 
         finite_flags = result.squares.isfinite().tolist()
         if not all(finite_flags):
@@ -183,7 +189,7 @@ class NonFiniteGuard(Hook):
             names = [name for name, weight in parameters if weight.requires_grad]
             if len(names) == len(finite_flags):
                 subject = f"the gradient of {names[finite_flags.index(False)]}"
-                problems["gradient"] = (subject, place, "is not finite")
+                problems["gradient"] = NonFiniteValue(subject, location, "is not finite")
         return problems
 
     def _describe(self, step: int, problems_of_ranks: Sequence[dict[str, NonFiniteValue]]) -> str:
@@ -197,10 +203,11 @@ class NonFiniteGuard(Hook):
         for kind in ("loss", "gradient"):
             affected = [problems[kind] for problems in problems_of_ranks if kind in problems]
             if affected:
-                subject, place, state = affected[0]
+                first = affected[0]
+                location = first.location
                 if len(affected) > 1:
-                    place += f" and {format_count(len(affected) - 1, 'more rank')}"
-                causes.append(f"{subject} on {place} {state}")
+                    location += f" and {format_count(len(affected) - 1, 'more rank')}"
+                causes.append(f"{first.subject} on {location} {first.state}")
         if not causes:
             causes = ["the loss or the gradient norm is a spike, or a hook skipped the step"]
         hint = f"Run `titanlite data show --step {step}` to see its sequences."
