@@ -180,11 +180,12 @@ def _build_architecture(path: Path, fields: dict[str, Any] | None) -> Architectu
         fields: Fields of the architecture in the manifest, or None if it has none.
 
     Raises:
-        CheckpointError: If the fields do not match the architecture class in this version of
-            titanlite.
+        CheckpointError: If `fields` is None, or if the fields do not match the architecture class
+            in this version of titanlite.
         UserError: If the architecture belongs to a plugin that is not loaded.
     """
-    fields = fields or {}
+    if fields is None:
+        raise CheckpointError(f"{path} does not describe the architecture of its weights")
     name = fields.get("architecture", "llama")  # titanlite 0.2 and earlier had only Llama
     if name not in ARCHITECTURES:
         raise UserError(
