@@ -209,10 +209,9 @@ def verify(folder: str | Path) -> dict[str, Any]:
     """
     local_folder = download_if_url(Path(folder)).resolve()
     step_folders = find_checkpoints(local_folder)
-    checkpoints = [_verify_step_folder(path, local_folder) for path in step_folders]
     report: dict[str, Any] = {
         "folder": str(folder),
-        "checkpoints": [checkpoint for checkpoint in checkpoints if checkpoint is not None],
+        "checkpoints": _verify_step_folders(step_folders, local_folder),
         "unfinished": [],
         "set_aside": [],
     }
@@ -227,13 +226,25 @@ def verify(folder: str | Path) -> dict[str, Any]:
     return report
 
 
-def _verify_step_folder(path: Path, folder: Path) -> dict[str, Any] | None:
-    """Verify a checkpoint and return its report, or None if its run has removed it meanwhile.
+def _verify_step_folders(paths: Sequence[Path], folder: Path) -> list[dict[str, Any]]:
+    """Verify several checkpoints and return a report for each one that still exists.
 
     Args:
-        path: The step folder.
-        folder: The folder that the user passed. The name in the report is relative to it.
+        paths: The step folders.
+        folder: The folder that the user passed. Names in the reports are relative to it.
     """
+    reports = []
+    for path in paths:
+        name = path.name if path == folder else os.path.relpath(path, folder)
+        report = {"name": name, **_verify_step_folder(path)}
+        # Skip a checkpoint that its run removed in the meantime.
+        if path == folder or path in list_checkpoints(path.parent):
+            reports.append(report)
+    return reports
+
+
+def _verify_step_folder(path: Path) -> dict[str, Any]:
+    """Verify a checkpoint and return a dictionary with "step", "bytes", "state" and "damage"."""
     state = "good"
     damage = []
     try:
@@ -241,15 +252,8 @@ def _verify_step_folder(path: Path, folder: Path) -> dict[str, Any] | None:
     except CheckpointError as error:
         state = "damaged" if isinstance(error, Damage) else "unreadable"
         damage = [str(error)]
-
-    if path == folder:
-        name = path.name
-    elif path in list_checkpoints(path.parent):
-        name = os.path.relpath(path, folder)
-    else:
-        return None
     size = sum(file.lstat().st_size for file in path.glob("*"))
-    return {"name": name, "step": get_step(path), "bytes": size, "state": state, "damage": damage}
+    return {"step": get_step(path), "bytes": size, "state": state, "damage": damage}
 
 
 class NoTokenizerError(CheckpointError):
