@@ -104,12 +104,16 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
         for key, value in state.items():
             name = f"optimizer.{parameter_names[parameter]}.{key}"
             assert isinstance(value, Tensor), f"{name} is not a tensor: {type(value)}"
-            tensors |= _split_quantized(name, value, optimizer)
+            if _is_empty_quantized_shard(value, optimizer):
+                tensors |= _split_empty(name, value)
+            else:
+                tensors |= _split_quantized(name, value)
     return tensors
 
 
-def _is_empty_quantized_shard(shard: Tensor, optimizer: torch.optim.Optimizer) -> bool:
+def _is_empty_quantized_shard(tensor: Tensor, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether this rank has an empty shard of a moment that other ranks store in 8 bits."""
+    shard = to_local(tensor)
     if shard.dtype != torch.uint8 or shard.numel() > 0:
         return False
 
@@ -118,9 +122,19 @@ def _is_empty_quantized_shard(shard: Tensor, optimizer: torch.optim.Optimizer) -
     return isinstance(optimizer, AdamW8bit)
 
 
-def _split_quantized(
-    name: str, tensor: Tensor, optimizer: torch.optim.Optimizer
-) -> dict[str, Tensor]:
+def _split_empty(name: str, tensor: Any) -> dict[str, Tensor]:
+    """Return empty shards of the tensors that `_split_quantized` returns on ranks with elements."""
+    from titanlite.optim.adamw8bit import BLOCK_SIZE
+
+    codes = tensor.to_local()
+    scale = codes.new_empty(0, codes.shape[1] // BLOCK_SIZE, dtype=torch.float32)
+    return {
+        f"{name}.codes": _shard_rows_like(tensor, codes),
+        f"{name}.scale": _shard_rows_like(tensor, scale),
+    }
+
+
+def _split_quantized(name: str, tensor: Tensor) -> dict[str, Tensor]:
     """Split a torchao 8-bit optimizer state into ordinary tensors, which DCP can save.
 
     torchao stores an 8-bit code for each value and a scale for each block of values. The titanlite
@@ -130,22 +144,15 @@ def _split_quantized(
         "<name>.codes" and "<name>.scale" for an 8-bit state; `name` for any other state.
     """
     shard: Any = to_local(tensor)
-    is_empty = _is_empty_quantized_shard(shard, optimizer)
-    if not isinstance(tensor, DTensor) or not (is_empty or hasattr(shard, "codes")):
+    if not isinstance(tensor, DTensor) or not hasattr(shard, "codes"):
         return {name: to_plain(tensor)}  # not quantized
 
     # Blocks do not span rows. For example, with blocks of 256 values, an (8, 512) matrix has codes
     # of shape (8, 512) and scales of shape (8, 2).
-    if is_empty:  # torchao cannot quantize an empty shard
-        from titanlite.optim.adamw8bit import BLOCK_SIZE
-
-        codes = shard
-        scale = codes.new_empty(0, codes.shape[1] // BLOCK_SIZE, dtype=torch.float32)
-    else:
-        codes = shard.codes
-        scale = shard.scale.view(shard.shape[0], -1)
+    num_rows = shard.shape[0]
+    scale = shard.scale.view(num_rows, -1)
     return {
-        f"{name}.codes": _shard_rows_like(tensor, codes),
+        f"{name}.codes": _shard_rows_like(tensor, shard.codes),
         f"{name}.scale": _shard_rows_like(tensor, scale),
     }
 
