@@ -130,7 +130,7 @@ MISHAPS: dict[str, Callable[[], Any]] = {
 def train(mishap: str, arguments: list[str]) -> None:
     from torch._C import _distributed_c10d
 
-    from titanlite.checkpoint.dcp_writer import CheckpointWriter
+    from titanlite.checkpoint.dcp import CheckpointWriter
     from titanlite.cli import train
     from titanlite.data.loader import Loader
 

@@ -20,7 +20,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from titanlite.checkpoint.find import load_newest, read_job
 from titanlite.checkpoint.load import check_tokenizer, load_weights
-from titanlite.checkpoint.manifest import check_checkpoint
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.options import Generation
 from titanlite.config.registry import resolve
@@ -78,8 +77,7 @@ def load_checkpoint(
 
     # Load the newest checkpoint or, if it is damaged, the one before it.
     load = partial(_load_step, torch.device(device), ema, tokenizer_path)
-    check = partial(check_checkpoint, verified_on_load=True)
-    return load_newest(Path(folder), load, check=check, log=note)
+    return load_newest(Path(folder), load, verified_on_load=True, log=note)
 
 
 def _load_step(

@@ -195,7 +195,7 @@ def test_import_of_meta_files_is_exact(tmp_path, parts, tied):
         ("norm.weight", None, "norm.weight: missing"),
         ("norm.weight", torch.ones(48, dtype=torch.int32), "norm.weight: torch.int32"),
         ("layers.0.attention.wo.weight", torch.ones(48, 47), "layers.0.attention.wo.weight: shape"),
-        ("layers.0.bias", torch.ones(1), "layers.0.bias: not part"),
+        ("layers.0.bias", torch.ones(1), "layers.0.bias: unexpected"),
         ("tok_embeddings.weight", None, "tok_embeddings.weight"),
         ("planted", Malicious(), "more than tensors"),
     ],
@@ -280,16 +280,20 @@ def test_import_writes_only_to_an_empty_folder(tmp_path):
     assert os.listdir(tmp_path) == ["hf"]
 
 
-def test_an_architecture_with_unknown_fields_is_rejected(tmp_path):
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [("from_the_future", "from_the_future"), ("vocab_size", "embeddings.weight: shape")],
+)
+def test_an_architecture_that_does_not_fit_is_rejected(tmp_path, field, message):
     write_hf(tmp_path / "hf", build(PLAIN))
     run_import("hf", tmp_path / "hf", tmp_path / "out")
     step_folder = tmp_path / "out/step-00000000"
     manifest = read_manifest(step_folder)
-    manifest["info"]["architecture"]["from_the_future"] = 1
+    manifest["info"]["architecture"][field] = 1
     (step_folder / "manifest.json").write_bytes(encode_manifest(manifest))
 
-    with pytest.raises(CheckpointError, match="from_the_future"):
-        huggingface.checkpoint_weights(step_folder)
+    with pytest.raises(CheckpointError, match=message):
+        huggingface.checkpoint_weights(step_folder).read("tok_embeddings.weight")
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import torch
 from tiny_run import Checkpoints, TinyRun, assert_equal, list_names, load_model_weights
 from torch.distributed.fsdp import fully_shard
 
-from titanlite.checkpoint import dcp_writer, save, saved_folders
+from titanlite.checkpoint import dcp, save, saved_folders
 from titanlite.checkpoint.live_state import LiveState, model_tensors, to_local
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import UserError
@@ -27,13 +27,13 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 def test_save_waits_for_the_save_in_progress_and_counts_it(tmp_path, monkeypatch):
     run = TinyRun()
     release = threading.Event()
-    publish = dcp_writer.publish_checkpoint
+    publish = dcp.publish_checkpoint
 
     def publish_when_released(*args: Any) -> Any:
         release.wait(20)
         return publish(*args)
 
-    monkeypatch.setattr(dcp_writer, "publish_checkpoint", publish_when_released)
+    monkeypatch.setattr(dcp, "publish_checkpoint", publish_when_released)
     checkpoints = run.checkpoints(tmp_path, async_mode="async")
     checkpoints.save(1, run.train_state(1))
 
@@ -86,7 +86,7 @@ def test_save_that_cannot_be_staged_is_written_while_training_waits(
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 @pytest.mark.parametrize("error", [KeyError("key"), OSError(28, "disk full")])
-@pytest.mark.parametrize("place", [(save, "dcp_save"), (dcp_writer, "publish_checkpoint")])
+@pytest.mark.parametrize("place", [(save, "dcp_save"), (dcp, "publish_checkpoint")])
 def test_failed_save_does_not_affect_the_next_one(tmp_path, monkeypatch, mode, error, place):
     run = TinyRun()
     checkpoints = run.checkpoints(tmp_path, async_mode=mode)

@@ -20,7 +20,7 @@ import pytest
 from ranks import World, descendants, start_small
 from small_runs import list_saved_steps, read_jsonl, read_metrics
 
-from titanlite.checkpoint import dcp_writer, manifest
+from titanlite.checkpoint import dcp, manifest
 from titanlite.config.files import INCOMPLETE
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kill")]
@@ -94,11 +94,11 @@ def fill_disk_once(file: manifest.HashingFile, _data: object) -> None:
 
 # Name of a point -> arguments of `wrap`
 POINTS: dict[str, tuple[Any, ...]] = {
-    "before_data": (dcp_writer.CheckpointWriter, "write_data", kill),
+    "before_data": (dcp.CheckpointWriter, "write_data", kill),
     "within_file": (manifest.HashingFile, "write", kill_within_file),
     "before_manifest": (manifest, "encode_manifest", kill),
     "before_rename": (manifest, "sync", kill_between_manifest_and_name),
-    "after_rename": (dcp_writer, "publish_checkpoint", lambda *_: None, kill),
+    "after_rename": (dcp, "publish_checkpoint", lambda *_: None, kill),
     "during_purge": (Path, "unlink", kill_within_removal),
     "full_disk": (manifest.HashingFile, "write", fill_disk_once),
 }

@@ -188,7 +188,7 @@ def import_and_fail(
 
 OTHER_FFN = "layers.1.feed_forward.w3.weight: shape (48, 32), expected (80, 32)"
 OTHER_VOCABULARY = "tok_embeddings.weight: shape (64, 32), expected (65, 32)"
-NOT_PART = "layers.1.attention.wk.weight: not part of this"
+UNEXPECTED = "layers.1.attention.wk.weight: unexpected"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ NOT_PART = "layers.1.attention.wk.weight: not part of this"
         ("0.2", "", "--job.config_file"),
         ("0.2", "--flavor 8B", "--flavor"),
         ("0.2", model_options(n_kv_heads=4, ffn_dim=80), OTHER_FFN),
-        ("0.2", model_options(n_layers=1), NOT_PART),
+        ("0.2", model_options(n_layers=1), UNEXPECTED),
         ("0.2", model_options(vocab_size=65), OTHER_VOCABULARY),
         ("0.2", model_options(n_heads=32, n_kv_heads=16), "32 heads"),
         # The rotary frequencies in the checkpoint belong to heads of another width.

@@ -102,10 +102,9 @@ def download_if_url(path: Path) -> Path:
         files = storage.list_files(file_system, root)
 
     # The URL contains step folders, such as "step-00000100" or "final/step-00000200".
-    names = storage.find_checkpoints(files) + storage.find_checkpoints(files, "final/")
+    names = storage.find_checkpoints(files, "(?:final/)?")
     if names:
-        newest = max(names, key=lambda name: get_step(Path(name)))
-        return storage.get_local_copy(f"{url}/{newest}")
+        return storage.get_local_copy(f"{url}/{names[-1]}")
 
     # The URL is itself a step folder.
     if MANIFEST in files:
@@ -117,7 +116,7 @@ def load_newest(
     path: Path,
     load: Callable[[Path], T],
     *,
-    check: Callable[[Path], object] = check_checkpoint,
+    verified_on_load: bool = False,
     log: Callable[[str], None] = lambda line: None,
 ) -> T:
     """Verify and load the newest valid checkpoint at a path.
@@ -127,8 +126,7 @@ def load_newest(
     Args:
         path: A path or URL that `find_checkpoints` accepts.
         load: Loads the checkpoint in a step folder, or raises `Damage`. Its result is returned.
-        check: Called with the step folder before `load`. It raises `Damage` if the checkpoint is
-            damaged.
+        verified_on_load: Skip the checksums that loading the tensors verifies.
         log: Called with a one-line message before each older checkpoint is tried.
 
     Raises:
@@ -138,7 +136,7 @@ def load_newest(
     """
 
     def check_and_load(step_folder: Path) -> T:
-        check(step_folder)
+        check_checkpoint(step_folder, verified_on_load=verified_on_load)
         return load(step_folder)
 
     return load_newest_of(find_checkpoints(path), check_and_load, log)
@@ -295,15 +293,14 @@ def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig
     """
     manifest = read_manifest(step_folder)
     info = manifest["info"]
-    if tokenizer_path is None and _was_imported_without_tokenizer(info):
+    lacks_tokenizer = info.get("weights_only", False) and not get_data_state(info).get("tokenizer")
+    if info["job"] is None:
+        job = _read_job_of_old_import(step_folder)
+    elif tokenizer_path is None and lacks_tokenizer:
         raise NoTokenizerError(
             f"{step_folder} has no tokenizer, because its weights were imported without one. "
             "Add --tokenizer.path FILE, or import them again with --tokenizer FILE."
         )
-
-    is_old_import = info["job"] is None
-    if is_old_import:
-        job = _read_job_of_old_import(step_folder)
     else:
         job = _read_saved_job(step_folder, info["job"])
 
@@ -313,19 +310,6 @@ def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig
     if is_in_checkpoint:
         return set_tokenizer_path(job, step_folder / job.tokenizer.path)
     return job
-
-
-def _was_imported_without_tokenizer(info: dict[str, Any]) -> bool:
-    """Return whether a checkpoint contains weights that were imported without a tokenizer.
-
-    Return False for imports by early titanlite versions, which recorded neither job nor tokenizer.
-
-    Args:
-        info: Entry "info" of the manifest.
-    """
-    if info["job"] is None:
-        return False
-    return info.get("weights_only", False) and get_data_state(info).get("tokenizer") is None
 
 
 def set_tokenizer_path(job: JobConfig, path: str | Path) -> JobConfig:

@@ -18,16 +18,23 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 from pydantic import Field
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from titanlite.checkpoint.dcp_reader import SafeReader, get_weight_prefix, join_lines, load_tensors
-from titanlite.checkpoint.dcp_writer import CheckpointWriter, describe_error, manifest_info
+from titanlite.checkpoint.dcp import (
+    CheckpointWriter,
+    SafeReader,
+    describe_error,
+    get_weight_prefix,
+    join_lines,
+    load_tensors,
+    manifest_info,
+)
 from titanlite.checkpoint.find import set_tokenizer_path
 from titanlite.checkpoint.live_state import is_finite, model_tensors
 from titanlite.checkpoint.manifest import (
@@ -61,7 +68,6 @@ if TYPE_CHECKING:
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
-_LFS_POINTER = b"version https://git-lfs"
 _ADAPTER_CONFIG = "adapter_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _MAX_JSON_BYTES = 1 << 24  # the index of Llama 405B takes about 100 kB
@@ -203,8 +209,14 @@ def dcp_weights(reader: SafeReader, arch: Architecture, prefix: str) -> Weights:
         reader: Reader of the checkpoint.
         arch: Architecture of the model.
         prefix: Prefix of the parameter names in the checkpoint, for example "model.".
+
+    Raises:
+        CheckpointError: If the checkpoint lacks a weight of the model.
     """
     shapes = parameter_shapes(arch)
+    missing = [name for name in shapes if f"{prefix}{name}" not in reader.index]
+    if missing:
+        raise CheckpointError(f"{reader.path} lacks weights of its model:\n  {join_lines(missing)}")
     dtypes = {name: reader.index[f"{prefix}{name}"].properties.dtype for name in shapes}
 
     def read(name: str) -> Tensor:
@@ -332,17 +344,14 @@ def _open_safetensors(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in _list_safetensors(folder):
         try:
-            with path.open("rb") as file:
-                is_lfs_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
-            if is_lfs_pointer:
-                raise ValueError("it is a Git LFS pointer. Run `git lfs pull` to download it")
-            with safe_open(path, framework="pt") as safetensors:
-                for name in safetensors.keys():  # noqa: SIM118 - not a dict
-                    if not formats.HF_DERIVED.fullmatch(name):
-                        tensors[name] = safetensors.get_tensor(name)
+            tensors |= load_file(path)
         except (OSError, SafetensorError, ValueError) as error:
-            raise UserError(f"cannot read {path}: {shorten(str(error))}") from None
-    return tensors
+            raise UserError(
+                f"cannot read {path}: {shorten(str(error))}. Download it again, with `git lfs "
+                "pull` if it is a Git LFS pointer."
+            ) from None
+    is_derived = formats.HF_DERIVED.fullmatch
+    return {name: tensor for name, tensor in tensors.items() if not is_derived(name)}
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

@@ -204,12 +204,16 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(tensor.isfinite().all())
 
 
-def shard_chunk(tensor: DTensor) -> ChunkStorageMetadata:
+def shard_chunk(tensor: Tensor) -> ChunkStorageMetadata:
     """Return the offsets and sizes of this rank's shard within the whole tensor.
+
+    If `tensor` is not a DTensor, this rank holds all of it.
 
     Up to torch 2.15, DCP computes them incorrectly if tensor parallelism and FSDP over three or
     more ranks divide the same dimension unevenly, such as a vocabulary with an odd size.
     """
+    if not isinstance(tensor, DTensor):
+        return ChunkStorageMetadata(offsets=torch.Size([0] * tensor.ndim), sizes=tensor.shape)
     slices = shard_slices(tensor)
     return ChunkStorageMetadata(
         offsets=torch.Size(part.start for part in slices),

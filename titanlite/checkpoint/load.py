@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from titanlite.checkpoint.dcp_reader import SafeReader, get_weight_prefix, join_lines, load_tensors
+from titanlite.checkpoint.dcp import SafeReader, get_weight_prefix, join_lines, load_tensors
 from titanlite.checkpoint.find import (
     download_if_url,
     find_checkpoints,
@@ -233,13 +233,13 @@ class Resumer:
         local_path = self._ranks.run_together(lambda: download_if_url(path_or_url))
         # Only rank 0 lists the checkpoints, because a running job may add or remove some.
         step_folders = self._ranks.run_on_rank0(lambda: find_checkpoints(local_path))
-        return load_newest_of(step_folders, self._check_and_load_weights, self._log)
 
-    def _check_and_load_weights(self, step_folder: Path) -> Path:
-        """Verify a checkpoint, load its weights on all ranks, and return its step folder."""
-        check_on_all_ranks(step_folder, self._ranks)
-        load_weights(step_folder, self._live.model, self._ranks)
-        return step_folder
+        def load(step_folder: Path) -> Path:
+            check_on_all_ranks(step_folder, self._ranks)
+            load_weights(step_folder, self._live.model, self._ranks)
+            return step_folder
+
+        return load_newest_of(step_folders, load, self._log)
 
     def check_job(self, path: PurePath, manifest: Manifest) -> None:
         """Log how the job of the run differs from the job that saved a checkpoint.
@@ -318,7 +318,10 @@ class Resumer:
         try:
             self._load_tensors(reader, info, parts_to_reset)
         except Damage:
-            _fill_live_state_with_nan(self._live)  # so that no rank trains with damaged values
+            # Part of the damaged values may be loaded. No rank must train with them silently.
+            for tensor in self._live.tensors(optimizer=False).values():
+                _fill_with_nan(tensor)
+            _reset_optimizer(self._live)
             raise
 
         state = info["train_state"]
@@ -340,15 +343,18 @@ class Resumer:
             self._resize_hook_tensors(reader, info["train_state"])
         # After a rollback, state that is not loaded must not keep its values from later steps.
         self._reset_hook_tensors()
-        unknown_state: list[str] = []
+        loaded_prefixes = ["model."]
         if self._live.optimizer is not None and "optimizer" in parts:
             _create_optimizer_state(self._live.optimizer)
-            unknown_state = _find_unknown_optimizer_state(self._live, reader)
+            # The state of frozen weights and of weights on other pipeline ranks need not be loaded.
+            parameters = self._live.model.named_parameters()
+            trained_weights = [name for name, weight in parameters if weight.requires_grad]
+            loaded_prefixes += [f"optimizer.{name}." for name in trained_weights]
         else:
             _reset_optimizer(self._live)
 
         tensors = self._select_tensors(parts, reader)
-        _load_and_check(tensors, self._live.model.arch, reader, self._ranks, unknown_state)
+        _load_and_check(tensors, self._live.model.arch, reader, self._ranks, loaded_prefixes)
         _set_random_state(tensors)
 
     def _select_tensors(self, parts: set[str], reader: SafeReader) -> dict[str, Tensor]:
@@ -534,7 +540,7 @@ def _load_and_check(
     arch: Architecture,
     reader: SafeReader,
     ranks: RankGroup,
-    unknown_state: Sequence[str] = (),
+    loaded_prefixes: Sequence[str] = ("model.",),
 ) -> None:
     """Check the shapes of saved tensors, load them in place, and check that the weights are finite.
 
@@ -545,10 +551,10 @@ def _load_and_check(
         arch: Architecture of the model.
         reader: Reader of the checkpoint.
         ranks: The ranks that load together.
-        unknown_state: Names of saved tensors that the optimizer does not have, such as moments of a
-            different optimizer. If there are any, a UserError lists them.
+        loaded_prefixes: Name prefixes. If this run lacks any saved tensor with one of them, such as
+            the moments of a different optimizer, a UserError lists these tensors.
     """
-    ranks.run_together(lambda: _check_shapes(tensors, arch, reader, unknown_state))
+    ranks.run_together(lambda: _check_shapes(tensors, arch, reader, loaded_prefixes))
     load_tensors(reader, tensors, ranks.group)
     ranks.run_together(lambda: _check_finite(reader.path, tensors))
 
@@ -580,7 +586,7 @@ def _check_shapes(
     tensors: dict[str, Tensor],
     arch: Architecture,
     reader: SafeReader,
-    unknown_state: Sequence[str],
+    loaded_prefixes: Sequence[str],
 ) -> None:
     """Check that the tensors in a checkpoint have the expected names and shapes.
 
@@ -588,13 +594,12 @@ def _check_shapes(
         tensors: This rank's tensors to load, by name in the checkpoint.
         arch: Architecture of the whole model. A pipeline rank holds only a part of it.
         reader: Reader of the checkpoint.
-        unknown_state: Names of saved tensors that the optimizer does not have.
+        loaded_prefixes: Name prefixes. The run must have all saved tensors with one of them.
 
     Raises:
         UserError: If names or shapes differ. The message lists the differences.
     """
-    differences = _compare_with_saved_shapes(tensors, arch, reader)
-    differences += [f"{name}: the optimizer has no such state" for name in unknown_state]
+    differences = _compare_with_saved_shapes(tensors, arch, reader, loaded_prefixes)
     if not differences:
         return
 
@@ -602,29 +607,29 @@ def _check_shapes(
     parts = sorted({difference.partition(".")[0] for difference in differences})
     exclusion = f"checkpoint.exclude_from_loading = {json.dumps(parts)}"
     if "model" in parts:
-        problem = "does not fit this model"
         fix = "Restore the keys of [model]."
-    elif parts == ["hooks"]:
-        problem = "does not fit the hooks of this job"
-        fix = f"Restore their options, or set {exclusion}."
     else:
-        problem = "does not fit the optimizer of this job"
-        fix = f"Restore its options, or set {exclusion}."
-    raise UserError(f"{reader.path} {problem}:\n  {join_lines(differences)}\n{fix}")
+        fix = f"Restore the options of the {' and the '.join(parts)}, or set {exclusion}."
+    listed = join_lines(differences)
+    raise UserError(f"{reader.path} does not fit this job:\n  {listed}\n{fix}")
 
 
 def _compare_with_saved_shapes(
-    tensors: dict[str, Tensor], arch: Architecture, reader: SafeReader
+    tensors: dict[str, Tensor],
+    arch: Architecture,
+    reader: SafeReader,
+    loaded_prefixes: Sequence[str],
 ) -> list[str]:
-    """Describe each difference in tensor names or shapes between a checkpoint and a model.
+    """Describe each difference in tensor names or shapes between a checkpoint and a run.
 
     The checkpoint must contain all weights of the model and all tensors in `tensors`, and no other
-    weights. Other tensors in the checkpoint, such as optimizer state, are ignored.
+    tensors with the given prefixes. All other tensors in the checkpoint are ignored.
 
     Args:
         tensors: This rank's tensors to load, by name in the checkpoint.
         arch: Architecture of the whole model.
         reader: Reader of the checkpoint.
+        loaded_prefixes: Name prefixes of saved tensors that must not be ignored.
     """
     weights = {f"model.{name}": shape for name, shape in parameter_shapes(arch).items()}
     # `tensors` contains some of these weights again. `tensor.shape` ignores sharding.
@@ -633,26 +638,9 @@ def _compare_with_saved_shapes(
     saved = {
         name: tuple(description.size)
         for name, description in reader.index.items()
-        if name in expected or name.startswith("model.")
+        if name in expected or name.startswith(tuple(loaded_prefixes))
     }
     return compare_shapes(expected, saved)
-
-
-def _find_unknown_optimizer_state(live: LiveState, reader: SafeReader) -> list[str]:
-    """Return the names of saved optimizer tensors that the optimizer on this rank does not have.
-
-    Omit the state of frozen weights and of weights on other pipeline ranks, because this rank need
-    not load it.
-
-    Args:
-        live: The model and optimizer of this rank. The state of the optimizer must exist.
-        reader: Reader of the checkpoint.
-    """
-    parameters = live.model.named_parameters()
-    trained_weights = [name for name, weight in parameters if weight.requires_grad]
-    prefixes = tuple(f"optimizer.{name}." for name in trained_weights)
-    unknown_names = reader.index.keys() - live.tensors(hooks=False).keys()
-    return sorted(name for name in unknown_names if name.startswith(prefixes))
 
 
 def _check_finite(path: object, tensors: dict[str, Tensor]) -> None:
@@ -722,16 +710,6 @@ def _copy_hook_tensors(live: LiveState) -> dict[str, Tensor]:
     return copies
 
 
-def _fill_live_state_with_nan(live: LiveState) -> None:
-    """Fill weights and hook tensors with NaN and reset the optimizer.
-
-    This keeps training from silently using the values of a partly loaded, damaged checkpoint.
-    """
-    for tensor in live.tensors(optimizer=False).values():
-        _fill_with_nan(tensor)
-    _reset_optimizer(live)
-
-
 def _fill_with_nan(tensor: Tensor) -> None:
     """Fill a tensor with NaN, or with 0 if it contains integers."""
     tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
@@ -740,20 +718,13 @@ def _fill_with_nan(tensor: Tensor) -> None:
 def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the optimizer state, such as the moments, so that it can be loaded.
 
-    A new torch optimizer has no state before its first step.
-    """
-    set_mode(optimizer, "train")  # schedule-free optimizers can only step in this mode
-    _take_empty_step(optimizer)
-    set_mode(optimizer, "eval")
-
-
-def _take_empty_step(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer allocate its state by taking a step that does not change the weights.
-
-    All gradients and the learning rate are 0. If the optimizer already has state, do nothing.
+    A new torch optimizer has no state before its first step, so take a step that does not change
+    the weights: all gradients and the learning rate are 0. If the optimizer already has state, do
+    nothing.
     """
     if any(optimizer.state.values()):
         return
+    set_mode(optimizer, "train")  # schedule-free optimizers can only step in this mode
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad:
@@ -763,6 +734,7 @@ def _take_empty_step(optimizer: torch.optim.Optimizer) -> None:
     set_learning_rate(optimizer, 0.0)
     optimizer.step()
     optimizer.zero_grad()
+    set_mode(optimizer, "eval")
 
 
 def _reset_optimizer(live: LiveState) -> None:

@@ -354,18 +354,19 @@ def encode_manifest(body: Manifest) -> bytes:
     return (json.dumps(sealed, indent=1) + "\n").encode()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path, name: str = MANIFEST) -> Manifest:
     """Read and check the manifest of a checkpoint.
 
     Args:
         folder: The step folder.
+        name: Name of the manifest, which is different while the checkpoint is being removed.
 
     Raises:
         Damage: If the manifest is missing or altered, or lists files outside the folder.
         CheckpointError: If the manifest is currently unreadable or has a newer format.
     """
-    with open_file(folder / MANIFEST) as file:
-        return parse_manifest(file.read(), folder / MANIFEST)
+    with open_file(folder / name) as file:
+        return parse_manifest(file.read(), folder / name)
 
 
 def parse_manifest(content: bytes, path: object) -> Manifest:
@@ -644,9 +645,7 @@ def _remove_listed_files(path: Path) -> None:
 
     Other files, which the manifest does not list, are kept.
     """
-    with open_file(path / INCOMPLETE) as file:
-        manifest = parse_manifest(file.read(), path / INCOMPLETE)
-    for name in manifest["files"]:
+    for name in read_manifest(path, INCOMPLETE)["files"]:
         (path / name).unlink(missing_ok=True)
     (path / INCOMPLETE).unlink()
     with suppress(OSError):  # not empty, because it holds files that titanlite did not write

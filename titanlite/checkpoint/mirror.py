@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
 import threading
 import time
@@ -49,7 +48,7 @@ from titanlite.checkpoint.manifest import (
     sync,
 )
 from titanlite.config.errors import CheckpointError, Damage, UserError, one_line
-from titanlite.config.files import INCOMPLETE, MANIFEST, STEP_FOLDER
+from titanlite.config.files import INCOMPLETE, MANIFEST
 from titanlite.config.storage import (
     DISK_FULL,
     PARALLEL,
@@ -385,7 +384,7 @@ class Mirror:
         started = time.perf_counter()
         tmp_folder = self._folder / f"{TMP_PREFIX}mirror-{self._context.token}"
         shutil.rmtree(tmp_folder, ignore_errors=True)  # left over from a damaged checkpoint
-        files = self._download_files(name, tmp_folder)
+        self._download_files(name, tmp_folder)
         try:
             check_checkpoint(tmp_folder / name)
         except Damage as damage:
@@ -393,7 +392,7 @@ class Mirror:
             return False
 
         # Move the valid checkpoint to the folder of the run.
-        for file in files:
+        for file in (tmp_folder / name).iterdir():
             sync(file)
         target = self._get_path(name)
         target.parent.mkdir(exist_ok=True)
@@ -403,20 +402,14 @@ class Mirror:
         self._log(f"Downloaded {name} from {self._url} in {seconds:.1f} s")
         return True
 
-    def _download_files(self, name: str, tmp_folder: Path) -> list[Path]:
-        """Download the files of a checkpoint to `tmp_folder / name` and return their paths.
+    def _download_files(self, name: str, tmp_folder: Path) -> None:
+        """Download the files of a checkpoint to `tmp_folder / name`.
 
         Skip files that are missing on the mirror, because verifying the checkpoint reports them.
         """
-        sizes = {}  # path relative to the mirror -> bytes
-        for file in (MANIFEST, *self._manifests[name]["files"]):
-            path = f"{name}/{file}"
-            if path in self._files:
-                sizes[path] = self._files[path]["size"]
-
-        (tmp_folder / name).mkdir(parents=True)
+        wanted = {f"{name}/{file}" for file in (MANIFEST, *self._manifests[name]["files"])}
+        sizes = {path: info["size"] for path, info in self._files.items() if path in wanted}
         download_files(self._storage, self._root, sizes, tmp_folder)
-        return [tmp_folder / path for path in sizes]
 
     def _set_aside(self, name: str, reason: str, damage: str = "") -> None:
         """Rename the manifest of a checkpoint on the mirror so that readers ignore the checkpoint.
@@ -488,37 +481,31 @@ class Mirror:
             self.num_failed += 1
 
     def _try_to_send(self, path: Path) -> UserError | None:
-        """Copy a checkpoint to the mirror and return the error if this fails.
+        """Copy a checkpoint to the mirror, then remove outdated checkpoints from the mirror.
 
-        If it fails because the run removed the checkpoint or `close` aborted the copy, return None.
+        Returns:
+            None on success, or if the run removed the checkpoint or `close` aborted the copy.
+            Otherwise the error: a CheckpointError if an access to the storage failed, so that
+            another attempt may succeed. A UserError if a different run uses the mirror, or if the
+            copy would overwrite files that this run did not write.
         """
+        name = self._get_name(path)
+        url = f"{self._url}/{name}"
+        started = time.perf_counter()
         try:
-            self._copy_and_remove_outdated(path)
+            with storage_errors(url, CheckpointError):
+                was_copied = self._copy(path, name)
+                if was_copied:
+                    seconds = time.perf_counter() - started
+                    text = f"Copied {url} in {seconds:.1f} s"
+                    self._log(Event(text, "mirror", get_step(path)))
+                self._copied.add(name)
+                self._remove_outdated()
         except UserError as error:
             was_removed = not (path / MANIFEST).is_file()
             if not was_removed and not self._is_ending.is_set():
                 return error
         return None
-
-    def _copy_and_remove_outdated(self, path: Path) -> None:
-        """Copy a checkpoint to the mirror, then remove outdated checkpoints from the mirror.
-
-        Raises:
-            CheckpointError: If an access to the storage fails. Another attempt may succeed.
-            UserError: If a different run uses the mirror, or if the copy would overwrite files that
-                this run did not write.
-        """
-        name = self._get_name(path)
-        url = f"{self._url}/{name}"
-        started = time.perf_counter()
-        with storage_errors(url, CheckpointError):
-            was_copied = self._copy(path, name)
-            if was_copied:
-                seconds = time.perf_counter() - started
-                text = f"Copied {url} in {seconds:.1f} s"
-                self._log(Event(text, "mirror", get_step(path)))
-            self._copied.add(name)
-            self._remove_outdated()
 
     def _copy(self, path: Path, name: str) -> bool:
         """Copy the files of a checkpoint to the mirror, ending with its manifest.
@@ -699,7 +686,7 @@ class Mirror:
             run_id: ID of this run. Files from other runs are not deleted.
         """
         local_names = [self._get_name(path) for path in self._list_local()]
-        for name in self._list_incomplete():
+        for name in find_checkpoints(self._files, "(?:final/)?", INCOMPLETE):
             path = f"{self._root}/{name}/{INCOMPLETE}"
             if name in self._manifests:  # the copy is complete; only this file is left over
                 self._storage.rm_file(path)
@@ -708,15 +695,6 @@ class Mirror:
                     manifest = parse_manifest(self._storage.cat_file(path), path)
                     if belongs_to_run(manifest, run_id):
                         self._delete(name, manifest["files"])
-
-    def _list_incomplete(self) -> list[str]:
-        """Return the names of partly copied or removed checkpoints on the mirror.
-
-        The names are from the last `_refresh`.
-        """
-        pattern = re.compile(f"((?:final/)?{STEP_FOLDER.pattern})/{re.escape(INCOMPLETE)}")
-        matches = [pattern.fullmatch(path) for path in self._files]
-        return [match[1] for match in matches if match is not None]
 
     def _remove(self, name: str) -> None:
         """Remove a complete checkpoint from the mirror. Rename its manifest first.

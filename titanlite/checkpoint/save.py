@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from titanlite.checkpoint.dcp_writer import (
+from titanlite.checkpoint.dcp import (
     CheckpointWriter,
     ShardSavePlanner,
     describe_error,
@@ -81,8 +81,8 @@ class Saver:
         self._num_started = 0
         self._num_failed = 0
         self._num_waits = 0
-        self._saved_step: int | None = None  # of the newest complete save
-        self._failed_step: int | None = None  # of the newest save, if it failed
+        # Whether the newest save of each step and, at the end of the run, its export succeeded.
+        self._has_succeeded: dict[int, bool] = {}
         # The save in progress: its step, and a future that is True if it succeeds on this rank.
         self._pending: tuple[int, Future[bool]] | None = None
 
@@ -161,8 +161,7 @@ class Saver:
         """
         if not self.has_saved(step):
             tensors = self._live.tensors(rng=True)
-            writer = self._create_writer(self._folder, step, train_state)
-            self._start_save(writer, tensors)
+            self._start_save(self._folder, step, train_state, tensors)
         return self._folder / step_folder_name(step)
 
     def _save_only_weights(self, step: int, train_state: dict[str, Any]) -> Path:
@@ -181,19 +180,22 @@ class Saver:
         if should_save:
             tensors = self._live.tensors(optimizer=False)
             weights = {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
-            writer = self._create_writer(folder, step, train_state, weights_only=True)
-            self._start_save(writer, weights)
+            self._start_save(folder, step, train_state, weights, weights_only=True)
         return path
 
-    def _create_writer(
-        self, folder: Path, step: int, train_state: dict[str, Any], **extra: Any
-    ) -> CheckpointWriter:
-        """Create the writer of a checkpoint and its manifest.
+    def _start_save(
+        self, folder: Path, step: int, train_state: dict[str, Any], tensors: Tensors, **extra: Any
+    ) -> None:
+        """Start writing a checkpoint in the background.
+
+        If checkpoint.async_mode is "disabled" or the background save cannot start, write the
+        checkpoint before returning.
 
         Args:
             folder: Parent of the step folder.
             step: The step to save.
             train_state: Training state other than tensors.
+            tensors: The tensors to save, by name.
             extra: Additional keys for `info` in the manifest, such as `weights_only`.
         """
         info = manifest_info(
@@ -206,21 +208,15 @@ class Saver:
         self._num_started += 1
         # The name of the temporary folder is unique, and the same on all ranks.
         token = f"{self._context.token}-{self._num_started}"
-        return CheckpointWriter(folder, step, token, info)
+        writer = CheckpointWriter(folder, step, token, info)
 
-    def _start_save(self, writer: CheckpointWriter, tensors: Tensors) -> None:
-        """Start writing a checkpoint in the background.
-
-        If checkpoint.async_mode is "disabled" or the background save cannot start, write the
-        checkpoint before returning.
-        """
         result = self._write_in_background(writer, tensors) if self._is_async else None
         if result is None:
             # Training waits, so the tensors cannot change and need no copies. Other ranks may write
             # in the background, and call the same collectives.
             result = Future[bool]()
             result.set_result(self._write_and_publish(writer, lambda: tensors))
-        self._pending = writer.step, result
+        self._pending = step, result
         if not self._is_async:
             self.wait_until_saved()
 
@@ -315,18 +311,17 @@ class Saver:
         Raises:
             CheckpointError: On all ranks, if copying failed on any rank.
         """
-        tensors: Tensors = {}
-        problem = None
-        try:
-            tensors = get_tensors()
-        except BaseException as error:
-            # Convert even an interrupt to a CheckpointError on all ranks, because the other ranks
-            # wait for this one.
-            problem = f"copying the tensors failed: {describe_error(error)}"
-        for rank_problem in self._ranks.gather(problem):
-            if rank_problem:
-                raise CheckpointError(rank_problem)
-        return tensors
+
+        def wait_here() -> Tensors:
+            try:
+                return get_tensors()
+            except BaseException as error:
+                # Convert even an interrupt to a CheckpointError, which is raised on all ranks,
+                # because the other ranks wait for this one.
+                problem = f"copying the tensors failed: {describe_error(error)}"
+                raise CheckpointError(problem) from None
+
+        return self._ranks.run_together(wait_here)
 
     def _log_success(self, writer: CheckpointWriter, seconds_blocked: float | None) -> None:
         """Log that a save succeeded and how long it took.
@@ -360,24 +355,18 @@ class Saver:
         self._pending = None
 
         results_of_ranks = self._ranks.gather(result.result())
-        if all(results_of_ranks):
-            self._saved_step = step
-            self._failed_step = None
+        self._has_succeeded[step] = all(results_of_ranks)
+        if self._has_succeeded[step]:
             self._on_saved(step)
         else:
-            self._count_failure(step)
-
-    def _count_failure(self, step: int) -> None:
-        """Record that the save of a step or its export failed."""
-        self._num_failed += 1
-        self._failed_step = step
+            self._num_failed += 1
 
     def _export_if_requested(self, path: Path, step: int) -> None:
         """Export the last checkpoint in Hugging Face format if `checkpoint.last_save_in_hf` is set.
 
         If the save of this checkpoint failed, do nothing.
         """
-        if not self._config.last_save_in_hf or step == self._failed_step:
+        if not self._config.last_save_in_hf or not self.has_saved(step):
             return
         # If the run trained no step since it resumed, an existing export has the same weights.
         is_exported = self._ranks.run_on_rank0(
@@ -385,14 +374,15 @@ class Saver:
         )
         if not is_exported:
             self.failed_export = path
-            self._count_failure(step)
+            self._has_succeeded[step] = False
+            self._num_failed += 1
 
     def has_saved(self, step: int) -> bool:
         """Return whether the state after a step is on disk because it was loaded or saved.
 
         If the last save of this step or its export failed, return False.
         """
-        return step in (self.loaded_step, self._saved_step) and step != self._failed_step
+        return self._has_succeeded.get(step, step == self.loaded_step)
 
     def stats(self) -> dict[str, int]:
         """Return the number of failed saves and of saves that had to wait for the previous one."""

@@ -12,7 +12,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from titanlite.checkpoint.dcp_writer import describe_error
+from titanlite.checkpoint.dcp import describe_error
 from titanlite.checkpoint.huggingface import TokenizerWriter, checkpoint_weights, export_hf
 from titanlite.checkpoint.manifest import (
     BEST_LINK,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from shutil import get_terminal_size
 from typing import Any
 
 from titanlite.checkpoint.find import is_saved, load_newest, read_job, read_newest_job
-from titanlite.checkpoint.manifest import check_checkpoint, list_set_aside
+from titanlite.checkpoint.manifest import list_set_aside
 from titanlite.config.errors import format_count, printable
 from titanlite.config.job_diff import SAME_DATA, check_changes, compare_jobs
 from titanlite.config.options import OptionRanks, Options, parse_options_and_job
@@ -99,8 +98,7 @@ def _read_saved_job(run: Run) -> JobConfig:
     """
     if run.job.checkpoint.mirror is not None:
         return read_newest_job(run.checkpoint_folder)
-    check_files = partial(check_checkpoint, verified_on_load=True)
-    return load_newest(run.checkpoint_folder, read_job, check=check_files)
+    return load_newest(run.checkpoint_folder, read_job, verified_on_load=True)
 
 
 def _list_values(run: Run) -> dict[str, Any]:

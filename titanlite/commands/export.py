@@ -6,7 +6,6 @@ Invariant: The exported model computes the same as the trained one, or the expor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -103,7 +102,6 @@ def export(
 
     find_checkpoints(checkpoint)  # reports a wrong path before torch is imported
     from titanlite.checkpoint.huggingface import checkpoint_weights, export_hf
-    from titanlite.checkpoint.manifest import check_checkpoint
     from titanlite.data.tokenizer import load_tokenizer
     from titanlite.data.tokenizer_files import write_tokenizer
 
@@ -119,9 +117,8 @@ def export(
         export_hf(weights, out, dtype, lambda folder: write_tokenizer(loaded, folder, max_seq_len))
         return step_folder
 
-    # Skip the checksums of tensors here, because `export_step` verifies them when it reads them.
-    check = partial(check_checkpoint, verified_on_load=True)
-    return load_newest(checkpoint, export_step, check=check, log=note)
+    # `export_step` verifies the checksums of tensors when it reads them.
+    return load_newest(checkpoint, export_step, verified_on_load=True, log=note)
 
 
 def _load_saved_tokenizer(step_folder: Path) -> Tokenizer:

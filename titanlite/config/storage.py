@@ -210,7 +210,7 @@ def _select_files(entries: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, 
     return files
 
 
-def find_checkpoints(files: Iterable[str], prefix: str = "") -> list[str]:
+def find_checkpoints(files: Iterable[str], prefix: str = "", manifest: str = MANIFEST) -> list[str]:
     """Return the paths of all checkpoints in a listing of files, sorted by step.
 
     A checkpoint is a folder such as "step-00000100" that contains a manifest.
@@ -218,8 +218,9 @@ def find_checkpoints(files: Iterable[str], prefix: str = "") -> list[str]:
     Args:
         files: Paths of files.
         prefix: Regular expression for the part of the path in front of the step folder.
+        manifest: Name of the manifest.
     """
-    pattern = re.compile(f"({prefix}{STEP_FOLDER.pattern})/{MANIFEST}")
+    pattern = re.compile(f"({prefix}{STEP_FOLDER.pattern})/{re.escape(manifest)}")
     folders = []
     for file in files:
         match = pattern.fullmatch(file)

@@ -127,11 +127,7 @@ class Checkpointer(Hook):
             self._mirror = Mirror(context, self._resumer.check_job)
             self._resources.callback(self._mirror.close)
             self._mirror.restore()
-        self._create_saver(context)
 
-    def _create_saver(self, context: CheckpointContext) -> None:
-        """Create the `Saver` of the run and make it notify all hooks after each save."""
-        trainer = self._trainer
         max_seq_len = trainer.run.arch.max_seq_len
         write_files = partial(write_tokenizer, trainer.tokenizer, max_seq_len=max_seq_len)
 
@@ -290,12 +286,9 @@ class BestCheckpoint(Hook):
 
     name = BEST_CHECKPOINT
 
-    def __init__(self) -> None:
-        """Initialize the hook without a validation loss."""
-        self._newest: dict[str, Any] = {}  # step and loss of the newest validation
-
     def built(self, trainer: Trainer) -> None:
         """Keep a reference to the checkpointer of the trainer."""
+        self._newest: dict[str, Any] = {}  # step and loss of the newest validation
         assert trainer.checkpointer is not None
         self._checkpointer = trainer.checkpointer
 

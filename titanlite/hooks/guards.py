@@ -43,19 +43,15 @@ def build_guards() -> list[Hook]:
     return [SpikeGuard(), NonFiniteGuard(), ReplicaGuard()]
 
 
-class SkippedStep(NamedTuple):
-    """The loss and the first non-finite gradient on one rank in a skipped step.
+class NonFiniteValue(NamedTuple):
+    """Description of a non-finite loss or gradient of one rank, for the log."""
 
-    All ranks skip the same steps, but the cause may be on only some of them.
-    """
-
-    step: int
-    rank: int
-    data_rank: int
-    loss: float
-    """This rank's part of the loss."""
-    parameter: str | None
-    """First parameter whose gradient is not finite on this rank, or None."""
+    subject: str
+    """For example "the loss"."""
+    location: str
+    """Rank, node and sequences, for example "rank 3 (node-0, sequences 3, 11)"."""
+    state: str
+    """For example "is nan"."""
 
 
 class NonFiniteGuard(Hook):
@@ -142,18 +138,19 @@ class NonFiniteGuard(Hook):
 
         skip_flags = torch.stack([result.skipped for _, result in results]).tolist()
         skipped_steps = []
+        problems = []
         for (step, result), is_skipped in zip(results, skip_flags, strict=True):
             self._count(is_skipped)
             if is_skipped:
-                skipped_steps.append(self._inspect(step, result))
+                skipped_steps.append(step)
+                problems.append(self._find_problems(step, result))
 
         # All ranks skip the same steps, but the non-finite loss or gradient may be on only one
-        # rank, so gather the reports of all ranks.
+        # rank, so gather the problems of all ranks.
         if skipped_steps:
-            reports_by_rank = gathered(skipped_steps)
-            # Regroup the reports by step.
-            for reports_of_step in zip(*reports_by_rank, strict=True):
-                self._unlogged.append(self._describe(reports_of_step))
+            problems_by_step = zip(*gathered(problems), strict=True)
+            for step, problems_of_ranks in zip(skipped_steps, problems_by_step, strict=True):
+                self._unlogged.append(self._describe(step, problems_of_ranks))
 
     def _count(self, is_skipped: bool) -> None:
         """Update the total number of skipped steps, the current streak and the longest streak.
@@ -167,81 +164,64 @@ class NonFiniteGuard(Hook):
         self._num_consecutive += 1
         self._max_consecutive = max(self._max_consecutive, self._num_consecutive)
 
-    def _inspect(self, step: int, result: StepResult) -> SkippedStep:
-        """Read this rank's loss and its first non-finite gradient in a skipped step.
+    def _find_problems(self, step: int, result: StepResult) -> dict[str, NonFiniteValue]:
+        """Describe this rank's loss and first gradient in a skipped step if they are not finite.
 
         This waits for the GPU.
+
+        Returns:
+            The problems by kind, "loss" or "gradient". If the loss and all gradients are finite,
+            {}.
         """
-        parameter = None
+        trainer = self._trainer
+        host = trainer.hosts[trainer.rank]
+        location = f"rank {trainer.rank} ({host}, sequences {self._list_sequences(step)})"
+        problems = {}
+        loss = result.loss.item()
+        if not math.isfinite(loss):
+            problems["loss"] = NonFiniteValue("the loss", location, f"is {loss}")
+
         finite_flags = result.squares.isfinite().tolist()
         if not all(finite_flags):
             # Frozen parameters have no gradient, and plugins may freeze some in any step. If the
             # numbers differ, the parameter is unknown.
-            parameters = self._trainer.model.named_parameters()
+            parameters = trainer.model.named_parameters()
             names = [name for name, weight in parameters if weight.requires_grad]
             if len(names) == len(finite_flags):
-                parameter = names[finite_flags.index(False)]
-        trainer = self._trainer
-        loss = result.loss.item()
-        return SkippedStep(step, trainer.rank, trainer.mesh.data_rank, loss, parameter)
+                subject = f"the gradient of {names[finite_flags.index(False)]}"
+                problems["gradient"] = NonFiniteValue(subject, location, "is not finite")
+        return problems
 
-    def _describe(self, reports: Sequence[SkippedStep]) -> str:
+    def _describe(self, step: int, problems_of_ranks: Sequence[dict[str, NonFiniteValue]]) -> str:
         """Return the log line for a skipped step, with the cause and the first affected rank.
 
         Args:
-            reports: The loss and the first non-finite gradient of each rank, in rank order.
+            step: Number of the step.
+            problems_of_ranks: Result of `_find_problems` on each rank, in rank order.
         """
-        causes = self._find_causes(reports)
+        causes = []
+        for kind in ("loss", "gradient"):
+            affected = [problems[kind] for problems in problems_of_ranks if kind in problems]
+            if affected:
+                first = affected[0]
+                location = first.location
+                if len(affected) > 1:
+                    location += f" and {format_count(len(affected) - 1, 'more rank')}"
+                causes.append(f"{first.subject} on {location} {first.state}")
         if not causes:
             causes = ["the loss or the gradient norm is a spike, or a hook skipped the step"]
-        step = reports[0].step
         hint = f"Run `titanlite data show --step {step}` to see its sequences."
         return f"Skipped step {step} without changing the weights: {'; '.join(causes)}. {hint}"
 
-    def _find_causes(self, reports: Sequence[SkippedStep]) -> list[str]:
-        """Describe why a step was skipped: a non-finite loss, a non-finite gradient, or both.
-
-        Return one text per cause. Return [] if the loss and all gradients are finite.
-
-        Args:
-            reports: The loss and the first non-finite gradient of each rank, in rank order.
-        """
-        causes = []
-        bad_losses = [report for report in reports if not math.isfinite(report.loss)]
-        if bad_losses:
-            ranks = self._describe_ranks(bad_losses)
-            causes.append(f"the loss on {ranks} is {bad_losses[0].loss}")
-
-        bad_gradients = [report for report in reports if report.parameter is not None]
-        if bad_gradients:
-            ranks = self._describe_ranks(bad_gradients)
-            causes.append(f"the gradient of {bad_gradients[0].parameter} on {ranks} is not finite")
-        return causes
-
-    def _describe_ranks(self, affected: Sequence[SkippedStep]) -> str:
-        """Describe the first affected rank in detail and count the others.
-
-        For example: "rank 3 (node-0, sequences 3, 11) and 2 more ranks".
-
-        Args:
-            affected: The reports of the affected ranks, in rank order.
-        """
-        first = affected[0]
-        host = self._trainer.hosts[first.rank]
-        text = f"rank {first.rank} ({host}, sequences {self._list_sequences(first)})"
-        num_others = len(affected) - 1
-        if num_others > 0:
-            text += f" and {format_count(num_others, 'more rank')}"
-        return text
-
-    def _list_sequences(self, report: SkippedStep) -> str:
-        """List the sequences of the global batch that a rank trained on, such as "3, 7, 11".
+    def _list_sequences(self, step: int) -> str:
+        """List the sequences of the global batch that this rank trained on, such as "3, 7, 11".
 
         List only the first 8 (`MAX_REPORTED_SEQUENCES`).
         """
         # Data-parallel ranks take turns. For example, rank 3 of 4 trains on sequences 3, 7, 11, ...
-        batch_size = self._trainer.run.batch_size(report.step - 1)
-        sequences = range(report.data_rank, batch_size, self._trainer.mesh.degrees.data)
+        mesh = self._trainer.mesh
+        batch_size = self._trainer.run.batch_size(step - 1)
+        sequences = range(mesh.data_rank, batch_size, mesh.degrees.data)
         listed = [str(sequence) for sequence in sequences[:MAX_REPORTED_SEQUENCES]]
         if len(sequences) > MAX_REPORTED_SEQUENCES:
             listed.append("...")
@@ -301,8 +281,8 @@ class SpikeGuard(Hook):
 
     name = SPIKE_GUARD
 
-    def __init__(self) -> None:
-        """Initialize the guard without any spikes."""
+    def built(self, trainer: Trainer) -> None:
+        """Read the options and allocate an empty history of losses and gradient norms."""
         self._num_spikes = 0
         self._num_roll_backs = 0
         self._needs_roll_back = False
@@ -311,8 +291,6 @@ class SpikeGuard(Hook):
         # "roll_back", validation.
         self._unread: list[tuple[int, Tensor]] = []
 
-    def built(self, trainer: Trainer) -> None:
-        """Read the options and allocate an empty history of losses and gradient norms."""
         self._trainer = trainer
         self._config = trainer.job.guards
         self._should_skip = self._config.on_spike == "skip"

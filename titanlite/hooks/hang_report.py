@@ -54,26 +54,17 @@ class HangReport(Hook):
             trainer: Trainer of this rank. Its process groups must exist, but not yet its model.
         """
         comm = trainer.job.comm
-        checkpoint = trainer.job.checkpoint
-        self._rank = trainer.rank
-        self._host = trainer.hosts[trainer.rank]
-        self._groups = trainer.mesh.groups
-        self._train_timeout = comm.train_timeout_seconds
-        set_timeout(self._groups, comm.init_timeout_seconds)
+        self._trainer = trainer
+        set_timeout(trainer.mesh.groups, comm.init_timeout_seconds)
 
-        # Time limits in seconds: the current one and the one after the first call of `restart`.
         self._limit = REPORT_FRACTION * comm.init_timeout_seconds
-        # During a save, the ranks wait for each other in a process group with a separate timeout.
-        self._train_limit = REPORT_FRACTION * min(
-            comm.train_timeout_seconds, checkpoint.timeout_seconds
-        )
         self._progress_time = time.monotonic()
         self._step = 0
         self._main_thread = threading.get_ident()
         self._is_closed = threading.Event()
         error_folder = os.environ.get(ERROR_FOLDER)
         if error_folder:
-            path = Path(error_folder, f"{self._rank}.hang.json")
+            path = Path(error_folder, f"{trainer.rank}.hang.json")
             thread = threading.Thread(
                 target=self._watch, args=(path,), daemon=True, name="hang-watch"
             )
@@ -82,7 +73,8 @@ class HangReport(Hook):
     def after_step(self, step: int, result: StepResult) -> None:
         """Restart the time limit. After the first step, switch to the shorter timeout."""
         if self._step == 0:
-            set_timeout(self._groups, self._train_timeout)
+            trainer = self._trainer
+            set_timeout(trainer.mesh.groups, trainer.job.comm.train_timeout_seconds)
         self._step = step
         self.restart()
 
@@ -95,7 +87,10 @@ class HangReport(Hook):
 
         The first call also switches from the limit for startup to the limit for training.
         """
-        self._limit = self._train_limit
+        job = self._trainer.job
+        # During a save, the ranks wait for each other in a process group with a separate timeout.
+        timeout = min(job.comm.train_timeout_seconds, job.checkpoint.timeout_seconds)
+        self._limit = REPORT_FRACTION * timeout
         self._progress_time = time.monotonic()
 
     def _watch(self, path: Path) -> None:
@@ -129,11 +124,12 @@ class HangReport(Hook):
             activity = f"waits in {pending}"
         else:  # the other ranks wait for this one
             activity = f"is LATE: its last collective was {last}"
+        rank = self._trainer.rank
         text = (
-            f"Rank {self._rank} ({self._host}), step {self._step + 1}, {activity}, "
+            f"Rank {rank} ({self._trainer.hosts[rank]}), step {self._step + 1}, {activity}, "
             f"at {self._describe_code()}"
         )
-        return pending is not None, self._rank, text
+        return pending is not None, rank, text
 
     def _describe_code(self) -> str:
         """Describe the current titanlite code line of the main thread and the innermost code line.
@@ -163,9 +159,6 @@ def last_collectives() -> tuple[str, str | None]:
     """
     last = "none"
     pending = None
-    if not dist.is_initialized():
-        return last, pending
-
     for entry in _read_flight_recorder():
         last = f"{entry['profiling_name']} number {entry['collective_seq_id']}"
         is_completed = entry["retired"]

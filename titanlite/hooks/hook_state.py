@@ -35,20 +35,11 @@ def check_hook_names(hooks: Sequence[Hook]) -> None:
         if not keeps_state(hook):
             continue
 
-        hook_class = type(hook).__name__
-        if not hook.name:
+        if not hook.name or "." in hook.name or hook.name in names:
             raise UserError(
-                f"The hook {hook_class} keeps state, but has no name to save it under. "
-                'Set `name` in its class, such as name = "my_hook".'
-            )
-        if "." in hook.name:
-            raise UserError(
-                f"The name {hook.name!r} of the hook {hook_class} has a dot. Remove it."
-            )
-        if hook.name in names:
-            raise UserError(
-                f"The hook {hook_class} has the same name as another hook, {hook.name!r}. "
-                "Change `name`."
+                f"The hook {type(hook).__name__} keeps state, which is saved under its name, but "
+                f"its name {hook.name!r} is empty, has a dot or is the name of another hook. Set "
+                'another `name` in its class, such as name = "my_hook".'
             )
         names.add(hook.name)
 

@@ -29,13 +29,12 @@ class LiveRun(Hook):
     _view: View | None = None
 
     def built(self, trainer: Trainer) -> None:
-        """Decide whether this rank shows the status. Only rank 0 does, on a suitable terminal."""
+        """Keep a reference to the trainer."""
         self._trainer = trainer
-        self._is_shown = trainer.rank == 0 and is_live_terminal()
 
     def train_begins(self, step: int) -> None:
-        """Start a thread that draws the status every two seconds."""
-        if not self._is_shown:
+        """Start a thread that draws the status every two seconds, on rank 0 only."""
+        if self._trainer.rank != 0 or not is_live_terminal():
             return
         from titanlite.report.view import View
 

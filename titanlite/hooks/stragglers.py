@@ -72,9 +72,9 @@ class Stragglers(Hook):
         )
         # Start and end times of each optimizer update since the last logged step.
         self._updates: list[tuple[Any, Any]] = []
-        # For each part, the rank that was slow at the last logged step, or None, and the number of
-        # consecutive logged steps for which this has been the case.
-        self._slow_ranks: dict[TimedPart, tuple[int | None, int]] = dict.fromkeys(PARTS, (None, 0))
+        # For each part and rank that was slow at the last logged step, the number of consecutive
+        # logged steps for which this has been the case.
+        self._streaks: dict[tuple[TimedPart, int], int] = {}
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
         """Record the start of the optimizer update."""
@@ -166,31 +166,22 @@ class Stragglers(Hook):
         Log a rank when it has been by far the slowest in the same part, such as the update, for
         three consecutive logged steps.
         """
+        streaks = {}
         times_by_part = self._times_of_ranks.cpu().T  # (parts, ranks)
         for part, times in zip(PARTS, times_by_part, strict=True):
             slowest = int(times.argmax())
             seconds = times[slowest].item()
             median = times.quantile(0.5).item()
             is_slow = seconds > SLOW_FACTOR * median and seconds > median + part.min_difference
-            streak = self._update_streak(part, slow_rank=slowest if is_slow else None)
-            if is_slow and streak == STEPS_UNTIL_REPORT:
+            if not is_slow:
+                continue
+
+            streaks[part, slowest] = self._streaks.get((part, slowest), 0) + 1
+            if streaks[part, slowest] == STEPS_UNTIL_REPORT:
                 text = (
                     f"Rank {slowest} ({self._trainer.hosts[slowest]}) "
                     f"{part.description.format(seconds)}; the median of the ranks is "
                     f"{median:.3g} s: it makes the others wait."
                 )
                 self._trainer.log(Event(text, "straggler", step))
-
-    def _update_streak(self, part: TimedPart, slow_rank: int | None) -> int:
-        """Record the slow rank of a logged step and return the length of its streak.
-
-        The streak is the number of consecutive logged steps in which the same rank was slow.
-
-        Args:
-            part: Part of the step whose times were compared.
-            slow_rank: Rank that was slow in this part of the logged step, or None.
-        """
-        previous_slow_rank, streak = self._slow_ranks[part]
-        streak = streak + 1 if slow_rank == previous_slow_rank else 1
-        self._slow_ranks[part] = (slow_rank, streak)
-        return streak
+        self._streaks = streaks

@@ -657,7 +657,7 @@ def compare_shapes(
         if name not in actual:
             differences.append(f"{name}: missing")
         elif name not in expected:
-            differences.append(f"{shorten(name)}: not part of this architecture")
+            differences.append(f"{shorten(name)}: unexpected")
         elif tuple(actual[name]) != expected[name]:
             shape = tuple(actual[name])
             differences.append(f"{name}: shape {shape}, expected {expected[name]}")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from titanlite.checkpoint.dcp_reader import SafeReader
+from titanlite.checkpoint.dcp import SafeReader
 from titanlite.checkpoint.huggingface import TensorInfo, Weights, check_tensors, dcp_weights
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.files import MANIFEST, exists
@@ -55,10 +55,11 @@ def torchtitan_weights(path: str | Path, model: Model) -> Weights:
             "torchtitan checkpoints."
         )
     reader = _open_checkpoint(path)
-    prefix = "model." if any(name.startswith("model.") for name in reader.index) else ""
+    entries = {name: entry for name, entry in reader.index.items() if _WEIGHT.fullmatch(name)}
+    prefix = "model." if any(name.startswith("model.") for name in entries) else ""
     tensors = {
         name.removeprefix(prefix): TensorInfo(entry.size, entry.properties.dtype)
-        for name, entry in reader.index.items()
+        for name, entry in entries.items()
     }
     rotary_frequencies = tensors.pop("freqs_cis", None)  # (max_seq_len, head_dim / 2), only in 0.1
 
@@ -72,7 +73,7 @@ def torchtitan_weights(path: str | Path, model: Model) -> Weights:
 
     if prefix or rotary_frequencies is not None:
         _check_rope_scaling(path, arch, "0.1")
-    elif any(name.startswith("optimizer.") for name in reader.names):
+    elif any(name.startswith("optimizer.") for name in reader.index):
         _check_rope_scaling(path, arch, "0.2")
     # Otherwise the checkpoint has only weights, and either version may have saved it.
 
@@ -99,7 +100,7 @@ def _open_checkpoint(path: Path) -> SafeReader:
             f"{path} is a titanlite checkpoint. Pass it to checkpoint.initial_load_path."
         )
     try:
-        return SafeReader(path, {}, is_wanted=lambda name: _WEIGHT.fullmatch(name) is not None)
+        return SafeReader(path, {})
     except CheckpointError as error:
         raise UserError(
             f"{path}: {error}. "
