@@ -360,25 +360,17 @@ def _random_bits(parameter: Tensor, step_seed: Tensor, seed: ShardSeed, start: i
         seed: Seed of the shard, for stochastic rounding.
         start: Index of the first element of the slice in the shard.
     """
-    index_in_shard = torch.arange(len(parameter), device=parameter.device) + start
-    index = _index_in_parameter(index_in_shard, seed)
+    index = torch.arange(len(parameter), device=parameter.device) + start  # in the shard
+    if seed.local_width != seed.full_width:  # otherwise, avoid two slow divisions
+        # A shard with two of eight columns has the indices 0, 1, 8, 9, 16, 17, ..., relative to its
+        # first element.
+        row = index // seed.local_width
+        column = index % seed.local_width
+        index = row * seed.full_width + column
+    index = index + seed.first  # in the whole parameter
     element_seed = _hash32(index & UINT32_MASK)  # the hash takes 32-bit integers
     parameter_seed = _hash32(step_seed ^ seed.name_seed)
     return _hash32(element_seed ^ parameter_seed)
-
-
-def _index_in_parameter(index_in_shard: Tensor, shard: ShardSeed) -> Tensor:
-    """Convert flat indices in a shard to flat indices in the whole parameter.
-
-    For example, a shard with two of eight columns has the indices 0, 1, 8, 9, 16, 17, ..., relative
-    to its first element.
-    """
-    index = index_in_shard
-    if shard.local_width != shard.full_width:  # otherwise, avoid two slow divisions
-        row = index // shard.local_width
-        column = index % shard.local_width
-        index = row * shard.full_width + column
-    return index + shard.first
 
 
 def _round_stochastically(value: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
