@@ -21,7 +21,7 @@ from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.context import apply_context_parallel
 from titanlite.parallel.float8 import convert_to_float8
 from titanlite.parallel.fsdp import apply_fsdp, needs_fsdp
-from titanlite.parallel.init_weights import materialize
+from titanlite.parallel.init_weights import keep_shard
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.mixed_precision import cast_weights
 from titanlite.parallel.pipeline import join_stages, local_stages
@@ -77,7 +77,9 @@ def build_model(
         model.to(init_dtype)
         num_parameters = len(list(model.parameters()))
         parallelize(model, mesh, run, log, has_float8)
-        materialize(model, device, training.seed, offload=training.enable_cpu_offload)
+        if device.type != "meta":
+            model.to_empty(device="cpu" if training.enable_cpu_offload else device)
+            model.init_weights(training.seed, keep_shard, device)
         # Each FSDP group allocates a separate copy of a parameter that several groups share.
         if len(list(model.parameters())) > num_parameters:
             raise UserError(
