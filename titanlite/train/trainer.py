@@ -430,24 +430,15 @@ class Trainer:
         validates_first = self.job.checkpoint.keep_best
         if request.validate and validates_first:
             self.validate()
-        self._save_if_due(request)
+        # The checkpointer requires a save after a rollback, for example.
+        is_due = self.checkpointer is not None and self.checkpointer.is_due(self.steps_done)
+        if request.save or is_due:
+            self.save(is_last=request.last)
         if request.validate and not validates_first:
             self.validate()
 
         for hook in self.hooks:
             hook.act(step, request)
-
-    def _save_if_due(self, request: Request) -> None:
-        """Save the completed step if a rank has requested it or the checkpointer requires it.
-
-        The checkpointer requires a save after a rollback, for example.
-
-        Args:
-            request: Combined requests of all ranks.
-        """
-        is_due = self.checkpointer is not None and self.checkpointer.is_due(self.steps_done)
-        if request.save or is_due:
-            self.save(is_last=request.last)
 
     def validate(self) -> Score | None:
         """Compute the validation loss of the current weights, and log it.
@@ -643,7 +634,8 @@ class Trainer:
         if not request.data_fails:
             return None
 
-        data_error = self._gather_data_error()
+        data_errors = gathered(self._wait_for_data(self.steps_done + 1))
+        data_error = next((error for error in data_errors if error is not None), None)
         if isinstance(data_error, OutOfData):
             if self.steps_done == 0:
                 raise UserError(
@@ -658,14 +650,6 @@ class Trainer:
             return _LoopEnd(request, has_finished=False, data_error=data_error)
         return None
 
-    def _gather_data_error(self) -> Exception | None:
-        """Return the error of the first rank that cannot read its data for the next step, or None.
-
-        All ranks must call this together.
-        """
-        data_errors = gathered(self._wait_for_data(self.steps_done + 1))
-        return next((error for error in data_errors if error is not None), None)
-
     def _reduce_losses(self, loss: Tensor, local_tokens: int) -> Tensor:
         """Compute the mean loss of the global batch, and the highest mean loss of a data rank.
 
@@ -679,37 +663,22 @@ class Trainer:
         Returns:
             Both losses, shape (2,), on the device.
         """
-        loss_parts, num_tokens = self._sum_losses_by_data_rank(loss, local_tokens)
-        global_loss = loss_parts.sum()
+        # Collect the part of the loss and the number of valid tokens of each data-parallel rank.
+        # Several context and pipeline parallel ranks can share the sequences of a data-parallel
+        # rank. Their parts of the loss differ, but they count the same tokens: divide the number.
+        sums = torch.zeros(2, self.mesh.degrees.data, dtype=torch.float64, device=self.device)
+        sums[0, self.mesh.data_rank] = loss
+        num_sharing_ranks = self.mesh.degrees.context * self.mesh.degrees.pipeline
+        sums[1, self.mesh.data_rank] = local_tokens / num_sharing_ranks
+        # Tensor parallel ranks compute the same loss, so they are not in this group.
+        dist.all_reduce(sums, group=self.mesh.loss_group)
+        loss_parts, num_tokens = sums
 
         # Each part was divided by the number of tokens in the global batch. Undo this division, and
         # divide by the number of tokens of the data rank, which may be 0.
         loss_sums = loss_parts * num_tokens.sum()
         mean_losses = loss_sums / num_tokens.clamp(min=1.0)
-        return torch.stack([global_loss, mean_losses.max()])
-
-    def _sum_losses_by_data_rank(self, loss: Tensor, local_tokens: int) -> Tensor:
-        """Return the part of the loss and the number of valid tokens of each data-parallel rank.
-
-        Several context and pipeline parallel ranks can share the sequences of a data-parallel rank.
-        Each of them has a different part of the loss, but they count the same tokens.
-
-        Args:
-            loss: This rank's part of the loss.
-            local_tokens: Number of valid labels in this rank's sequences.
-
-        Returns:
-            Losses and numbers of tokens, shape (2, number of data-parallel ranks), float64, on the
-            device.
-        """
-        sums = torch.zeros(2, self.mesh.degrees.data, dtype=torch.float64, device=self.device)
-        sums[0, self.mesh.data_rank] = loss
-        # Divide the tokens among the ranks that share them, so that the sum counts them once.
-        num_sharing_ranks = self.mesh.degrees.context * self.mesh.degrees.pipeline
-        sums[1, self.mesh.data_rank] = local_tokens / num_sharing_ranks
-        # Tensor parallel ranks compute the same loss, so they are not in this group.
-        dist.all_reduce(sums, group=self.mesh.loss_group)
-        return sums
+        return torch.stack([loss_parts.sum(), mean_losses.max()])
 
     def _choose_final_actions(self, end: _LoopEnd, has_trained: bool) -> Request:
         """Return the actions to take after the last step: usually a save and a validation.
@@ -769,25 +738,12 @@ class Trainer:
         errors = [end.data_error]
         errors += [hook.ended(self.steps_done, stopped) for hook in reversed(self.hooks)]
         if stopped and not end.has_finished:  # a signal at the last step is not an error
-            errors.append(self._create_stop_error(stopped, end.request.stop))
+            if self.job.checkpoint.enable:
+                errors.append(StoppedBySignal(f"{stopped}: saved."))
+            else:
+                message = f"{stopped}: nothing saved, as checkpoint.enable is false."
+                errors.append(StoppedUnsaved(message, end.request.stop))
         return [error for error in errors if error is not None]
-
-    def _create_stop_error(self, stopped: str, signal_number: int) -> UserError:
-        """Create the error that ends a run after a stop signal.
-
-        Args:
-            stopped: Start of the message, such as "Stopped by SIGTERM after step 12". This method
-                appends whether the run was saved.
-            signal_number: Number of the signal.
-
-        Returns:
-            `StoppedBySignal` if the run has saved a checkpoint, or `StoppedUnsaved` if
-            checkpoint.enable is false.
-        """
-        if self.job.checkpoint.enable:
-            return StoppedBySignal(f"{stopped}: saved.")
-        message = f"{stopped}: nothing saved, as checkpoint.enable is false."
-        return StoppedUnsaved(message, signal_number)
 
 
 class _LoopEnd(NamedTuple):
@@ -823,14 +779,6 @@ def _read_numbers(hook: Hook, step: int) -> Mapping[str, Any]:
     return numbers
 
 
-def _create_exit_call_error(error: SystemExit) -> RuntimeError:
-    """Create the error that ends a run if a plugin calls `sys.exit` during training."""
-    return RuntimeError(
-        f"sys.exit({error.code!r}) was called during training. "
-        'To end a run early, return Request(finish="reason") from Hook.wants.'
-    )
-
-
 def train(run: Run, argv: Sequence[str] = ()) -> None:
     """Run a training job on this rank, from building the model to the last checkpoint.
 
@@ -851,7 +799,10 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
             trainer = Trainer(run, device)
             trainer.train()
         except SystemExit as error:  # for example, from a plugin
-            exit_call = _create_exit_call_error(error)
+            exit_call = RuntimeError(
+                f"sys.exit({error.code!r}) was called during training. "
+                'To end a run early, return Request(finish="reason") from Hook.wants.'
+            )
             exit_call.add_note(resume_hint(run, argv))
             raise exit_call from error
         except Exception as error:
