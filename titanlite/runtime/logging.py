@@ -181,15 +181,7 @@ def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:
     if rank == 0 and log_file is not None:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         handlers += _file_handlers(log_file, prefix)
-    return _install_handlers(handlers)
 
-
-def _install_handlers(handlers: list[LogHandler]) -> logging.Logger:
-    """Replace the handlers of the logger "titanlite" and of Python's warnings.
-
-    Returns:
-        The logger "titanlite".
-    """
     logging.captureWarnings(True)  # otherwise every rank prints its warnings on the terminal
     logger = logging.getLogger(LOGGER_NAME)
     for target in (logger, logging.getLogger("py.warnings")):
