@@ -116,9 +116,14 @@ def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
     family = _find_family(arch)
     rope_scaling = _export_rope_scaling(arch)
     fields = _export_fields(arch, family)
-    has_layer_types = "layer_types" in fields  # the family has layers with and without a window
-    if has_layer_types:
-        fields |= _export_layer_types(arch, rope_scaling)
+    if "layer_types" in fields:  # the family has layers with and without a window
+        # As in OLMo 3, only layers without a window scale RoPE.
+        unscaled = {"rope_type": "default", "rope_theta": arch.rope_theta}
+        fields["layer_types"] = _layer_types(arch.full_attention_interval, arch.n_layers)
+        fields["rope_parameters"] = {
+            "full_attention": unscaled | (rope_scaling or {}),
+            "sliding_attention": unscaled,
+        }
 
     return {
         "architectures": [family.causal_lm],
@@ -147,25 +152,6 @@ def _export_rope_scaling(arch: Architecture) -> dict[str, Any] | None:
     # Without attention_factor, transformers computes the default.
     settings = {key: value for key, value in settings.items() if value}
     return settings | {"rope_type": arch.rope_scaling}
-
-
-def _export_layer_types(arch: Architecture, rope_scaling: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the config.json entries for a model in which only some layers have a sliding window.
-
-    As in OLMo 3, only layers without a window scale RoPE.
-
-    Args:
-        arch: Architecture of the model.
-        rope_scaling: Result of `_export_rope_scaling`.
-    """
-    unscaled = {"rope_type": "default", "rope_theta": arch.rope_theta}
-    return {
-        "layer_types": _layer_types(arch.full_attention_interval, arch.n_layers),
-        "rope_parameters": {
-            "full_attention": unscaled | (rope_scaling or {}),
-            "sliding_attention": unscaled,
-        },
-    }
 
 
 def _export_fields(arch: Architecture, model: type[FileModel]) -> dict[str, Any]:
