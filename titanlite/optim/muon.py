@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -358,14 +358,9 @@ def _plan_rounds(matrices: Sequence[DTensor], this_rank: int, num_ranks: int) ->
         num_ranks: Number of ranks in the device mesh.
     """
     rounds_of_owner = _assign_owners(matrices, num_ranks)
-    num_rounds = max(len(rounds) for rounds in rounds_of_owner)
-
-    plans = []
-    for i in range(num_rounds):
-        # An owner with fewer rounds owns no matrix in the last rounds.
-        by_owner = [rounds[i] if i < len(rounds) else [] for rounds in rounds_of_owner]
-        plans.append(_plan_round(by_owner, this_rank))
-    return plans
+    # An owner with fewer rounds owns no matrix in the last rounds.
+    rounds = zip_longest(*rounds_of_owner, fillvalue=[])
+    return [_plan_round(by_owner, this_rank) for by_owner in rounds]
 
 
 def _assign_owners(matrices: Sequence[DTensor], num_ranks: int) -> list[list[list[DTensor]]]:
@@ -390,7 +385,7 @@ def _assign_owners(matrices: Sequence[DTensor], num_ranks: int) -> list[list[lis
     return rounds_of_owner
 
 
-def _plan_round(by_owner: list[list[DTensor]], this_rank: int) -> _RoundPlan:
+def _plan_round(by_owner: Sequence[list[DTensor]], this_rank: int) -> _RoundPlan:
     """Plan what this rank sends and receives in one round of a step.
 
     In a round, the owner of each matrix gathers its momentum and sends back the update.
