@@ -84,18 +84,15 @@ def _find_device_problem(job: JobConfig, device: torch.device) -> str:
     of the option. The backend "varlen" also runs on a CPU, where other kernels compute the same
     values.
     """
-    is_cpu = device.type == "cpu"
-    if is_cpu and job.model.attention_backend in ("flex", "fa3", "fa4"):
-        return 'needs a GPU. Set it to "auto" to train on a CPU.'
-    if is_cpu or not job.model.uses_document_bounds:
+    backend = job.model.attention_backend
+    if device.type == "cpu":
+        needs_gpu = backend in ("flex", "fa3", "fa4")
+        return 'needs a GPU. Set it to "auto" to train on a CPU.' if needs_gpu else ""
+    if not job.model.uses_document_bounds:
         return ""
     if job.training.mixed_precision_param == "float32":
         return 'needs training.mixed_precision_param = "bfloat16". Change one of them.'
-    return _find_gpu_problem(job.model.attention_backend, device)
 
-
-def _find_gpu_problem(backend: str, device: torch.device) -> str:
-    """Return why a GPU does not support `backend` ("varlen", "fa3" or "fa4"), or "" if it does."""
     name = torch.cuda.get_device_name(device)
     major, _ = torch.cuda.get_device_capability(device)
     if backend == "varlen" and major < 8:
