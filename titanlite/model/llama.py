@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from titanlite.model.attention import LayerCache, apply_rope_eager, attention
+from titanlite.model.attention import EagerRope, LayerCache, attention
 
 if TYPE_CHECKING:
     from titanlite.config.flavors import Architecture
@@ -257,7 +257,7 @@ class Attention(nn.Module):
         if torch.compiler.is_compiling():
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         else:
-            q, k = apply_rope_eager(q, k, cos, sin)
+            q, k = EagerRope.apply(q, k, cos, sin)  # pyright: ignore
 
         # Attend, with the keys and values of earlier tokens during generation.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
