@@ -99,10 +99,7 @@ class AdamW(torch.optim.Optimizer):
         defaults = {"lr": config.lr, "betas": (beta1, config.beta2), "eps": config.eps}
         super().__init__(groups, defaults)
 
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter] = new_state(parameter, self.moments, recipe.state_dtype)
-
+        create_state(self, self.moments, recipe.state_dtype)
         self._stochastic_rounding = config.stochastic_rounding
         self._seeds = {
             parameter: _seed_shard(parameter, name) for parameter, name in recipe.names.items()
@@ -155,16 +152,15 @@ class AdamW(torch.optim.Optimizer):
         lr = torch.as_tensor(group["lr"], dtype=torch.float32)
         decay = 1 - lr * group["weight_decay"]
         step_seed = _hash32(step.to(torch.int64))
-        if self.rule != "AdamW":  # Lion and SGD do not correct the bias of their moment
-            no_correction = torch.ones_like(lr)
-            return StepScalars(decay, lr, no_correction, step_seed, skip)
-
-        # Moments start at zero, so they are too small in the first steps. AdamW corrects this:
-        #     update = lr * (m / (1 - beta1**step)) / sqrt(v / (1 - beta2**step))
-        beta1, beta2 = group["betas"]
-        corrected_lr = lr / (1 - beta1**step)
-        rsqrt_correction = (1 - beta2**step).rsqrt()
-        return StepScalars(decay, corrected_lr, rsqrt_correction, step_seed, skip)
+        if self.rule == "AdamW":
+            # Moments start at zero, so they are too small in the first steps. AdamW corrects this:
+            #     update = lr * (m / (1 - beta1**step)) / sqrt(v / (1 - beta2**step))
+            beta1, beta2 = group["betas"]
+            lr = lr / (1 - beta1**step)
+            rsqrt_correction = (1 - beta2**step).rsqrt()
+        else:  # Lion and SGD do not correct the bias of their moment
+            rsqrt_correction = torch.ones_like(lr)
+        return StepScalars(decay, lr, rsqrt_correction, step_seed, skip)
 
     def _update_parameter(
         self, parameter: nn.Parameter, scalars: StepScalars, rule: UpdateRule
@@ -203,30 +199,27 @@ class SGD(AdamW):
     moments = ("momentum_buffer",)
 
 
-def new_state(
-    parameter: Tensor, moments: Iterable[str], dtype: torch.dtype | None = None
-) -> dict[str, Tensor]:
-    """Create the optimizer state of a parameter before its first step, with all values zero.
+def create_state(
+    optimizer: torch.optim.Optimizer,
+    moments: Iterable[str] = AdamW.moments,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Create the state of all parameters before the first step, with all values zero.
 
     By default, torch.optim creates the state during the first step. Small moments would then be
     allocated between large activations and fragment GPU memory.
 
     Args:
-        parameter: Parameter, possibly a DTensor. The moments have the same layout.
+        optimizer: Optimizer whose parameters can be DTensors. Moments have the same layout.
         moments: Names of the moments, for example ("exp_avg", "exp_avg_sq").
-        dtype: Dtype of the moments. Defaults to the dtype of the parameter.
+        dtype: Dtype of the moments. Defaults to the dtype of the parameters.
     """
-    state = {"step": torch.zeros((), device=parameter.device)}
-    for name in moments:
-        state[name] = torch.zeros_like(parameter, dtype=dtype)
-    return state
-
-
-def create_adamw_state(optimizer: torch.optim.AdamW) -> None:
-    """Create the state of all parameters, which torch would otherwise create in the first step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            optimizer.state[parameter] = new_state(parameter, AdamW.moments)
+            state = {"step": torch.zeros((), device=parameter.device)}
+            for name in moments:
+                state[name] = torch.zeros_like(parameter, dtype=dtype)
+            optimizer.state[parameter] = state
 
 
 def wrap_shard(shard: Tensor, like: DTensor) -> DTensor:

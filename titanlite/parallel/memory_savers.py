@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from titanlite.config.registry import LOSSES
 from titanlite.config.run import Run
 from titanlite.model.llama import Llama, TransformerBlock
-from titanlite.optim.adamw import create_adamw_state
+from titanlite.optim.adamw import create_state
 
 ModuleGroups = list[list[nn.Module]]
 """FSDP groups: lists of modules whose parameters are gathered and freed together."""
@@ -294,7 +294,7 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
         return
     # AMSGrad has a third moment.
     if all(group["fused"] and not group["amsgrad"] for group in optimizer.param_groups):
-        create_adamw_state(optimizer)
+        create_state(optimizer)
 
 
 def find_unneeded_matmul(block: nn.Module) -> int | None:
