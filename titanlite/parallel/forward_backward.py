@@ -25,8 +25,8 @@ from titanlite.model.attention import DocumentBounds, document_mask, equal_bound
 from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
 from titanlite.optim.losses import CrossEntropy, LossRecipe
 from titanlite.parallel.context import flex_mask, local_chunks
-from titanlite.parallel.fsdp import configure_microbatch, reshard_all
-from titanlite.parallel.memory_savers import frees_output_after_forward
+from titanlite.parallel.fsdp import configure_microbatch
+from titanlite.parallel.memory_savers import frees_output_after_forward, fsdp_modules
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.offloaded_gradients import OffloadedGradients
 from titanlite.parallel.parallelize import ShardedModel
@@ -247,7 +247,8 @@ class ForwardBackward:
             return self._sum_losses(microbatches, loss_fn)
         finally:
             self._model.train()
-            reshard_all(self._model)  # FSDP frees some parameters only in the backward pass
+            for module in fsdp_modules(self._model):
+                module.reshard()  # FSDP frees some parameters only in the backward pass
 
     def _sum_losses(self, microbatches: Sequence[Microbatch], loss_fn: ScaledLoss) -> Tensor:
         """Return the sum of the losses of all microbatches, a float64 scalar."""

@@ -252,13 +252,3 @@ def configure_microbatch(
     if isinstance(model.output, FSDPModule):
         model.output.set_reshard_after_backward(frees_output_after_backward, recurse=False)
         model.output.set_reshard_after_forward(frees_output_after_forward, recurse=False)
-
-
-def reshard_all(model: nn.Module) -> None:
-    """Free the unsharded parameters of all FSDP modules of a model, and keep only the shards.
-
-    Call this function after an evaluation, because FSDP frees some parameters only in the backward
-    pass.
-    """
-    for module in fsdp_modules(model):
-        module.reshard()
