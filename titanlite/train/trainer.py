@@ -177,20 +177,10 @@ class Trainer:
         for hook in self.hooks:
             hook.started(self.steps_done)
 
-    def _open_outputs(self) -> list[Hook]:
-        """Lock the output folder, open the log files, and create the hang report and the records.
-
-        All ranks must call this together, because they communicate to lock the output folder.
-        """
-        setup_logging(self.rank, None)
-        self.hang_report = HangReport(self)  # first, so that it covers the rest of the build
-        self._resources.callback(self.hang_report.close)  # also if the lock fails
-        # Lock the output folder before the records write to it.
-        self.run_id = lock_folders(self.run, self.log, self._locks)
-        return [self.hang_report, Records(self)]
-
     def _create_hooks(self, extra_hooks: Sequence[Hook], standard: bool) -> list[Hook]:
         """Create all hooks of the run, in the order in which the trainer calls them.
+
+        All ranks must call this together, because they communicate to lock the output folder.
 
         Args:
             extra_hooks: Hooks of the caller, which follow the standard hooks.
@@ -198,9 +188,12 @@ class Trainer:
         """
         hooks: list[Hook] = []
         if standard:
-            hooks.append(self.stop_signals)
-            # The hang report covers the other hooks, which use the files of the records.
-            hooks += self._open_outputs()
+            setup_logging(self.rank, None)
+            self.hang_report = HangReport(self)  # first, so that it covers the rest of the build
+            self._resources.callback(self.hang_report.close)  # also if the lock fails
+            # Lock the output folder before the records write to it.
+            self.run_id = lock_folders(self.run, self.log, self._locks)
+            hooks += [self.stop_signals, self.hang_report, Records(self)]
             if self.job.checkpoint.enable:
                 self.checkpointer = Checkpointer(self)
                 hooks.append(self.checkpointer)
@@ -292,50 +285,37 @@ class Trainer:
         """Train until the last step, a request to end the run, or a data error.
 
         After each step except the last one, take the actions, such as a save, that any rank has
-        requested.
+        requested. All ranks must call this together.
 
         Returns:
             Why the loop ended, and the actions requested after the last step, which are not taken
             yet.
+
+        Raises:
+            UserError: If the data ends before the first step.
         """
         exchange = RequestExchange(self.device)
-        end = self._find_end_before_first_step(exchange)
-        if exchange.delay == 1:  # on a GPU, each request is submitted one step early
-            exchange.submit(self._collect_request(self.steps_done + 1))
+        # End before the first step if all steps are done, if a rank has received a stop signal, or
+        # if a rank cannot read its data.
+        data_fails = self._wait_for_data(self.steps_done + 1) is not None
+        exchange.submit(Request(stop=self.stop_signals.stop_signal, data_fails=data_fails))
+        end = self._find_end(exchange.receive())
 
+        # On a GPU, each request is submitted one step early, so that the CPU launches a step before
+        # it waits for the previous one.
+        if exchange.delay == 1:
+            exchange.submit(self._collect_request(self.steps_done + 1))
         while end is None:
-            self._step_and_submit(exchange)
+            local_request = self._collect_request(self.steps_done + 1 + exchange.delay)
+            self.step(has_request=local_request != Request())
+            # `step` has counted the ranks with a request.
+            exchange.submit(local_request, self._num_requests)
+
             request = exchange.receive()  # combined requests of all ranks for this step
             end = self._find_end(request)
             if end is None:
                 self._take_actions(request)
         return end
-
-    def _step_and_submit(self, exchange: RequestExchange) -> None:
-        """Train one step, and submit this rank's request for this step or, on a GPU, the next one.
-
-        On a GPU, requests are submitted one step early, so that the CPU launches a step before it
-        waits for the previous one.
-        """
-        request = self._collect_request(self.steps_done + 1 + exchange.delay)
-        self.step(has_request=request != Request())
-        exchange.submit(request, self._num_requests)  # `step` has counted the ranks with a request
-
-    def _find_end_before_first_step(self, exchange: RequestExchange) -> _LoopEnd | None:
-        """Return why training ends before its first step, or None if it can start.
-
-        Training ends if all steps are done, if a rank has received a stop signal, or if a rank
-        cannot read its data. All ranks must call this together.
-
-        Args:
-            exchange: New exchange, through which the ranks report data errors and signals.
-
-        Raises:
-            UserError: If the data ends before the first step.
-        """
-        data_fails = self._wait_for_data(self.steps_done + 1) is not None
-        exchange.submit(Request(stop=self.stop_signals.stop_signal, data_fails=data_fails))
-        return self._find_end(exchange.receive())
 
     def step(self, has_request: bool = False) -> LoggedStep | None:
         """Run one optimizer step on this rank's part of the global batch.
@@ -380,7 +360,7 @@ class Trainer:
             step,
             has_request=has_request,
         )
-        self._num_requests = result.num_requests  # for `_step_and_submit`
+        self._num_requests = result.num_requests  # for `_run_steps`
         self.meter.record(result.grad_norm, result.num_valid_tokens, result.seconds)
         for hook in self.hooks:
             hook.after_step(step, result)
