@@ -180,19 +180,6 @@ class Ranks:
 
     def _start(self) -> None:
         """Start a process for each rank of this node."""
-        variables = self._common_variables()
-        self._processes.clear()
-        for local_rank, rank in enumerate(self.ranks):
-            variables["RANK"] = str(rank)
-            variables["LOCAL_RANK"] = str(local_rank)
-            # Start each rank in a new session, so that Ctrl-C reaches only the launcher, which
-            # passes it on once.
-            self._processes[rank] = start_python(
-                ["-u", *self.words], variables, start_new_session=True
-            )
-
-    def _common_variables(self) -> dict[str, str]:
-        """Return the environment variables that are the same for all ranks of this node."""
         num_local_ranks = len(self.ranks)
         variables = {
             "WORLD_SIZE": str(self.size),
@@ -206,7 +193,16 @@ class Ranks:
             variables["GLOO_SOCKET_IFNAME"] = LOOPBACK
             variables["NCCL_SOCKET_IFNAME"] = f"={LOOPBACK}"  # = means exactly this name
             variables[STORE] = f"{self._folder}/store"
-        return variables
+
+        self._processes.clear()
+        for local_rank, rank in enumerate(self.ranks):
+            variables["RANK"] = str(rank)
+            variables["LOCAL_RANK"] = str(local_rank)
+            # Start each rank in a new session, so that Ctrl-C reaches only the launcher, which
+            # passes it on once.
+            self._processes[rank] = start_python(
+                ["-u", *self.words], variables, start_new_session=True
+            )
 
     def _watch(self) -> tuple[list[RankEnd], list[int]]:
         """Wait until all ranks have ended. Meanwhile, forward signals to them and report stalls.
