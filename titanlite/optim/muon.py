@@ -75,8 +75,10 @@ class Muon(torch.optim.Optimizer):
         # With CPU offload, the shards are on the CPU, but the mesh and its collectives use the GPU.
         self._collective_device: str = matrices[0].device_mesh.device_type
         rank = dist.get_rank(recipe.ranks)
-        num_ranks = dist.get_world_size(recipe.ranks)
-        self._rounds = _plan_rounds(matrices, rank, num_ranks)
+        rounds_of_owner = _assign_owners(matrices, dist.get_world_size(recipe.ranks))
+        # An owner with fewer rounds owns no matrix in the last rounds.
+        rounds = zip_longest(*rounds_of_owner, fillvalue=[])
+        self._rounds = [_plan_round(by_owner, rank) for by_owner in rounds]
         self._accumulate_momentum: Callable[..., Tensor] = _accumulate_momentum_
         self._apply_update: Callable[..., None] = _apply_update_
         if recipe.compiles_elementwise:
@@ -349,24 +351,14 @@ class _RoundPlan:
     numel_from_owners: list[int]
 
 
-def _plan_rounds(matrices: Sequence[DTensor], this_rank: int, num_ranks: int) -> list[_RoundPlan]:
-    """Assign every matrix to an owner and plan the communication of all rounds of a step.
-
-    Args:
-        matrices: All matrices that Muon updates, in the same order on every rank.
-        this_rank: Index of this rank in the flattened device mesh.
-        num_ranks: Number of ranks in the device mesh.
-    """
-    rounds_of_owner = _assign_owners(matrices, num_ranks)
-    # An owner with fewer rounds owns no matrix in the last rounds.
-    rounds = zip_longest(*rounds_of_owner, fillvalue=[])
-    return [_plan_round(by_owner, this_rank) for by_owner in rounds]
-
-
 def _assign_owners(matrices: Sequence[DTensor], num_ranks: int) -> list[list[list[DTensor]]]:
     """Assign each matrix, largest first, to the rank with the least work so far.
 
     An owner processes its matrices in rounds of about `ROUND_NUMEL` elements, to limit its memory.
+
+    Args:
+        matrices: All matrices that Muon updates, in the same order on every rank.
+        num_ranks: Number of ranks in the device mesh.
 
     Returns:
         Lists of matrices, indexed by owner and round: `result[owner][round]`.
