@@ -108,14 +108,6 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
         return
 
     note(text)
-    yield _note_at_intervals()
-
-
-def _note_at_intervals() -> Callable[[str], None]:
-    """Return a function that prints a message at most every `PROGRESS_INTERVAL` seconds.
-
-    All other messages are skipped.
-    """
     last_time = time.monotonic()
 
     def update(text: str) -> None:
@@ -124,7 +116,7 @@ def _note_at_intervals() -> Callable[[str], None]:
             last_time = time.monotonic()
             note(text)
 
-    return update
+    yield update
 
 
 def logged_ranks(world_size: int = MAX_WORLD_SIZE) -> list[int]:
@@ -304,7 +296,12 @@ class LogHandler(logging.Handler):
         line = f"{self.format(record)}\n"
         terminal = sys.stdout if self.level < logging.ERROR else sys.stderr
         try:
-            self._write(line, terminal)
+            if self.file is None:
+                terminal.write(line)
+                terminal.flush()
+            else:
+                with open(self.file, "a", encoding="utf-8", opener=_open_no_follow) as file:
+                    file.write(line)
         except (OSError, ValueError) as error:  # ValueError: the stream is closed
             self.failed_writes += 1
             if self.file is None and not terminal.closed:  # do not try again
@@ -313,15 +310,6 @@ class LogHandler(logging.Handler):
                 target = self.file or "the terminal"
                 text = f"The run continues, but cannot write to {target}: {error}"
                 logging.getLogger(record.name).warning(text)
-
-    def _write(self, line: str, terminal: IO[str]) -> None:
-        """Append a line to the file, or print it on `terminal` if this handler has no file."""
-        if self.file is None:
-            terminal.write(line)
-            terminal.flush()
-        else:
-            with open(self.file, "a", encoding="utf-8", opener=_open_no_follow) as file:
-                file.write(line)
 
 
 def _open_no_follow(path: str, flags: int) -> int:
