@@ -248,38 +248,31 @@ class Trainer:
             GuardError: If a guard stopped the run. The failed step was not saved.
         """
         self._check_is_open()
+        first_step = self.steps_done
         try:
-            self._train()
+            if first_step >= self.job.training.steps:
+                self.log(
+                    f"Nothing to do: step {first_step} is done. "
+                    "Set a larger training.steps to continue."
+                )
+                # Continue: the loop trains no step, but the hooks still begin and end as usual.
+
+            for hook in self.hooks:
+                hook.train_begins(first_step)
+            if first_step == 0:
+                self.validate()
+
+            end = self._run_steps()
+            has_trained = self.steps_done > first_step
+            final_actions = self._choose_final_actions(end, has_trained)
+            self._take_actions(final_actions)
+            self._finish(end)
         except BaseException as error:
             if isinstance(error, UserError):
                 error.step = self.steps_done  # for the report of the error
             for hook in self.hooks:
                 hook.failed(error)
             raise
-
-    def _train(self) -> None:
-        """Run the training loop, save the last step, and end all hooks.
-
-        Unlike `train`, this does not call `Hook.failed` if an exception is raised.
-        """
-        first_step = self.steps_done
-        if first_step >= self.job.training.steps:
-            self.log(
-                f"Nothing to do: step {first_step} is done. "
-                "Set a larger training.steps to continue."
-            )
-            # Continue: the loop trains no step, but the hooks still begin and end as usual.
-
-        for hook in self.hooks:
-            hook.train_begins(first_step)
-        if first_step == 0:
-            self.validate()
-
-        end = self._run_steps()
-        has_trained = self.steps_done > first_step
-        final_actions = self._choose_final_actions(end, has_trained)
-        self._take_actions(final_actions)
-        self._finish(end)
 
     def _run_steps(self) -> _LoopEnd:
         """Train until the last step, a request to end the run, or a data error.
