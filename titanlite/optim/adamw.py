@@ -1,4 +1,4 @@
-"""Elementwise optimizers: AdamW, Lion and SGD with momentum.
+"""Elementwise optimizers: AdamW, Lion and SGD with momentum, and the arguments of all optimizers.
 
 By default, jobs use the fused torch AdamW instead; see `titanlite.optim.build.adamw`. The
 optimizers in this module support bfloat16 parameters and moments, stochastic rounding,
@@ -14,18 +14,62 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titanlite.config import schema
 from titanlite.optim.clip import local_shard
-from titanlite.optim.recipe import Groups, Recipe
 
 EAGER_CHUNK = 2**22  # elements per eager update, which keeps its temporaries below 200 MB
 UINT32_MASK = 0xFFFFFFFF
+
+
+Groups = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Arguments of a function that builds an optimizer, in addition to the parameter groups.
+
+    Both built-in and plugin optimizers are built from the groups and a recipe.
+
+    Attributes:
+        config: Section [optimizer] of the job.
+        names: Name of each parameter in the whole model, such as "layers.3.attention.wq.weight".
+        compiled: Whether the job enables compilation of the update; see `compiles_elementwise`.
+        ranks: Ranks that hold shards of the same parameters. None means all ranks.
+    """
+
+    config: schema.Optimizer
+    names: dict[nn.Parameter, str]
+    compiled: bool
+    ranks: dist.ProcessGroup | None
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """Return the dtype in which parameters are stored."""
+        return next(iter(self.names)).dtype
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Return the dtype of the moments: `config.state_dtype`, or the dtype of the parameters."""
+        if self.config.state_dtype is None:
+            return self.parameter_dtype
+        return getattr(torch, self.config.state_dtype)
+
+    @property
+    def compiles_elementwise(self) -> bool:
+        """Return whether to compile an update that treats each element of a parameter separately.
+
+        On a GPU, such an update is always compiled, because an eager update launches 72 kernels.
+        """
+        return self.compiled or next(iter(self.names)).is_cuda
 
 
 class ShardSeed(NamedTuple):

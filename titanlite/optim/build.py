@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from titanlite.config import schema
 from titanlite.config.flavors import Architecture
 from titanlite.config.registry import OPTIMIZERS
-from titanlite.optim.adamw import AdamW, create_state
+from titanlite.optim.adamw import AdamW, Groups, Recipe, create_state
 from titanlite.optim.muon import Muon
-from titanlite.optim.recipe import Groups, Recipe
 
 
 def build_optimizer(

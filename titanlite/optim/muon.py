@@ -26,9 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titanlite.optim.adamw import shard_slices
+from titanlite.optim.adamw import Groups, Recipe, shard_slices
 from titanlite.optim.clip import local_shard
-from titanlite.optim.recipe import Groups, Recipe
 
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # from the page linked above
 NEWTON_SCHULZ_ITERATIONS = 5
