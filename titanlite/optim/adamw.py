@@ -29,7 +29,6 @@ from titanlite.optim.clip import local_shard
 EAGER_CHUNK = 2**22  # elements per eager update, which keeps its temporaries below 200 MB
 UINT32_MASK = 0xFFFFFFFF
 
-
 Groups = Sequence[dict[str, Any]]
 
 

@@ -149,9 +149,9 @@ class LogitsLoss(Loss):
         """Return `scale` times the sum of `token_losses`. See `Loss.__call__` for the arguments."""
         if isinstance(weight, DTensor):
             local_logits = F.linear(_gather_sequence(hidden), weight.to_local())
-            logits = gather_logits(local_logits, weight)
+            logits = gather_logits(local_logits, weight)  # (B, T, V)
         else:
-            logits = F.linear(hidden, weight)  # (B, T, V)
+            logits = F.linear(hidden, weight)
         return self._sum(logits.flatten(0, 1), labels.flatten()) * scale
 
     def _sum_token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -247,10 +247,6 @@ class Targets(NamedTuple):
     is_local: Tensor
     factor: Tensor
     label_grad: Tensor
-
-    def select(self, chunk: slice) -> Targets:
-        """Return the targets of a chunk of the tokens."""
-        return Targets(*(tensor[chunk] for tensor in self))
 
 
 def prepare_targets(labels: Tensor, scale: Tensor, first_class: int, num_classes: int) -> Targets:
@@ -417,7 +413,7 @@ def linear_cross_entropy_sum(
     def compute_chunk(chunk: slice) -> Tensor:
         """Return the token losses of one chunk, shape (n,), and accumulate its gradients."""
         x = tokens[chunk]  # (n, C)
-        chunk_targets = targets.select(chunk)
+        chunk_targets = Targets(*(tensor[chunk] for tensor in targets))
         logits = x @ matrix.T if compiled else fp32_logits(x, matrix)  # (n, V)
         label_logits = logits.gather(1, chunk_targets.column).squeeze(1)
         loss, logits_grad = compute_loss(
