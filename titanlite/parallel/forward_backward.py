@@ -228,6 +228,7 @@ class ForwardBackward:
             microbatches: This rank's sequences of the global batch.
             global_tokens: Number of valid labels in the global batch.
         """
+        loss_fn = NormalizedLoss(self.loss_fn, global_tokens.wait)
         total_loss = torch.zeros((), device=self._device)
         for i, microbatch in enumerate(microbatches):
             # The output matrix is the largest parameter, so it stays unsharded until the last
@@ -242,7 +243,7 @@ class ForwardBackward:
             )
 
             with record_function("forward"):
-                loss = self._forward(microbatch, self.loss_fn, global_tokens.wait)
+                loss = self._forward(microbatch, loss_fn)
 
             if self.offloaded_gradients is not None and i > 0:
                 # The CPU adds up the gradients of the previous microbatch while the GPU computes
@@ -258,12 +259,10 @@ class ForwardBackward:
             self.offloaded_gradients.move_sums_to_parameters()
         return total_loss
 
-    def _forward(
-        self, microbatch: Microbatch, loss_fn: ScaledLoss, get_divisor: Callable[[], Tensor]
-    ) -> Tensor:
-        """Return the summed loss of one microbatch, divided by the result of `get_divisor`."""
+    def _forward(self, microbatch: Microbatch, loss_fn: NormalizedLoss) -> Tensor:
+        """Return the loss of one microbatch."""
         inputs = local_inputs([microbatch], self._mesh, self._run)
-        head = LossHead(inputs.labels, NormalizedLoss(loss_fn, get_divisor))
+        head = LossHead(inputs.labels, loss_fn)
         return self._model(inputs.tokens, head=head, **inputs.attention)
 
     @torch.no_grad()
@@ -282,22 +281,19 @@ class ForwardBackward:
         """
         if loss_fn is None:
             loss_fn = self._cross_entropy
+        divisor = torch.ones((), device=self._device)  # only sum the losses
         self._model.eval()  # turns off dropout in the model of a plugin
         try:
-            return self._sum_losses(microbatches, loss_fn)
+            return self._sum_losses(microbatches, NormalizedLoss(loss_fn, lambda: divisor))
         finally:
             self._model.train()
             for module in fsdp_modules(self._model):
                 module.reshard()  # FSDP frees some parameters only in the backward pass
 
-    def _sum_losses(self, microbatches: Sequence[Microbatch], loss_fn: ScaledLoss) -> Tensor:
+    def _sum_losses(self, microbatches: Sequence[Microbatch], loss_fn: NormalizedLoss) -> Tensor:
         """Return the sum of the losses of all microbatches, a float64 scalar."""
-        losses = [self._forward(microbatch, loss_fn, self._get_one) for microbatch in microbatches]
+        losses = [self._forward(microbatch, loss_fn) for microbatch in microbatches]
         return torch.stack(losses).double().sum()
-
-    def _get_one(self) -> Tensor:
-        """Return the number 1 on the device, the divisor of losses that are only summed."""
-        return torch.ones((), device=self._device)
 
 
 class PipelineForwardBackward(ForwardBackward):
@@ -327,10 +323,11 @@ class PipelineForwardBackward(ForwardBackward):
     def __call__(self, microbatches: Sequence[Microbatch], global_tokens: TokenCount) -> Tensor:
         """Accumulate the gradients of all microbatches and return this rank's part of the loss."""
         schedule, _ = self._schedule_for(len(microbatches))
+        loss_fn = NormalizedLoss(self.loss_fn, global_tokens.wait)
         with record_function("pipeline"):
-            return self._run_schedule(schedule.step, microbatches, self.loss_fn, global_tokens.wait)
+            return self._run_schedule(schedule.step, microbatches, loss_fn)
 
-    def _sum_losses(self, microbatches: Sequence[Microbatch], loss_fn: ScaledLoss) -> Tensor:
+    def _sum_losses(self, microbatches: Sequence[Microbatch], loss_fn: NormalizedLoss) -> Tensor:
         """Return the sum of the losses of all microbatches, a float64 scalar.
 
         A schedule runs a fixed number of microbatches, so pad its last run with microbatches
@@ -342,15 +339,14 @@ class PipelineForwardBackward(ForwardBackward):
             part = microbatches[start : start + self._num_microbatches]
             padded = _pad(part, self._num_microbatches)
             with forward_only(schedule):
-                total += self._run_schedule(schedule.eval, padded, loss_fn, self._get_one)
+                total += self._run_schedule(schedule.eval, padded, loss_fn)
         return total
 
     def _run_schedule(
         self,
         run_schedule: Callable[..., Any],
         microbatches: Sequence[Microbatch],
-        loss_fn: ScaledLoss,
-        get_divisor: Callable[[], Tensor],
+        loss_fn: NormalizedLoss,
     ) -> Tensor:
         """Run a pipeline schedule and return the sum of this rank's losses.
 
@@ -359,11 +355,10 @@ class PipelineForwardBackward(ForwardBackward):
         Args:
             run_schedule: Method of a schedule: `step` for training or `eval` for validation.
             microbatches: Exactly as many microbatches as the schedule runs.
-            loss_fn: Function that returns a scaled sum of token losses.
-            get_divisor: Function that returns the divisor of the loss, a scalar on the device.
+            loss_fn: Function that computes the loss of a microbatch.
         """
         inputs = local_inputs(microbatches, self._mesh, self._run)
-        head = LossHead(inputs.labels, NormalizedLoss(loss_fn, get_divisor))
+        head = LossHead(inputs.labels, loss_fn)
         # Only the first stage has the embedding. All others get hidden states from other ranks.
         stage_inputs = [] if self._model.tok_embeddings is None else [inputs.tokens]
 
