@@ -171,13 +171,11 @@ def _replace_by_float8(
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    if config.recipe_name == "tensorwise":  # the only recipe with FP8 all-gathers
-        recipe = Float8LinearConfig(
-            enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather, emulate=emulate
-        )
-    else:
-        recipe = Float8LinearConfig.from_recipe_name(config.recipe_name)
-        recipe = dataclasses.replace(recipe, emulate=emulate)
+    recipe = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(config.recipe_name),
+        enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
+        emulate=emulate,
+    )
     convert_to_float8_training(model, config=recipe, module_filter_fn=should_convert)
 
 
