@@ -421,15 +421,13 @@ def _shard_numel(matrix: DTensor, rank: int) -> int:
 
 
 def _are_in_same_replica(matrix: DTensor, rank: int, other_rank: int) -> bool:
-    """Return whether the shards of two ranks belong to the same replica of a matrix."""
-    return _replica_index(matrix, rank) == _replica_index(matrix, other_rank)
+    """Return whether the shards of two ranks belong to the same replica of a matrix.
 
-
-def _replica_index(matrix: DTensor, rank: int) -> list[int]:
-    """Return which replica of a matrix the shard of a rank belongs to.
-
-    The result has one index for each mesh dimension that replicates the matrix.
+    This is the case if both ranks have the same coordinate along each mesh dimension that
+    replicates the matrix.
     """
-    coordinates = np.unravel_index(rank, matrix.device_mesh.shape)
-    mesh_dims = zip(coordinates, matrix.placements, strict=True)
-    return [int(coordinate) for coordinate, placement in mesh_dims if placement.is_replicate()]
+    shape = matrix.device_mesh.shape
+    coordinates = np.unravel_index(rank, shape)
+    other_coordinates = np.unravel_index(other_rank, shape)
+    mesh_dims = zip(matrix.placements, coordinates, other_coordinates, strict=True)
+    return all(a == b for placement, a, b in mesh_dims if placement.is_replicate())
