@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from titanlite.config import schema
 from titanlite.config.errors import UserError
 from titanlite.config.registry import resolve
 from titanlite.config.run import Run
@@ -141,7 +140,11 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
     """
     config = run.job.activation_checkpoint
     compiles_blocks = run.compiles("model")
-    compiles_recomputation = compiles_blocks and _can_compile_recomputation(mesh, config)
+    # With the DTensors of tensor parallelism, torch 2.13 can compile the recomputation only in the
+    # selective mode "op". In other modes, it would try to save the DeviceMesh of a DTensor.
+    is_selective_by_op = config.mode == "selective" and config.selective_ac_option == "op"
+    can_compile_recomputation = mesh.tensor is None or is_selective_by_op
+    compiles_recomputation = compiles_blocks and can_compile_recomputation
     compile_options: dict[str, Any] = {"fullgraph": True, "options": inductor_options(mesh, run)}
 
     # If torch cannot compile the recomputation, compile the blocks before checkpointing wraps them.
@@ -156,16 +159,6 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
     if compiles_recomputation:
         for block in model.layers.values():
             block.compile(**compile_options)
-
-
-def _can_compile_recomputation(mesh: Mesh, config: schema.ActivationCheckpoint) -> bool:
-    """Return whether torch can compile a block together with its activation checkpointing.
-
-    With the DTensors of tensor parallelism, torch 2.13 can do this only in the selective mode "op".
-    In other modes, it would try to save the DeviceMesh of a DTensor like a tensor.
-    """
-    is_selective_by_op = config.mode == "selective" and config.selective_ac_option == "op"
-    return mesh.tensor is None or is_selective_by_op
 
 
 def inductor_options(mesh: Mesh, run: Run) -> dict[str, Any] | None:
