@@ -295,15 +295,20 @@ def shard_slices(tensor: DTensor, rank: int | None = None) -> tuple[slice, ...]:
     mesh_dims = list(zip(tensor.placements, mesh.shape, coordinates, strict=True))
     # Divide along the last mesh dimension (for example, tensor parallelism) first.
     for placement, num_ranks, coordinate in reversed(mesh_dims):
-        if placement.is_replicate():
-            continue
-        dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
-        # Divide like torch.chunk: 4 ranks get 2, 2, 1 and 0 of 5 elements.
-        whole = slices[dim]
-        part_size = math.ceil((whole.stop - whole.start) / num_ranks)
-        start = whole.start + part_size * int(coordinate)
-        slices[dim] = slice(min(start, whole.stop), min(start + part_size, whole.stop))
+        if not placement.is_replicate():
+            dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
+            slices[dim] = _divide_slice(slices[dim], num_ranks, int(coordinate))
     return tuple(slices)
+
+
+def _divide_slice(whole: slice, num_ranks: int, rank: int) -> slice:
+    """Divide a slice among ranks in the same way as torch.chunk, and return the part of one rank.
+
+    For example, slice(0, 5) is divided among 4 ranks into parts of 2, 2, 1 and 0 elements.
+    """
+    part_size = math.ceil((whole.stop - whole.start) / num_ranks)
+    start = whole.start + part_size * rank
+    return slice(min(start, whole.stop), min(start + part_size, whole.stop))
 
 
 def _update_(
