@@ -446,12 +446,7 @@ def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh, run: Run) -> Lo
 
     local_batch = batch
     if mesh.context is not None:
-        assert batch.positions is not None
-        local_batch = Microbatch(
-            input_ids=local_chunks(batch.input_ids, mesh.context),
-            labels=local_chunks(batch.labels, mesh.context),
-            positions=local_chunks(batch.positions, mesh.context),
-        )
+        local_batch = _select_local_chunks(batch, mesh.context)
 
     attention = {"mask": build_mask(run.arch.sliding_window), "positions": local_batch.positions}
     if run.arch.full_attention_interval > 0:  # some layers have no sliding window
@@ -471,6 +466,16 @@ def _join(microbatches: Sequence[Microbatch]) -> Microbatch:
         if tensors[0] is not None:
             fields[name] = torch.cat(tensors)
     return Microbatch(**fields)
+
+
+def _select_local_chunks(batch: Microbatch, mesh: DeviceMesh) -> Microbatch:
+    """Select the tokens, labels and positions that this context parallel rank holds."""
+    assert batch.positions is not None
+    return Microbatch(
+        input_ids=local_chunks(batch.input_ids, mesh),
+        labels=local_chunks(batch.labels, mesh),
+        positions=local_chunks(batch.positions, mesh),
+    )
 
 
 def _build_bounds(microbatches: Sequence[Microbatch], window: int) -> DocumentBounds | None:
