@@ -115,11 +115,7 @@ def convert_to_float8(
     """
     is_mxfp8 = config.recipe_name == "mxfp8"
     if has_hardware is None:
-        has_hardware = has_float8_hardware()
-        if is_mxfp8 and not config.emulate and torch.cuda.is_available():
-            major, minor = torch.cuda.get_device_capability()
-            gpu_name = torch.cuda.get_device_name()
-            check_mxfp8_gpu(gpu_name, float(f"{major}.{minor}"), has_hardware)
+        has_hardware = _detect_mxfp8(config) if is_mxfp8 else has_float8_hardware()
     emulate = config.emulate or not has_hardware
     if is_mxfp8 and not emulate and compute_dtype != "bfloat16":
         raise UserError(
@@ -152,6 +148,22 @@ def convert_to_float8(
         f"Float8 {config.recipe_name}, {hardware}: converted {converted.total()} linear layers "
         f"({_list_counts(converted)}), kept {kept.total()} ({_list_counts(kept)})"
     )
+
+
+def _detect_mxfp8(config: schema.Float8) -> bool:
+    """Return whether to run MXFP8 on the GPU of this process instead of emulating it.
+
+    MXFP8 is emulated if the job requests it, or if there is no GPU.
+
+    Raises:
+        UserError: If there is a GPU without MXFP8 kernels, and the job does not request emulation.
+    """
+    if config.emulate or not torch.cuda.is_available():
+        return False
+    major, minor = torch.cuda.get_device_capability()
+    gpu_name = torch.cuda.get_device_name()
+    check_mxfp8_gpu(gpu_name, float(f"{major}.{minor}"), has_float8_hardware())
+    return True
 
 
 def _replace_by_float8(
