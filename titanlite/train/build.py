@@ -111,17 +111,8 @@ def describe_run(
             "are not used by the tokenizer."
         )
 
-    if rank != 0:
-        return
-    logger = logging.getLogger(LOGGER_NAME)
-    for line in find_suspicious_values(run):
-        logger.warning(line)
-
-    sizes = [measure_source(source, tokenizer) for source in loader.sources]
-    yield Event(f"Data:\n{describe_sources(run, sizes)}", "data")
-    warning = explain_toy_run(run, tokenizer, sizes)
-    if warning:
-        logger.warning(Event(warning, "data"))
+    if rank == 0:
+        yield from _describe_data(run, tokenizer, loader)
 
 
 def _summarize_run(run: Run, device: torch.device, loader: Loader) -> str:
@@ -135,6 +126,23 @@ def _summarize_run(run: Run, device: torch.device, loader: Loader) -> str:
         f"on {loader.describe()}, {num_tokens:,} tokens in {job.training.steps:,} steps of "
         f"{run.global_batch_size} x {job.training.seq_len}, {run.world_size} x {device.type}"
     )
+
+
+def _describe_data(run: Run, tokenizer: Tokenizer, loader: Loader) -> Iterator[Event]:
+    """Yield a log event with the estimated size of each training source.
+
+    Also log a warning if options look suspicious, or if the data or the tokenizer is too small to
+    train a useful model.
+    """
+    logger = logging.getLogger(LOGGER_NAME)
+    for line in find_suspicious_values(run):
+        logger.warning(line)
+
+    sizes = [measure_source(source, tokenizer) for source in loader.sources]
+    yield Event(f"Data:\n{describe_sources(run, sizes)}", "data")
+    warning = explain_toy_run(run, tokenizer, sizes)
+    if warning:
+        logger.warning(Event(warning, "data"))
 
 
 def describe_compute_dtype(dtype: str, device: torch.device) -> str:
