@@ -375,14 +375,20 @@ class Llama(nn.Module):
         """Build the model, or one pipeline stage of it.
 
         Args:
-            arch: Sizes and options of the model. The head dimension must be even, and n_kv_heads
-                must divide n_heads.
+            arch: Sizes and options of the model.
             blocks: Indices of the blocks to build, for one pipeline stage. Parameters have the same
                 names as in the whole model. The stage with the first block also has the embedding.
                 The stage with the last block also has the final norm and the output projection.
                 None means all blocks.
+
+        Raises:
+            ValueError: If the head dimension is odd or n_kv_heads does not divide n_heads.
         """
         super().__init__()
+        if arch.head_dim % 2 or arch.n_heads % arch.n_kv_heads:
+            raise ValueError(
+                f"{arch}: the head dimension must be even and n_kv_heads must divide n_heads."
+            )
         if blocks is None:
             blocks = range(arch.n_layers)
         is_first = blocks.start == 0
