@@ -7,16 +7,15 @@ vocabulary and blocks are distributed over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.profiler import record_function
 
@@ -29,6 +28,7 @@ from titanlite.parallel.context import flex_mask, local_chunks
 from titanlite.parallel.fsdp import configure_microbatch
 from titanlite.parallel.memory_savers import frees_output_after_forward, fsdp_modules
 from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.offloaded_gradients import OffloadedGradients
 from titanlite.parallel.parallelize import ShardedModel
 from titanlite.parallel.pipeline import build_schedule, forward_only
 
@@ -139,46 +139,6 @@ class LossHead(NamedTuple):
         """
         with record_function("loss"):
             return self.loss(hidden, weight, self.labels)
-
-
-class OffloadedGradients:
-    """Accumulates the gradients of several microbatches on the CPU.
-
-    Use this for CPU offload with a reduction after each microbatch. FSDP2 copies gradients to the
-    CPU without blocking only if `parameter.grad` is empty. This class therefore takes the gradients
-    of each microbatch from the parameters and adds them up.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Prepare to accumulate gradients, with no sums yet.
-
-        Args:
-            parameters: Sharded parameters on the CPU.
-        """
-        self._parameters = list(parameters)
-        self._sums: dict[nn.Parameter, DTensor] = {}
-
-    def add_latest(self) -> None:
-        """Add the gradients of the latest microbatch to the sums and clear `parameter.grad`."""
-        for parameter in self._parameters:
-            gradient = cast(DTensor | None, parameter.grad)
-            parameter.grad = None
-            if gradient is None:
-                continue
-            if parameter in self._sums:
-                self._sums[parameter].to_local().add_(gradient.to_local())
-            else:
-                self._sums[parameter] = gradient
-
-    def move_sums_to_parameters(self) -> None:
-        """Add the gradients of the last microbatch, then make each sum the `grad` of its parameter.
-
-        Call this after the last of several microbatches of a step, before gradient clipping.
-        """
-        self.add_latest()
-        for parameter, gradient in self._sums.items():
-            parameter.grad = gradient
-        self._sums.clear()
 
 
 class ForwardBackward:

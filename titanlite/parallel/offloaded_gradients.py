@@ -1,0 +1,48 @@
+"""Gradient accumulation on the CPU, for CPU offload with a reduction after each microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+class OffloadedGradients:
+    """Accumulates the gradients of several microbatches on the CPU.
+
+    FSDP2 copies gradients to the CPU without blocking only if `parameter.grad` is empty. This class
+    therefore takes the gradients of each microbatch from the parameters and adds them up.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Prepare to accumulate gradients, with no sums yet.
+
+        Args:
+            parameters: Sharded parameters on the CPU.
+        """
+        self._parameters = list(parameters)
+        self._sums: dict[nn.Parameter, DTensor] = {}
+
+    def add_latest(self) -> None:
+        """Add the gradients of the latest microbatch to the sums and clear `parameter.grad`."""
+        for parameter in self._parameters:
+            gradient = cast(DTensor | None, parameter.grad)
+            parameter.grad = None
+            if gradient is None:
+                continue
+            if parameter in self._sums:
+                self._sums[parameter].to_local().add_(gradient.to_local())
+            else:
+                self._sums[parameter] = gradient
+
+    def move_sums_to_parameters(self) -> None:
+        """Add the gradients of the last microbatch, then make each sum the `grad` of its parameter.
+
+        Call this after the last of several microbatches of a step, before gradient clipping.
+        """
+        self.add_latest()
+        for parameter, gradient in self._sums.items():
+            parameter.grad = gradient
+        self._sums.clear()
