@@ -216,15 +216,27 @@ def report_end(text: str, kind: str, step: int | None = None) -> None:
     """
     reason = printable(text).rstrip()  # it may quote the content of files
     log_end(reason, kind, step)
+    if not _report_to_launcher(reason):
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            note(reason)
+
+
+def _report_to_launcher(reason: str) -> bool:
+    """Write the reason why this rank ends to a file that the launcher reads.
+
+    Returns:
+        True if the file was written, and False if that failed or there is no launcher.
+    """
     folder = os.environ.get(ERROR_FOLDER)
+    if not folder:
+        return False
     rank = os.environ.get("RANK", "0")
-    with contextlib.suppress(OSError):  # the folder may have been removed, or its disk is full
-        if folder:
-            report = json.dumps({"message": reason, "time": time.time()})
-            Path(folder, f"{rank}.json").write_text(report, encoding="utf-8")
-            return
-    with contextlib.suppress(OSError):  # the terminal may be closed
-        note(reason)
+    record = json.dumps({"message": reason, "time": time.time()})
+    try:
+        Path(folder, f"{rank}.json").write_text(record, encoding="utf-8")
+    except OSError:  # the folder may have been removed, or its disk is full
+        return False
+    return True
 
 
 def record_success() -> None:
