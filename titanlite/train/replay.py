@@ -7,7 +7,6 @@ run, which may continue in the meantime.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -53,19 +52,48 @@ class Start(NamedTuple):
     hooks: list[str]
 
 
-def read_history(folder: Path) -> tuple[list[Start], list[int]]:
+class History(NamedTuple):
+    """The starts and rollbacks of a run that led to its current weights.
+
+    Events that later training replaced are left out. For example, if a run resumed from step 80, an
+    earlier rollback at step 90 is left out.
+
+    Attributes:
+        starts: Starts in order.
+        roll_backs: Steps after which the spike guard restored the weights of an earlier checkpoint.
+    """
+
+    starts: list[Start]
+    roll_backs: list[int]
+
+
+def read_history(folder: Path) -> History:
     """Read the starts and rollbacks that led to the current weights of a run from events.jsonl.
+
+    Args:
+        folder: Output folder of the run.
+    """
+    start_events, roll_backs = _read_events(folder)
+    starts = []
+    for event, next_event in zip_longest(start_events, start_events[1:]):
+        # A start trains up to the step from which the next start resumes.
+        last_step = NO_LAST_STEP if next_event is None else next_event["step"]
+        environment = event["record"]
+        job, _ = JobConfig.read(environment["job"])
+        hooks = environment.get("hooks", list(job.job.hooks))
+        starts.append(Start(event["step"] + 1, last_step, job, hooks))
+    return History(starts, roll_backs)
+
+
+def _read_events(folder: Path) -> tuple[list[JsonObject], list[int]]:
+    """Read the start events of a run and the steps of its rollbacks from events.jsonl.
 
     Leave out events of steps that the run trained again. For example, if it trains 100 steps and
     then resumes from step 80, a rollback at step 90 is left out. If it resumes from step 80 twice,
     only the second of these starts is returned.
 
-    Args:
-        folder: Output folder of the run.
-
     Returns:
-        The starts in order, and the steps after which the spike guard restored the weights of an
-        earlier checkpoint.
+        The events of the starts, and the steps after which the run rolled back.
     """
     start_events: list[JsonObject] = []
     roll_backs: list[int] = []
@@ -81,26 +109,14 @@ def read_history(folder: Path) -> tuple[list[Start], list[int]]:
             roll_backs = [roll_back for roll_back in roll_backs if roll_back <= step]
             start_events = [start for start in start_events if start["step"] < step]
             start_events.append(event)
-
-    starts = []
-    for event, next_event in zip_longest(start_events, start_events[1:]):
-        # A start trains up to the step from which the next start resumes.
-        last_step = NO_LAST_STEP if next_event is None else next_event["step"]
-        environment = event["record"]
-        job, _ = JobConfig.read(environment["job"])
-        hooks = environment.get("hooks", list(job.job.hooks))
-        starts.append(Start(event["step"] + 1, last_step, job, hooks))
-    return starts, roll_backs
+    return start_events, roll_backs
 
 
-def check_history(
-    starts: Sequence[Start], roll_backs: Sequence[int], job: JobConfig, loaded_step: int, step: int
-) -> None:
+def check_history(history: History, job: JobConfig, loaded_step: int, step: int) -> None:
     """Check that a replay from a checkpoint up to `step` can reproduce the steps of the run.
 
     Args:
-        starts: Starts of the run that led to its current weights.
-        roll_backs: Steps after which the run rolled back.
+        history: Starts and rollbacks of the run.
         job: Job of the replay.
         loaded_step: Step of the loaded checkpoint, or 0 for the initial weights.
         step: Last step to replay.
@@ -113,7 +129,7 @@ def check_history(
     if loaded_step == 0:
         prefix = f"--step {step}: no earlier checkpoint is left, and"
 
-    for roll_back in roll_backs:
+    for roll_back in history.roll_backs:
         if loaded_step < roll_back < step:
             raise UserError(
                 f"{prefix} the run rolled back after step {roll_back} to a checkpoint "
@@ -123,7 +139,9 @@ def check_history(
 
     # Check the starts that trained any of the replayed steps.
     replayed_starts = [
-        start for start in starts if start.first_step <= step and start.last_step > loaded_step
+        start
+        for start in history.starts
+        if start.first_step <= step and start.last_step > loaded_step
     ]
     for start in replayed_starts:
         first = max(start.first_step, loaded_step + 1)
@@ -225,8 +243,8 @@ class ReplayTrainer(Trainer):
             self.load_state_dict(state)
 
         # The first replayed step is known only now, because invalid checkpoints are skipped.
-        starts, roll_backs = rank_group.run_on_rank0(lambda: read_history(self.run.dump_folder))
-        check_history(starts, roll_backs, self._saved_job, self.steps_done, self._last_step)
+        history = rank_group.run_on_rank0(lambda: read_history(self.run.dump_folder))
+        check_history(history, self._saved_job, self.steps_done, self._last_step)
 
     def log(self, line: str | Event) -> None:
         """Print a line on standard error, on rank 0."""
