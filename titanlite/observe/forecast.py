@@ -150,26 +150,43 @@ def plan_in_child(argv: Sequence[str], world_size: int, *options: str) -> Foreca
         UserError: If the child fails or takes longer than `PLAN_SECONDS`.
     """
     command = ["-m", "titanlite", "plan", "--json", "--quick", f"--world-size={world_size}"]
-    variables: dict[str, str | None] = dict.fromkeys(RANK_VARIABLES)  # None removes a variable
-    variables["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        process = start_python(
-            [*command, *options, *argv],
-            variables,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        with process:
-            try:
-                output, errors = process.communicate(timeout=PLAN_SECONDS)
-            finally:
-                process.kill()  # ends it after a timeout or Ctrl-C, and otherwise does nothing
+        exit_code, output, errors = _run_on_cpu([*command, *options, *argv])
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"titanlite plan failed: {error}") from None
 
-    if process.returncode != 0:
-        lines = errors.strip().splitlines() or [f"exit code {process.returncode}"]
+    if exit_code != 0:
+        lines = errors.strip().splitlines() or [f"exit code {exit_code}"]
         raise UserError(f"titanlite plan failed: {lines[-1]}")
     return Forecast.model_validate_json(output)
+
+
+def _run_on_cpu(arguments: Sequence[str]) -> tuple[int, str, str]:
+    """Run Python in a child process without GPUs and without the environment variables of a rank.
+
+    Args:
+        arguments: Arguments of the Python interpreter, such as ["-m", "titanlite", "plan"].
+
+    Returns:
+        The exit code, and the text on standard output and on standard error.
+
+    Raises:
+        OSError: If the process cannot be started.
+        subprocess.TimeoutExpired: If it takes longer than `PLAN_SECONDS`.
+    """
+    variables: dict[str, str | None] = dict.fromkeys(RANK_VARIABLES)  # None removes a variable
+    variables["CUDA_VISIBLE_DEVICES"] = ""
+    process = start_python(
+        arguments,
+        variables,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with process:
+        try:
+            output, errors = process.communicate(timeout=PLAN_SECONDS)
+        finally:
+            process.kill()  # ends it after a timeout or Ctrl-C, and otherwise does nothing
+    return process.returncode, output, errors
