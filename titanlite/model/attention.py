@@ -103,7 +103,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tens
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: DocumentBounds) -> Tensor:
     """Compute causal attention within documents with the FlashAttention variable-length kernel.
 
-    The kernel exists only for GPUs. On a CPU, use an equivalent boolean mask instead.
+    The kernel exists only for GPUs. On a CPU, use attention with an equivalent boolean mask.
 
     Args:
         q: Queries, shape (B, H, T, D).
@@ -116,10 +116,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: DocumentBounds) ->
     """
     batch_size, num_heads, seq_len, _ = q.shape
     if not q.is_cuda:
-        tokens = torch.arange(batch_size * seq_len, dtype=torch.int32, device=q.device)
-        document_ids = torch.searchsorted(bounds.cu_seqlens, tokens, right=True)
-        mask = document_mask(document_ids.view(batch_size, seq_len), bounds.window)
-        return attention(q, k, v, mask)
+        return attention(q, k, v, _bounds_to_mask(bounds, batch_size, seq_len))
 
     from torch.nn.attention.varlen import varlen_attn  # importing it takes a second
 
@@ -145,6 +142,14 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: DocumentBounds) ->
         )
     assert isinstance(out, Tensor)
     return out.unflatten(0, (batch_size, seq_len)).transpose(1, 2)
+
+
+def _bounds_to_mask(bounds: DocumentBounds, batch_size: int, seq_len: int) -> Tensor:
+    """Convert document bounds to an equivalent boolean attention mask, shape (B, 1, T, T)."""
+    device = bounds.cu_seqlens.device
+    tokens = torch.arange(batch_size * seq_len, dtype=torch.int32, device=device)
+    document_ids = torch.searchsorted(bounds.cu_seqlens, tokens, right=True)
+    return document_mask(document_ids.view(batch_size, seq_len), bounds.window)
 
 
 def equal_bounds(batch_size: int, seq_len: int, device: torch.device) -> Tensor:
