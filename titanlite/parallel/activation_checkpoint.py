@@ -48,8 +48,8 @@ def apply_activation_checkpointing(
         model: Model before FSDP, modified in place.
         config: Section [activation_checkpoint] of the job.
         is_compiled: Whether each block will be compiled together with its recomputation.
-        saves_unneeded_matmul: Treat the last matmul of a block like all others, even if the
-            backward pass does not need its output; see `find_unneeded_matmul`.
+        saves_unneeded_matmul: Treat the last matmul of a block like all others; see
+            `_recompute_some_operations`.
     """
     if config.mode == "none":
         return
@@ -57,23 +57,45 @@ def apply_activation_checkpointing(
         _set_memory_budget(config.memory_budget)
         return
 
-    selects_operations = config.mode == "selective" and config.selective_ac_option == "op"
-    recomputes_all_blocks = config.mode == "full" or selects_operations
-    # With an interval of 2, for example, recompute every second block.
-    interval = 1 if recomputes_all_blocks else int(config.selective_ac_option)
+    if config.mode == "full":
+        _recompute_whole_blocks(model, is_compiled, interval=1)
+    elif config.selective_ac_option == "op":
+        _recompute_some_operations(model, saves_unneeded_matmul)
+    else:  # a number, such as "2" for every second block
+        _recompute_whole_blocks(model, is_compiled, int(config.selective_ac_option))
+
+
+def _recompute_whole_blocks(model: Llama, is_compiled: bool, interval: int) -> None:
+    """Recompute all operations of every `interval`-th block in the backward pass.
+
+    Args:
+        model: Model before FSDP, modified in place.
+        is_compiled: Whether each block will be compiled together with its recomputation.
+        interval: 1 selects all blocks, 2 selects every second block.
+    """
+    create_contexts: Callable[[], tuple[Any, Any]] = noop_context_fn  # the default in eager mode
+    if is_compiled:
+        # By default, the compiler would save inputs of collectives and of SwiGLU. Save nothing.
+        create_contexts = partial(create_selective_checkpoint_contexts, [])
     for index, block in model.layers.items():
-        if (int(index) + 1) % interval != 0:
-            continue
-        create_contexts: Callable[[], tuple[Any, Any]]
-        if selects_operations:
-            skipped_matmul = None if saves_unneeded_matmul else find_unneeded_matmul(block)
-            create_contexts = partial(_create_op_contexts, skipped_matmul)
-        elif is_compiled:
-            # By default, the compiler would save inputs of collectives and of SwiGLU. Save nothing.
-            create_contexts = partial(create_selective_checkpoint_contexts, [])
-        else:
-            create_contexts = noop_context_fn  # the default
-        _checkpoint_block(block, create_contexts, draws_random_numbers(type(model)))
+        if (int(index) + 1) % interval == 0:
+            _checkpoint_block(model, block, create_contexts)
+
+
+def _recompute_some_operations(model: Llama, saves_unneeded_matmul: bool) -> None:
+    """Recompute about half of the matmuls of each block, and most other operations.
+
+    The forward pass of a block saves the outputs of matmuls 1, 3, 5 and so on, and of operators
+    such as attention. The backward pass recomputes all other outputs.
+
+    Args:
+        model: Model before FSDP, modified in place.
+        saves_unneeded_matmul: Treat the last matmul of a block like all others, even if the
+            backward pass does not need its output; see `find_unneeded_matmul`.
+    """
+    for block in model.layers.values():
+        skipped_matmul = None if saves_unneeded_matmul else find_unneeded_matmul(block)
+        _checkpoint_block(model, block, partial(_create_op_contexts, skipped_matmul))
 
 
 def _set_memory_budget(budget: float) -> None:
@@ -103,8 +125,8 @@ def draws_random_numbers(model: type[Llama]) -> bool:
 def _create_op_contexts(skipped_matmul: int | None) -> tuple[Any, Any]:
     """Create the contexts of selective activation checkpointing for one block.
 
-    The forward pass saves the outputs of matmuls 1, 3, 5 and so on, about half of all matmuls, and
-    of a few other operators, such as attention. The backward pass recomputes all other outputs.
+    The contexts save the outputs of matmuls 1, 3, 5 and so on, and of a few other operators, such
+    as attention.
 
     Args:
         skipped_matmul: Number of the matmul whose output is never saved, because the backward pass
@@ -141,17 +163,18 @@ def is_always_saved(op: Any) -> bool:
 
 
 def _checkpoint_block(
-    block: nn.Module, create_contexts: Callable[[], tuple[Any, Any]], preserve_rng_state: bool
+    model: Llama, block: nn.Module, create_contexts: Callable[[], tuple[Any, Any]]
 ) -> None:
     """Make a block recompute its activations in the backward pass, by wrapping its `forward`.
 
     Args:
+        model: Model that contains the block.
         block: Block, modified in place.
         create_contexts: Argument `context_fn` of `torch.utils.checkpoint.checkpoint`, which decides
             which operators are recomputed.
-        preserve_rng_state: Whether the recomputation restores the state of the random generators.
     """
     forward = block.forward
+    preserve_rng_state = draws_random_numbers(type(model))
     # Not a `partial`, because the compiler does not trace into functions that are defined in torch.
     block.forward = lambda *inputs: checkpoint(
         forward,
