@@ -636,22 +636,37 @@ class Trainer:
         Returns:
             Both losses, shape (2,), on the device.
         """
-        # Collect the part of the loss and the number of valid tokens of each data-parallel rank.
-        # Several context and pipeline parallel ranks can share the sequences of a data-parallel
-        # rank. Their parts of the loss differ, but they count the same tokens: divide the number.
-        sums = torch.zeros(2, self.mesh.degrees.data, dtype=torch.float64, device=self.device)
-        sums[0, self.mesh.data_rank] = loss
-        num_sharing_ranks = self.mesh.degrees.context * self.mesh.degrees.pipeline
-        sums[1, self.mesh.data_rank] = local_tokens / num_sharing_ranks
-        # Tensor parallel ranks compute the same loss, so they are not in this group.
-        dist.all_reduce(sums, group=self.mesh.loss_group)
-        loss_parts, num_tokens = sums
+        loss_parts, num_tokens = self._sum_losses_by_data_rank(loss, local_tokens)
+        global_loss = loss_parts.sum()
 
         # Each part was divided by the number of tokens in the global batch. Undo this division, and
         # divide by the number of tokens of the data rank, which may be 0.
         loss_sums = loss_parts * num_tokens.sum()
         mean_losses = loss_sums / num_tokens.clamp(min=1.0)
-        return torch.stack([loss_parts.sum(), mean_losses.max()])
+        return torch.stack([global_loss, mean_losses.max()])
+
+    def _sum_losses_by_data_rank(self, loss: Tensor, local_tokens: int) -> Tensor:
+        """Return the part of the loss and the number of valid tokens of each data-parallel rank.
+
+        Several context and pipeline parallel ranks can share the sequences of a data-parallel rank.
+        Each of them has a different part of the loss, but they count the same tokens.
+
+        Args:
+            loss: This rank's part of the loss.
+            local_tokens: Number of valid labels in this rank's sequences.
+
+        Returns:
+            Losses and numbers of tokens, shape (2, number of data-parallel ranks), float64, on the
+            device.
+        """
+        sums = torch.zeros(2, self.mesh.degrees.data, dtype=torch.float64, device=self.device)
+        sums[0, self.mesh.data_rank] = loss
+        # Divide the tokens among the ranks that share them, so that the sum counts them once.
+        num_sharing_ranks = self.mesh.degrees.context * self.mesh.degrees.pipeline
+        sums[1, self.mesh.data_rank] = local_tokens / num_sharing_ranks
+        # Tensor parallel ranks compute the same loss, so they are not in this group.
+        dist.all_reduce(sums, group=self.mesh.loss_group)
+        return sums
 
     def _choose_final_actions(self, end: _LoopEnd, has_trained: bool) -> Request:
         """Return the actions to take after the last step: usually a save and a validation.
