@@ -177,10 +177,20 @@ class Trainer:
         for hook in self.hooks:
             hook.started(self.steps_done)
 
-    def _create_hooks(self, extra_hooks: Sequence[Hook], standard: bool) -> list[Hook]:
-        """Create all hooks of the run, in the order in which the trainer calls them.
+    def _open_outputs(self) -> list[Hook]:
+        """Lock the output folder, open the log files, and create the hang report and the records.
 
         All ranks must call this together, because they communicate to lock the output folder.
+        """
+        setup_logging(self.rank, None)
+        self.hang_report = HangReport(self)  # first, so that it covers the rest of the build
+        self._resources.callback(self.hang_report.close)  # also if the lock fails
+        # Lock the output folder before the records write to it.
+        self.run_id = lock_folders(self.run, self.log, self._locks)
+        return [self.hang_report, Records(self)]
+
+    def _create_hooks(self, extra_hooks: Sequence[Hook], standard: bool) -> list[Hook]:
+        """Create all hooks of the run, in the order in which the trainer calls them.
 
         Args:
             extra_hooks: Hooks of the caller, which follow the standard hooks.
@@ -188,12 +198,9 @@ class Trainer:
         """
         hooks: list[Hook] = []
         if standard:
-            setup_logging(self.rank, None)
-            self.hang_report = HangReport(self)  # first, so that it covers the rest of the build
-            self._resources.callback(self.hang_report.close)  # also if the lock fails
-            # Lock the output folder before the records write to it.
-            self.run_id = lock_folders(self.run, self.log, self._locks)
-            hooks += [self.stop_signals, self.hang_report, Records(self)]
+            hooks.append(self.stop_signals)
+            # The hang report covers the other hooks, which use the files of the records.
+            hooks += self._open_outputs()
             if self.job.checkpoint.enable:
                 self.checkpointer = Checkpointer(self)
                 hooks.append(self.checkpointer)
