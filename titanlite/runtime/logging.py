@@ -308,12 +308,7 @@ class LogHandler(logging.Handler):
         line = f"{self.format(record)}\n"
         terminal = sys.stdout if self.level < logging.ERROR else sys.stderr
         try:
-            if self.file is None:
-                terminal.write(line)
-                terminal.flush()
-            else:
-                with open(self.file, "a", encoding="utf-8", opener=_open_no_follow) as file:
-                    file.write(line)
+            self._write(line, terminal)
         except (OSError, ValueError) as error:  # ValueError: the stream is closed
             self.failed_writes += 1
             if self.file is None and not terminal.closed:  # do not try again
@@ -322,6 +317,15 @@ class LogHandler(logging.Handler):
                 target = self.file or "the terminal"
                 text = f"The run continues, but cannot write to {target}: {error}"
                 logging.getLogger(record.name).warning(text)
+
+    def _write(self, line: str, terminal: IO[str]) -> None:
+        """Append a line to the file, or print it on `terminal` if this handler has no file."""
+        if self.file is None:
+            terminal.write(line)
+            terminal.flush()
+        else:
+            with open(self.file, "a", encoding="utf-8", opener=_open_no_follow) as file:
+                file.write(line)
 
 
 def _open_no_follow(path: str, flags: int) -> int:
