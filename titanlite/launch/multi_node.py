@@ -296,17 +296,28 @@ def _log_missing_nodes(folder: Path, store: Address, is_host: bool) -> None:
         return
 
     where = f"{store[0]}:{store[1]}"
-    reason = f"this node is ready at {where}, but other nodes have not joined."
-    if not is_host:
-        reason = f"{where} is reachable, but other nodes have not joined."
-        try:
-            socket.create_connection(store, timeout=SILENT_SECONDS).close()
-        except OSError as error:
-            reason = (
-                f"cannot connect to {where} ({error.strerror or error}). "
-                "Start the node that has this address, or set NODE_RANK=0 on the first node."
-            )
+    if is_host:
+        reason = f"this node is ready at {where}, but other nodes have not joined."
+    else:
+        reason = _check_connection(store)
     note(f"Still waiting after {SILENT_SECONDS:.0f} s: {reason}")
+
+
+def _check_connection(store: Address) -> str:
+    """Try to connect to the store, and return the probable reason why nodes are missing.
+
+    The reason is the end of a log line, for example "host:29500 is reachable, but other nodes have
+    not joined."
+    """
+    where = f"{store[0]}:{store[1]}"
+    try:
+        socket.create_connection(store, timeout=SILENT_SECONDS).close()
+    except OSError as error:
+        return (
+            f"cannot connect to {where} ({error.strerror or error}). "
+            "Start the node that has this address, or set NODE_RANK=0 on the first node."
+        )
+    return f"{where} is reachable, but other nodes have not joined."
 
 
 def _is_on_this_node(store: Address) -> bool:

@@ -306,9 +306,7 @@ class Ranks:
                 self._send_signal(number)
             elif not self._stop_signal:
                 self._stop_signal = number
-                has_live_view = 0 in self.ranks and is_live_terminal()  # it shows the signal
-                if not has_live_view:
-                    _print(f"\n{describe_stop(number)}")
+                self._announce_stop()
                 self._send_signal(number)
             elif number == signal.SIGINT:
                 return True
@@ -318,6 +316,12 @@ class Ranks:
         """Send a signal to the processes of all ranks on this node."""
         for process in self._processes.values():
             process.send_signal(number)  # does nothing if the process has ended
+
+    def _announce_stop(self) -> None:
+        """Print which signal stops the run, unless the live view of rank 0 shows it."""
+        has_live_view = 0 in self.ranks and is_live_terminal()
+        if not has_live_view:
+            _print(f"\n{describe_stop(self._stop_signal)}")
 
     def _kill(self) -> list[int]:
         """Kill the running ranks together with the processes that they have started.
