@@ -193,15 +193,16 @@ class AdamW(torch.optim.Optimizer):
         lr = torch.as_tensor(group["lr"], dtype=torch.float32)
         decay = 1 - lr * group["weight_decay"]
         step_seed = _hash32(step.to(torch.int64))
-        if self.rule == "AdamW":
-            # Moments start at zero, so they are too small in the first steps. AdamW corrects this:
-            #     update = lr * (m / (1 - beta1**step)) / sqrt(v / (1 - beta2**step))
-            beta1, beta2 = group["betas"]
-            lr = lr / (1 - beta1**step)
-            rsqrt_correction = (1 - beta2**step).rsqrt()
-        else:  # Lion and SGD do not correct the bias of their moment
-            rsqrt_correction = torch.ones_like(lr)
-        return StepScalars(decay, lr, rsqrt_correction, step_seed, skip)
+        if self.rule != "AdamW":  # Lion and SGD do not correct the bias of their moment
+            no_correction = torch.ones_like(lr)
+            return StepScalars(decay, lr, no_correction, step_seed, skip)
+
+        # Moments start at zero, so they are too small in the first steps. AdamW corrects this:
+        #     update = lr * (m / (1 - beta1**step)) / sqrt(v / (1 - beta2**step))
+        beta1, beta2 = group["betas"]
+        corrected_lr = lr / (1 - beta1**step)
+        rsqrt_correction = (1 - beta2**step).rsqrt()
+        return StepScalars(decay, corrected_lr, rsqrt_correction, step_seed, skip)
 
     def _update_parameter(
         self, parameter: nn.Parameter, scalars: StepScalars, rule: UpdateRule
@@ -394,17 +395,25 @@ def _random_bits(parameter: Tensor, step_seed: Tensor, seed: ShardSeed, start: i
         seed: Seed of the shard, for stochastic rounding.
         start: Index of the first element of the slice in the shard.
     """
-    index = torch.arange(len(parameter), device=parameter.device) + start  # in the shard
-    if seed.local_width != seed.full_width:  # otherwise, avoid two slow divisions
-        # A shard with two of eight columns has the indices 0, 1, 8, 9, 16, 17, ..., relative to its
-        # first element.
-        row = index // seed.local_width
-        column = index % seed.local_width
-        index = row * seed.full_width + column
-    index = index + seed.first  # in the whole parameter
+    index_in_shard = torch.arange(len(parameter), device=parameter.device) + start
+    index = _index_in_parameter(index_in_shard, seed)
     element_seed = _hash32(index & UINT32_MASK)  # the hash takes 32-bit integers
     parameter_seed = _hash32(step_seed ^ seed.name_seed)
     return _hash32(element_seed ^ parameter_seed)
+
+
+def _index_in_parameter(index_in_shard: Tensor, shard: ShardSeed) -> Tensor:
+    """Convert flat indices in a shard to flat indices in the whole parameter.
+
+    For example, a shard with two of eight columns has the indices 0, 1, 8, 9, 16, 17, ..., relative
+    to its first element.
+    """
+    index = index_in_shard
+    if shard.local_width != shard.full_width:  # otherwise, avoid two slow divisions
+        row = index // shard.local_width
+        column = index % shard.local_width
+        index = row * shard.full_width + column
+    return index + shard.first
 
 
 def _round_stochastically(value: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
