@@ -269,7 +269,8 @@ def check_memory(
         num_local_ranks: Number of ranks on this node. By default, read it from the environment
             variables of the launcher.
         on_other_nodes: Whether the run is for other nodes, whose memory is unknown. The check then
-            assumes the memory of the largest known GPU, or of this node if it has more.
+            assumes the memory of the largest known GPU, or of this node if it has more. With CPU
+            offload, it assumes practically unlimited memory.
 
     Raises:
         UserError: If the memory is too small.
@@ -279,12 +280,12 @@ def check_memory(
         return
 
     is_offloaded = run.job.training.enable_cpu_offload
-    if on_other_nodes:
-        largest_memory = max(physical_memory(), *(gpu.memory for gpu in known_gpus()))
-        # The CPU memory for offloaded state is unknown, so assume that it is nearly unlimited.
-        memory = int(MOST_GIB * GIB) if is_offloaded else largest_memory
-    else:
+    if not on_other_nodes:
         memory = _memory_of_rank(num_local_ranks, is_offloaded)
+    elif is_offloaded:
+        memory = int(MOST_GIB * GIB)  # practically unlimited, because the CPU memory is unknown
+    else:
+        memory = max(physical_memory(), *(gpu.memory for gpu in known_gpus()))
     if memory is None:  # unknown
         return
 

@@ -285,7 +285,8 @@ def _to_float8_style(style: Any, module: nn.Module) -> ParallelStyle:
 
     # Gather the input in FP8 only if all linear layers that read it are FP8 layers.
     linears = [child for child in module.modules() if isinstance(child, nn.Linear)]
-    if not linears or any(type(linear) is nn.Linear for linear in linears):
+    has_only_float8 = bool(linears) and all(type(linear) is not nn.Linear for linear in linears)
+    if not has_only_float8:
         return style
 
     # Compare exact types, because a subclass in a plugin may behave differently.

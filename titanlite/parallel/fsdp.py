@@ -187,6 +187,7 @@ def _group_modules(model: Llama, run: Run) -> tuple[ModuleGroups, ModuleGroups, 
     embedding: ModuleGroups = []
     if model.tok_embeddings is not None and not model.arch.tied_embeddings:
         embedding = [[model.tok_embeddings]]
+
     # With blocks of 40 parameters and a `min_size` of 100, for example, three blocks form a group.
     blocks: ModuleGroups = []
     for block in model.layers.values():
@@ -194,6 +195,7 @@ def _group_modules(model: Llama, run: Run) -> tuple[ModuleGroups, ModuleGroups, 
             blocks[-1].append(block)
         else:
             blocks.append([block])
+
     output: ModuleGroups = []
     if model.norm is not None and model.output is not None:
         output = [[model.norm, model.output]]

@@ -66,7 +66,7 @@ def _flash_package(backend: str) -> Iterator[None]:
         yield
         return
     try:
-        activate_flash_attention_impl(backend.upper())
+        activate_flash_attention_impl(backend.upper())  # torch names them "FA3" and "FA4"
     except (ImportError, RuntimeError) as error:
         raise UserError(
             f'model.attention_backend = "{backend}" cannot load its kernels ({error}). '

@@ -236,7 +236,10 @@ def _configure_torch(
 
 
 def _configure_communication() -> None:
-    """Limit the sockets that gloo opens, and record collectives so that hangs can be diagnosed."""
+    """Configure gloo for large runs, and record collectives so that hangs can be diagnosed.
+
+    Let gloo open fewer sockets, and raise this process's limit on open files to the hard limit.
+    """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives in the flight recorder
     # Connect two ranks when they first exchange data. By default, gloo connects all pairs of ranks
     # in each group. With a few hundred ranks, this exceeds the descriptor limit of a process.
