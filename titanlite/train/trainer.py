@@ -305,6 +305,7 @@ class Trainer:
         # it waits for the previous one.
         if exchange.delay == 1:
             exchange.submit(self._collect_request(self.steps_done + 1))
+
         while end is None:
             local_request = self._collect_request(self.steps_done + 1 + exchange.delay)
             self.step(has_request=local_request != Request())
