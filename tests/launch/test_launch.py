@@ -217,7 +217,8 @@ while True:
 @LINUX
 def test_a_child_in_a_busy_loop_does_not_outlive_its_killed_parent():
     program = (
-        f"from titanlite.runtime.process import start_python; start_python(['-c', {BUSY!r}]).wait()"
+        "from titanlite.runtime.process import start_python; "
+        f"start_python(['-c', {BUSY!r}], {{}}).wait()"
     )
     parent: Any = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     child = int(parent.stdout.readline())

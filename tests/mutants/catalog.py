@@ -346,7 +346,7 @@ def data_rank_of_the_wrong_dimension(original, *args):
     return replace(mesh, data_rank=mesh.tensor.get_local_rank())
 
 
-@mutant(FSDP, r"initial weights of ", replaces="titanlite.parallel.init_weights.keep_shard")
+@mutant(FSDP, r"initial weights of ", replaces="titanlite.parallel.parallelize.keep_shard")
 def every_rank_has_the_first_shard(original, parameter, full):
     local = parameter.to_local()
     local.copy_(full[tuple(slice(size) for size in local.shape)])
@@ -356,7 +356,7 @@ def every_rank_has_the_first_shard(original, parameter, full):
     TP,
     r"initial weights of ",
     "ms-swift#7944",
-    replaces="titanlite.parallel.init_weights.keep_shard",
+    replaces="titanlite.parallel.parallelize.keep_shard",
 )
 def tensor_ranks_draw_the_same_weights(original, parameter, full):
     """Draw shards with the same seed on all ranks instead of cutting the whole matrix."""

@@ -16,7 +16,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from titanlite.config.errors import UserError, one_line
+from titanlite.config.errors import UserError
+from titanlite.config.mistakes import explain_error
 from titanlite.runtime.logging import logged_ranks
 
 
@@ -154,7 +155,7 @@ def read_variables() -> Variables:
     try:
         variables = Variables.model_validate(defaults | get_set_variables())
     except ValidationError as error:
-        raise UserError(_describe_invalid_variable(error)) from None
+        raise UserError(f"{explain_error(Variables, error)}.") from None
 
     has_too_few_gpus = 0 < num_gpus < variables.NGPU  # without a GPU, ranks use the CPU
     if has_too_few_gpus:
@@ -163,16 +164,6 @@ def read_variables() -> Variables:
             "Set CUDA_VISIBLE_DEVICES= to train on the CPU."
         )
     return variables
-
-
-def _describe_invalid_variable(failure: ValidationError) -> str:
-    """Return an error message about the first environment variable that is invalid."""
-    error = failure.errors()[0]
-    name = str(error["loc"][0])
-    value = one_line(os.environ[name][:40])
-    # "Input should be a valid integer, unable to parse ..." becomes "must be a valid integer".
-    requirement = error["msg"].replace("Input should", "must").partition(",")[0]
-    return f"{name}={value}: {requirement}."
 
 
 def count_gpus() -> int:

@@ -86,7 +86,7 @@ def run_agent(
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
-    is_local = _is_local(_resolve_store(store))
+    is_local = _is_on_this_node(store)  # also checks MASTER_ADDR if NODE_RANK is set
     is_host = is_local if node_rank is None else node_rank == 0
     config = _configure_agent(nodes, store, node_rank, is_host, restarts)
 
@@ -320,11 +320,11 @@ def _check_connection(store: Address) -> str:
     return f"{where} is reachable, but other nodes have not joined."
 
 
-def _resolve_store(store: Address) -> list[str]:
-    """Return the IP addresses of the node that hosts the c10d store.
+def _is_on_this_node(store: Address) -> bool:
+    """Return whether the address of the c10d store belongs to this node.
 
     Args:
-        store: Host name or address of the node, from MASTER_ADDR, and port of the store.
+        store: Host name or address from MASTER_ADDR, and port of the store.
 
     Raises:
         UserError: If MASTER_ADDR cannot be resolved.
@@ -337,21 +337,12 @@ def _resolve_store(store: Address) -> list[str]:
             f"MASTER_ADDR={store[0]} cannot be resolved: {reason}. "
             "Use an address or a name of the first node that all nodes can resolve."
         ) from None
-    # Each result ends with a socket address: (IP address, port, ...).
-    return [str(socket_address[0]) for *_, socket_address in results]
 
-
-def _is_local(addresses: Sequence[str]) -> bool:
-    """Return whether one of the addresses belongs to this node.
-
-    The function tries to bind a socket to each address, which succeeds only on the node with this
-    address.
-    """
-    for address in addresses:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    # Binding a socket to an address succeeds only on the node with this address.
+    for family, kind, _, _, socket_address in results:
         try:
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                probe.bind((address, 0))
+            with socket.socket(family, kind) as probe:
+                probe.bind((socket_address[0], 0))
         except OSError:
             continue
         return True

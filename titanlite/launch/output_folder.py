@@ -43,7 +43,8 @@ def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
         UserError: If `train` raises it, or another run does not release the folder within
             `LOCK_TIMEOUT` seconds.
     """
-    new_folders = _missing_folders(run.dump_folder)
+    folders = (run.dump_folder, *run.dump_folder.parents)  # innermost first
+    new_folders = [folder for folder in folders if not os.path.lexists(folder)]
     lock_files = _wait_for_other_runs(run)
     if not new_folders:
         return train()
@@ -59,11 +60,6 @@ def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
     finally:
         if exit_code in (INVALID_JOB, *UNSAVED_STOPS):  # nothing was saved
             _remove_unused(run, new_folders, created_files)
-
-
-def _missing_folders(folder: Path) -> list[Path]:
-    """Return `folder` and its parents, innermost first, but only those that do not exist yet."""
-    return [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
 
 
 def _wait_for_other_runs(run: Run) -> dict[Path, FileId]:
@@ -145,9 +141,10 @@ def _remove_created(run: Run, created_files: Set[Path], new_folders: Sequence[Pa
     """
     files = set(run.dump_folder.iterdir())
     folders = list(new_folders)
-    if run.checkpoint_folder in files and _is_empty_folder(run.checkpoint_folder):
-        files.remove(run.checkpoint_folder)
-        folders.insert(0, run.checkpoint_folder)  # before the folder that contains it
+    checkpoints = run.checkpoint_folder
+    if checkpoints in files and checkpoints.is_dir() and not any(checkpoints.iterdir()):
+        files.remove(checkpoints)
+        folders.insert(0, checkpoints)  # before the folder that contains it
     if not files <= created_files:
         return
 
@@ -158,10 +155,6 @@ def _remove_created(run: Run, created_files: Set[Path], new_folders: Sequence[Pa
     with suppress(OSError):  # another process may have put a file into one of the folders
         for folder in folders:
             folder.rmdir()
-
-
-def _is_empty_folder(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
 
 
 def _file_id(path: Path) -> FileId:

@@ -200,33 +200,23 @@ def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
 
-def apply_rope_eager(
-    q_BTHD: Tensor, k_BTHD: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
+class EagerRope(torch.autograd.Function):
     """Apply rotary position embeddings to queries and keys together, with few kernel launches.
 
-    Args:
-        q_BTHD: Queries, shape (B, T, H, D).
-        k_BTHD: Keys, shape (B, T, H_kv, D).
-        cos: Cosines of the angles, shape (T, 1, D / 2) or (B, T, 1, D / 2), fp32.
-        sin: Sines of the angles, same shape.
-
-    Returns:
-        Rotated queries and rotated keys, with the shapes and dtype of the inputs.
+    The arguments of `apply` are queries (B, T, H, D), keys (B, T, H_kv, D), and the cosines and
+    sines of the angles, each of shape (T, 1, D / 2) or (B, T, 1, D / 2), fp32. It returns the
+    rotated queries and keys, with the shapes and dtype of the inputs.
     """
-    return _RotateHalves.apply(q_BTHD, k_BTHD, cos, sin)  # pyright: ignore
-
-
-class _RotateHalves(torch.autograd.Function):
-    """Rotate queries and keys. The backward pass rotates the gradients back."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate queries and keys."""
         ctx.save_for_backward(cos, sin)
         return _rotate(q, k, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None]:
+        """Rotate the gradients of queries and keys back."""
         cos, sin = ctx.saved_tensors
         grad_q, grad_k = grads
         # The gradient of a rotation is the rotation by the opposite angle.

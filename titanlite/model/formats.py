@@ -116,9 +116,14 @@ def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
     family = _find_family(arch)
     rope_scaling = _export_rope_scaling(arch)
     fields = _export_fields(arch, family)
-    has_layer_types = "layer_types" in fields  # the family has layers with and without a window
-    if has_layer_types:
-        fields |= _export_layer_types(arch, rope_scaling)
+    if "layer_types" in fields:  # the family has layers with and without a window
+        # As in OLMo 3, only layers without a window scale RoPE.
+        unscaled = {"rope_type": "default", "rope_theta": arch.rope_theta}
+        fields["layer_types"] = _layer_types(arch.full_attention_interval, arch.n_layers)
+        fields["rope_parameters"] = {
+            "full_attention": unscaled | (rope_scaling or {}),
+            "sliding_attention": unscaled,
+        }
 
     return {
         "architectures": [family.causal_lm],
@@ -149,25 +154,6 @@ def _export_rope_scaling(arch: Architecture) -> dict[str, Any] | None:
     return settings | {"rope_type": arch.rope_scaling}
 
 
-def _export_layer_types(arch: Architecture, rope_scaling: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the config.json entries for a model in which only some layers have a sliding window.
-
-    As in OLMo 3, only layers without a window scale RoPE.
-
-    Args:
-        arch: Architecture of the model.
-        rope_scaling: Result of `_export_rope_scaling`.
-    """
-    unscaled = {"rope_type": "default", "rope_theta": arch.rope_theta}
-    return {
-        "layer_types": _layer_types(arch.full_attention_interval, arch.n_layers),
-        "rope_parameters": {
-            "full_attention": unscaled | (rope_scaling or {}),
-            "sliding_attention": unscaled,
-        },
-    }
-
-
 def _export_fields(arch: Architecture, model: type[FileModel]) -> dict[str, Any]:
     """Convert fields of an architecture to keys and values of a config.json.
 
@@ -186,11 +172,26 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
     Missing keys get the default values of transformers.
 
     Raises:
-        UserError: If the model cannot be represented exactly. The message names every key that
-            prevents it.
+        UserError: If the model family is not supported, or the model cannot be represented exactly.
+            The message names every key that prevents it.
     """
-    parsed = _parse_hf_config(config)
-    family = type(parsed)  # the class of the model family, such as `_Qwen3`
+    families = _families_by_kind()
+    kind = config.get("model_type")
+    family = families.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        raise UserError(
+            f"config.json: model_type = {shorten(format_value(kind))} is not supported; "
+            f"expected one of {', '.join(families)}."
+        )
+
+    # Keys that have an effect are checked. Unknown keys are errors.
+    relevant = {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT}
+    try:
+        parsed = family.model_validate(relevant)
+    except ValidationError as error:
+        raise UserError(f"config.json: {explain_error(family, error)}") from None
+    if family is not HFConfig:  # only Llama has default sizes
+        _check_has_sizes(parsed)
 
     fields = _import_fields(parsed) | _read_rope(parsed)
     fields["n_kv_heads"] = parsed.n_kv_heads or parsed.n_heads
@@ -210,35 +211,6 @@ def _import_fields(model: FileModel) -> dict[str, Any]:
         value = getattr(model, name)
         fields[name] = 0 if value is None else value
     return fields
-
-
-def _parse_hf_config(config: dict[str, Any]) -> HFConfig:
-    """Validate the content of a config.json for the model family that its `model_type` names.
-
-    Raises:
-        UserError: If the family is not supported, or keys are missing or not supported.
-    """
-    families = _families_by_kind()
-    kind = config.get("model_type")
-    family = families.get(kind) if isinstance(kind, str) else None
-    if family is None:
-        raise UserError(
-            f"config.json: model_type = {shorten(format_value(kind))} is not supported; "
-            f"expected one of {', '.join(families)}."
-        )
-
-    # Keys that have an effect are checked. Unknown keys are errors.
-    relevant = {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT}
-    try:
-        parsed = family.model_validate(relevant)
-    except ValidationError as error:
-        raise UserError(f"config.json: {explain_error(family, error)}") from None
-
-    # Missing sizes have been set to the Llama defaults, which are wrong for other families.
-    is_llama = family is HFConfig
-    if not is_llama:
-        _check_has_sizes(parsed)
-    return parsed
 
 
 def _check_has_sizes(parsed: HFConfig) -> None:

@@ -94,16 +94,7 @@ def _is_log_of_run(path: Path) -> bool:
 
     # One valid line is enough, because a crash can leave incomplete lines.
     required_keys = REQUIRED_KEYS[path.name]
-    return any(_has_keys(line, required_keys) for line in first_lines.splitlines())
-
-
-def _has_keys(line: bytes, keys: set[str]) -> bool:
-    """Return whether a line of a file is a JSON object with all of `keys`."""
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(entry, dict) and keys <= entry.keys()
+    return any(required_keys <= _parse_object(line).keys() for line in first_lines.splitlines())
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
@@ -113,8 +104,8 @@ def read_environment(folder: Path) -> dict[str, Any]:
         The content of the file, or an empty dictionary if it is missing or damaged.
     """
     try:
-        return dict(json.loads((folder / ENVIRONMENT_FILE).read_bytes()))
-    except (OSError, ValueError, TypeError, RecursionError):
+        return _parse_object((folder / ENVIRONMENT_FILE).read_bytes())
+    except OSError:
         return {}
 
 
@@ -257,9 +248,14 @@ def _archive_after(path: Path, archive: Path, last_step: int) -> None:
 
 def _read_step(line: bytes) -> int | None:
     """Return the value of "step" in a line of JSON, or None if the line is invalid."""
-    if not line.endswith(b"\n"):
-        return None
+    step = _parse_object(line).get("step")
+    return step if isinstance(step, int) and line.endswith(b"\n") else None
+
+
+def _parse_object(content: bytes) -> dict[str, Any]:
+    """Parse a JSON object, or return an empty dictionary if the content is anything else."""
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, OverflowError):
-        return None
+        values = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}

@@ -1,4 +1,4 @@
-"""Elementwise optimizers: AdamW, Lion and SGD with momentum.
+"""Elementwise optimizers: AdamW, Lion and SGD with momentum, and the arguments of all optimizers.
 
 By default, jobs use the fused torch AdamW instead; see `titanlite.optim.build.adamw`. The
 optimizers in this module support bfloat16 parameters and moments, stochastic rounding,
@@ -14,18 +14,61 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titanlite.config import schema
 from titanlite.optim.clip import local_shard
-from titanlite.optim.recipe import Groups, Recipe
 
 EAGER_CHUNK = 2**22  # elements per eager update, which keeps its temporaries below 200 MB
 UINT32_MASK = 0xFFFFFFFF
+
+Groups = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Arguments of a function that builds an optimizer, in addition to the parameter groups.
+
+    Both built-in and plugin optimizers are built from the groups and a recipe.
+
+    Attributes:
+        config: Section [optimizer] of the job.
+        names: Name of each parameter in the whole model, such as "layers.3.attention.wq.weight".
+        compiled: Whether the job enables compilation of the update; see `compiles_elementwise`.
+        ranks: Ranks that hold shards of the same parameters. None means all ranks.
+    """
+
+    config: schema.Optimizer
+    names: dict[nn.Parameter, str]
+    compiled: bool
+    ranks: dist.ProcessGroup | None
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """Return the dtype in which parameters are stored."""
+        return next(iter(self.names)).dtype
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Return the dtype of the moments: `config.state_dtype`, or the dtype of the parameters."""
+        if self.config.state_dtype is None:
+            return self.parameter_dtype
+        return getattr(torch, self.config.state_dtype)
+
+    @property
+    def compiles_elementwise(self) -> bool:
+        """Return whether to compile an update that treats each element of a parameter separately.
+
+        On a GPU, such an update is always compiled, because an eager update launches 72 kernels.
+        """
+        return self.compiled or next(iter(self.names)).is_cuda
 
 
 class ShardSeed(NamedTuple):
@@ -99,10 +142,7 @@ class AdamW(torch.optim.Optimizer):
         defaults = {"lr": config.lr, "betas": (beta1, config.beta2), "eps": config.eps}
         super().__init__(groups, defaults)
 
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter] = new_state(parameter, self.moments, recipe.state_dtype)
-
+        create_state(self, self.moments, recipe.state_dtype)
         self._stochastic_rounding = config.stochastic_rounding
         self._seeds = {
             parameter: _seed_shard(parameter, name) for parameter, name in recipe.names.items()
@@ -127,22 +167,20 @@ class AdamW(torch.optim.Optimizer):
         """
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if parameters:
-                self._update_parameters(parameters, group)
+            if not parameters:
+                continue
 
-    def _update_parameters(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Update some parameters of one group. All of them must have a gradient."""
-        # Compute the values that all parameters share.
-        steps_taken = self.state[parameters[0]]["step"]
-        skip = getattr(self, "found_inf", torch.zeros_like(steps_taken))
-        increment = 1 - skip  # a skipped step does not count
-        scalars = self._step_scalars(group, steps_taken + 1, skip)
-        beta1, beta2 = group["betas"]
-        rule = UpdateRule(self.rule, beta1, beta2, group["eps"], self._stochastic_rounding)
+            # Compute the values that all parameters of the group share.
+            steps_taken = self.state[parameters[0]]["step"]
+            skip = getattr(self, "found_inf", torch.zeros_like(steps_taken))
+            increment = 1 - skip  # a skipped step does not count
+            scalars = self._step_scalars(group, steps_taken + 1, skip)
+            beta1, beta2 = group["betas"]
+            rule = UpdateRule(self.rule, beta1, beta2, group["eps"], self._stochastic_rounding)
 
-        for parameter in parameters:
-            self.state[parameter]["step"].add_(increment)
-            self._update_parameter(parameter, scalars, rule)
+            for parameter in parameters:
+                self.state[parameter]["step"].add_(increment)
+                self._update_parameter(parameter, scalars, rule)
 
     def _step_scalars(self, group: dict[str, Any], step: Tensor, skip: Tensor) -> StepScalars:
         """Compute the scalars that the parameters of a group share in one step.
@@ -203,30 +241,27 @@ class SGD(AdamW):
     moments = ("momentum_buffer",)
 
 
-def new_state(
-    parameter: Tensor, moments: Iterable[str], dtype: torch.dtype | None = None
-) -> dict[str, Tensor]:
-    """Create the optimizer state of a parameter before its first step, with all values zero.
+def create_state(
+    optimizer: torch.optim.Optimizer,
+    moments: Iterable[str] = AdamW.moments,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Create the state of all parameters before the first step, with all values zero.
 
     By default, torch.optim creates the state during the first step. Small moments would then be
     allocated between large activations and fragment GPU memory.
 
     Args:
-        parameter: Parameter, possibly a DTensor. The moments have the same layout.
+        optimizer: Optimizer whose parameters can be DTensors. Moments have the same layout.
         moments: Names of the moments, for example ("exp_avg", "exp_avg_sq").
-        dtype: Dtype of the moments. Defaults to the dtype of the parameter.
+        dtype: Dtype of the moments. Defaults to the dtype of the parameters.
     """
-    state = {"step": torch.zeros((), device=parameter.device)}
-    for name in moments:
-        state[name] = torch.zeros_like(parameter, dtype=dtype)
-    return state
-
-
-def create_adamw_state(optimizer: torch.optim.AdamW) -> None:
-    """Create the state of all parameters, which torch would otherwise create in the first step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            optimizer.state[parameter] = new_state(parameter, AdamW.moments)
+            state = {"step": torch.zeros((), device=parameter.device)}
+            for name in moments:
+                state[name] = torch.zeros_like(parameter, dtype=dtype)
+            optimizer.state[parameter] = state
 
 
 def wrap_shard(shard: Tensor, like: DTensor) -> DTensor:

@@ -12,8 +12,7 @@ import torchao.optim
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titanlite.optim.adamw import wrap_shard
-from titanlite.optim.recipe import Groups, Recipe
+from titanlite.optim.adamw import Groups, Recipe, wrap_shard
 
 MIN_ELEMENTS = 4096  # torchao keeps smaller moments in fp32
 BLOCK_SIZE = 256  # elements that share a quantization scale

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from titanlite.config import schema
 from titanlite.config.flavors import Architecture
 from titanlite.config.registry import OPTIMIZERS
-from titanlite.optim.adamw import AdamW, create_adamw_state
+from titanlite.optim.adamw import AdamW, Groups, Recipe, create_state
 from titanlite.optim.muon import Muon
-from titanlite.optim.recipe import Groups, Recipe
 
 
 def build_optimizer(
@@ -188,7 +187,7 @@ def muon(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
         # The torch AdamW creates its state in the first step. When a checkpoint is loaded, missing
         # state is created only if the optimizer has no state at all, but Muon already has its
         # momentum. So create the AdamW state now, before Muon takes it over.
-        create_adamw_state(others)
+        create_state(others)
 
     return Muon(matrix_groups, others, recipe)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,9 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titanlite.optim.adamw import shard_slices
+from titanlite.optim.adamw import Groups, Recipe, shard_slices
 from titanlite.optim.clip import local_shard
-from titanlite.optim.recipe import Groups, Recipe
 
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # from the page linked above
 NEWTON_SCHULZ_ITERATIONS = 5
@@ -74,8 +74,10 @@ class Muon(torch.optim.Optimizer):
         # With CPU offload, the shards are on the CPU, but the mesh and its collectives use the GPU.
         self._collective_device: str = matrices[0].device_mesh.device_type
         rank = dist.get_rank(recipe.ranks)
-        num_ranks = dist.get_world_size(recipe.ranks)
-        self._rounds = _plan_rounds(matrices, rank, num_ranks)
+        rounds_of_owner = _assign_owners(matrices, dist.get_world_size(recipe.ranks))
+        # An owner with fewer rounds owns no matrix in the last rounds.
+        rounds = zip_longest(*rounds_of_owner, fillvalue=[])
+        self._rounds = [_plan_round(by_owner, rank) for by_owner in rounds]
         self._accumulate_momentum: Callable[..., Tensor] = _accumulate_momentum_
         self._apply_update: Callable[..., None] = _apply_update_
         if recipe.compiles_elementwise:
@@ -147,16 +149,16 @@ class Muon(torch.optim.Optimizer):
             owns, ordered by sending rank.
         """
         # With HSDP several ranks hold and update the same shard, but only one of them sends it.
-        sent_directions: list[Tensor] = []
-        for matrix, is_sender in zip(plan.matrices, plan.is_sender, strict=True):
+        sent_directions: list[list[Tensor]] = [[] for _ in plan.numel_from_ranks]  # by owner
+        for matrix, receiver in zip(plan.matrices, plan.receivers, strict=True):
             assert matrix.grad is not None
             gradient = local_shard(matrix.grad).view(-1)
             momentum = local_shard(self.state[matrix]["momentum_buffer"]).view(-1)
             # Update `momentum` in place, and compute the Nesterov direction.
             direction = self._accumulate_momentum(gradient, momentum, skip, self._beta)
-            if is_sender:
-                sent_directions.append(direction)
-        return self._start_transfer(sent_directions, plan.numel_to_owners, plan.numel_from_ranks)
+            if receiver is not None:
+                sent_directions[receiver].append(direction)
+        return self._start_transfer(sent_directions, plan.numel_from_ranks)
 
     def _orthogonalize_and_return(self, plan: _RoundPlan, gathered: Tensor) -> _Transfer:
         """Orthogonalize the matrices that this rank owns and start sending every rank its shards.
@@ -170,11 +172,12 @@ class Muon(torch.optim.Optimizer):
         """
         # Do not keep the momenta, which use as much memory as the directions.
         directions = [orthogonalize(momentum) for momentum in _assemble_owned(plan, gathered)]
-        shards: list[Tensor] = []
-        for rank in range(len(plan.numel_to_ranks)):
+        # Results are sent to the ranks of all replicas.
+        shards: list[list[Tensor]] = [[] for _ in plan.numel_from_owners]  # by receiving rank
+        for rank, rank_shards in enumerate(shards):
             for direction, matrix in zip(directions, plan.owned, strict=True):
-                shards.append(direction[shard_slices(matrix, rank)].flatten())
-        return self._start_transfer(shards, plan.numel_to_ranks, plan.numel_from_owners)
+                rank_shards.append(direction[shard_slices(matrix, rank)].flatten())
+        return self._start_transfer(shards, plan.numel_from_owners)
 
     def _update(self, plan: _RoundPlan, result: _Transfer, skip: Tensor) -> None:
         """Wait for the orthogonalized momentum of a round, and apply it to this rank's shards.
@@ -194,15 +197,15 @@ class Muon(torch.optim.Optimizer):
             self._apply_update(shard, direction, scaled_lr, decay, skip)
 
     def _start_transfer(
-        self, tensors: list[Tensor], numel_to: list[int], numel_from: list[int]
+        self, tensors_by_rank: list[list[Tensor]], numel_from: list[int]
     ) -> _Transfer:
-        """Start an all-to-all that sends every rank its part of `tensors`.
+        """Start an all-to-all that sends tensors to every rank.
 
         Args:
-            tensors: Flat bfloat16 tensors to send, ordered by receiving rank.
-            numel_to: Number of elements to send to each rank.
+            tensors_by_rank: Flat bfloat16 tensors to send to each rank.
             numel_from: Number of elements to receive from each rank.
         """
+        tensors = list(chain.from_iterable(tensors_by_rank))
         # A rank with nothing to send takes part with an empty tensor.
         source = torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.bfloat16)
         source = source.to(self._collective_device)
@@ -211,7 +214,7 @@ class Muon(torch.optim.Optimizer):
             result,
             source,
             output_split_sizes=numel_from,
-            input_split_sizes=numel_to,
+            input_split_sizes=[sum(map(len, part)) for part in tensors_by_rank],
             group=self._ranks,
             async_op=True,
         )
@@ -249,9 +252,10 @@ def _assemble_owned(plan: _RoundPlan, gathered: Tensor) -> list[Tensor]:
         torch.empty(matrix.shape, dtype=gathered.dtype, device=gathered.device)
         for matrix in plan.owned
     ]
-    received_shards = gathered.split(plan.numel_of_received)
-    for (rank, i), received_shard in zip(plan.received, received_shards, strict=True):
-        shard = momenta[i][shard_slices(plan.owned[i], rank)]  # a view
+    # These are views, so copying the received shards into them fills the momenta.
+    shards = [momenta[i][shard_slices(plan.owned[i], rank)] for rank, i in plan.received]
+    received_shards = gathered.split([shard.numel() for shard in shards])
+    for shard, received_shard in zip(shards, received_shards, strict=True):
         shard.copy_(received_shard.view_as(shard))
     return momenta
 
@@ -329,51 +333,31 @@ class _RoundPlan:
 
     Attributes:
         matrices: All matrices of the round, ordered by owner.
-        is_sender: For each of `matrices`, whether this rank sends its shard. If several ranks hold
-            replicas of a shard, only the ranks in the replica of the owner send.
+        receivers: For each of `matrices`, its owner if this rank sends its shard to the owner, or
+            None. If several ranks hold replicas of a shard, only the ranks in the replica of the
+            owner send.
         owned: The matrices that this rank owns.
         received: Sending rank and index in `owned` of each shard that this rank receives.
-        numel_of_received: Number of elements of each shard in `received`.
-        numel_to_owners: Number of momentum elements that this rank sends to each rank.
         numel_from_ranks: Number of momentum elements that this rank receives from each rank.
-        numel_to_ranks: Number of elements of the result that this rank sends to each rank.
         numel_from_owners: Number of elements of the result that this rank receives from each rank.
     """
 
     matrices: list[Any]
-    is_sender: list[bool]
+    receivers: list[int | None]
     owned: list[Any]
     received: list[tuple[int, int]]
-    numel_of_received: list[int]
-    numel_to_owners: list[int]
     numel_from_ranks: list[int]
-    numel_to_ranks: list[int]
     numel_from_owners: list[int]
-
-
-def _plan_rounds(matrices: Sequence[DTensor], this_rank: int, num_ranks: int) -> list[_RoundPlan]:
-    """Assign every matrix to an owner and plan the communication of all rounds of a step.
-
-    Args:
-        matrices: All matrices that Muon updates, in the same order on every rank.
-        this_rank: Index of this rank in the flattened device mesh.
-        num_ranks: Number of ranks in the device mesh.
-    """
-    rounds_of_owner = _assign_owners(matrices, num_ranks)
-    num_rounds = max(len(rounds) for rounds in rounds_of_owner)
-
-    plans = []
-    for i in range(num_rounds):
-        # An owner with fewer rounds owns no matrix in the last rounds.
-        by_owner = [rounds[i] if i < len(rounds) else [] for rounds in rounds_of_owner]
-        plans.append(_plan_round(by_owner, this_rank))
-    return plans
 
 
 def _assign_owners(matrices: Sequence[DTensor], num_ranks: int) -> list[list[list[DTensor]]]:
     """Assign each matrix, largest first, to the rank with the least work so far.
 
     An owner processes its matrices in rounds of about `ROUND_NUMEL` elements, to limit its memory.
+
+    Args:
+        matrices: All matrices that Muon updates, in the same order on every rank.
+        num_ranks: Number of ranks in the device mesh.
 
     Returns:
         Lists of matrices, indexed by owner and round: `result[owner][round]`.
@@ -392,7 +376,7 @@ def _assign_owners(matrices: Sequence[DTensor], num_ranks: int) -> list[list[lis
     return rounds_of_owner
 
 
-def _plan_round(by_owner: list[list[DTensor]], this_rank: int) -> _RoundPlan:
+def _plan_round(by_owner: Sequence[list[DTensor]], this_rank: int) -> _RoundPlan:
     """Plan what this rank sends and receives in one round of a step.
 
     In a round, the owner of each matrix gathers its momentum and sends back the update.
@@ -401,46 +385,28 @@ def _plan_round(by_owner: list[list[DTensor]], this_rank: int) -> _RoundPlan:
         by_owner: The matrices of the round, indexed by owner.
         this_rank: Index of this rank in the flattened device mesh.
     """
-    ranks = range(len(by_owner))
-    owned = by_owner[this_rank]
-
-    # Count the momentum elements that this rank sends to each owner.
     matrices: list[DTensor] = []
-    is_sender: list[bool] = []
-    numel_to_owners = [0] * len(ranks)
+    receivers: list[int | None] = []
+    numel_from_owners: list[int] = []
     for owner, owner_matrices in enumerate(by_owner):
         for matrix in owner_matrices:
-            is_same_replica = _are_in_same_replica(matrix, this_rank, owner)
             matrices.append(matrix)
-            is_sender.append(is_same_replica)
-            if is_same_replica:
-                numel_to_owners[owner] += _shard_numel(matrix, this_rank)
+            is_sender = _are_in_same_replica(matrix, this_rank, owner)
+            receivers.append(owner if is_sender else None)
+        numel_from_owners.append(sum(_shard_numel(matrix, this_rank) for matrix in owner_matrices))
 
     # As an owner, this rank receives each matrix from the ranks in its replica of the matrix. With
     # tensor parallelism, a plugin can replicate some of the matrices and shard the others.
+    owned = by_owner[this_rank]
     received: list[tuple[int, int]] = []
-    numel_of_received: list[int] = []
-    numel_from_ranks = [0] * len(ranks)
-    for rank in ranks:
+    numel_from_ranks = [0] * len(by_owner)
+    for rank in range(len(by_owner)):
         for i, matrix in enumerate(owned):
             if _are_in_same_replica(matrix, rank, this_rank):
-                shard_numel = _shard_numel(matrix, rank)
                 received.append((rank, i))
-                numel_of_received.append(shard_numel)
-                numel_from_ranks[rank] += shard_numel
+                numel_from_ranks[rank] += _shard_numel(matrix, rank)
 
-    return _RoundPlan(
-        matrices=matrices,
-        is_sender=is_sender,
-        owned=owned,
-        received=received,
-        numel_of_received=numel_of_received,
-        numel_to_owners=numel_to_owners,
-        numel_from_ranks=numel_from_ranks,
-        # Results are sent to the ranks of all replicas.
-        numel_to_ranks=[_count_elements(owned, rank) for rank in ranks],
-        numel_from_owners=[_count_elements(by_owner[owner], this_rank) for owner in ranks],
-    )
+    return _RoundPlan(matrices, receivers, owned, received, numel_from_ranks, numel_from_owners)
 
 
 def _iteration_flops(matrix: Tensor) -> int:
@@ -454,21 +420,14 @@ def _shard_numel(matrix: DTensor, rank: int) -> int:
     return math.prod(part.stop - part.start for part in shard_slices(matrix, rank))
 
 
-def _count_elements(matrices: Sequence[DTensor], rank: int) -> int:
-    """Return the number of elements of several matrices that a rank holds."""
-    return sum(_shard_numel(matrix, rank) for matrix in matrices)
-
-
 def _are_in_same_replica(matrix: DTensor, rank: int, other_rank: int) -> bool:
-    """Return whether the shards of two ranks belong to the same replica of a matrix."""
-    return _replica_index(matrix, rank) == _replica_index(matrix, other_rank)
+    """Return whether the shards of two ranks belong to the same replica of a matrix.
 
-
-def _replica_index(matrix: DTensor, rank: int) -> list[int]:
-    """Return which replica of a matrix the shard of a rank belongs to.
-
-    The result has one index for each mesh dimension that replicates the matrix.
+    This is the case if both ranks have the same coordinate along each mesh dimension that
+    replicates the matrix.
     """
-    coordinates = np.unravel_index(rank, matrix.device_mesh.shape)
-    mesh_dims = zip(coordinates, matrix.placements, strict=True)
-    return [int(coordinate) for coordinate, placement in mesh_dims if placement.is_replicate()]
+    shape = matrix.device_mesh.shape
+    coordinates = np.unravel_index(rank, shape)
+    other_coordinates = np.unravel_index(other_rank, shape)
+    mesh_dims = zip(matrix.placements, coordinates, other_coordinates, strict=True)
+    return all(a == b for placement, a, b in mesh_dims if placement.is_replicate())

@@ -183,13 +183,11 @@ def _replace_by_float8(
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    if config.recipe_name == "tensorwise":  # the only recipe with FP8 all-gathers
-        recipe = Float8LinearConfig(
-            enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather, emulate=emulate
-        )
-    else:
-        recipe = Float8LinearConfig.from_recipe_name(config.recipe_name)
-        recipe = dataclasses.replace(recipe, emulate=emulate)
+    recipe = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(config.recipe_name),
+        enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
+        emulate=emulate,
+    )
     convert_to_float8_training(model, config=recipe, module_filter_fn=should_convert)
 
 
@@ -286,7 +284,9 @@ def _to_float8_style(style: Any, module: nn.Module) -> ParallelStyle:
     from torchao.float8 import float8_tensor_parallel as float8
 
     # Gather the input in FP8 only if all linear layers that read it are FP8 layers.
-    if not _has_only_float8_linears(module):
+    linears = [child for child in module.modules() if isinstance(child, nn.Linear)]
+    has_only_float8 = bool(linears) and all(type(linear) is not nn.Linear for linear in linears)
+    if not has_only_float8:
         return style
 
     # Compare exact types, because a subclass in a plugin may behave differently.
@@ -310,12 +310,6 @@ def _to_float8_style(style: Any, module: nn.Module) -> ParallelStyle:
         output_layouts=output_layout,
         use_local_output=style.use_local_output,
     )
-
-
-def _has_only_float8_linears(module: nn.Module) -> bool:
-    """Return whether a module contains linear layers, and all of them are FP8 layers."""
-    linears = [child for child in module.modules() if isinstance(child, nn.Linear)]
-    return bool(linears) and all(type(linear) is not nn.Linear for linear in linears)
 
 
 def _patch_torchao_to_gather_bytes() -> None:

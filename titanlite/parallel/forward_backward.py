@@ -25,8 +25,8 @@ from titanlite.model.attention import DocumentBounds, document_mask, equal_bound
 from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
 from titanlite.optim.losses import CrossEntropy, LossRecipe
 from titanlite.parallel.context import flex_mask, local_chunks
-from titanlite.parallel.fsdp import configure_microbatch, reshard_all
-from titanlite.parallel.memory_savers import frees_output_after_forward
+from titanlite.parallel.fsdp import configure_microbatch
+from titanlite.parallel.memory_savers import frees_output_after_forward, fsdp_modules
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.offloaded_gradients import OffloadedGradients
 from titanlite.parallel.parallelize import ShardedModel
@@ -188,6 +188,7 @@ class ForwardBackward:
             microbatches: This rank's sequences of the global batch.
             global_tokens: Number of valid labels in the global batch.
         """
+        loss_fn = NormalizedLoss(self.loss_fn, global_tokens.wait)
         total_loss = torch.zeros((), device=self._device)
         for i, microbatch in enumerate(microbatches):
             # The output matrix is the largest parameter, so it stays unsharded until the last
@@ -202,7 +203,7 @@ class ForwardBackward:
             )
 
             with record_function("forward"):
-                loss = self._forward(microbatch, self.loss_fn, global_tokens.wait)
+                loss = self._forward(microbatch, loss_fn)
 
             if self.offloaded_gradients is not None and i > 0:
                 # The CPU adds up the gradients of the previous microbatch while the GPU computes
@@ -218,12 +219,10 @@ class ForwardBackward:
             self.offloaded_gradients.move_sums_to_parameters()
         return total_loss
 
-    def _forward(
-        self, microbatch: Microbatch, loss_fn: ScaledLoss, get_divisor: Callable[[], Tensor]
-    ) -> Tensor:
-        """Return the summed loss of one microbatch, divided by the result of `get_divisor`."""
+    def _forward(self, microbatch: Microbatch, loss_fn: NormalizedLoss) -> Tensor:
+        """Return the loss of one microbatch."""
         inputs = local_inputs([microbatch], self._mesh, self._run)
-        head = LossHead(inputs.labels, NormalizedLoss(loss_fn, get_divisor))
+        head = LossHead(inputs.labels, loss_fn)
         return self._model(inputs.tokens, head=head, **inputs.attention)
 
     @torch.no_grad()
@@ -242,21 +241,19 @@ class ForwardBackward:
         """
         if loss_fn is None:
             loss_fn = self._cross_entropy
+        divisor = torch.ones((), device=self._device)  # only sum the losses
         self._model.eval()  # turns off dropout in the model of a plugin
         try:
-            return self._sum_losses(microbatches, loss_fn)
+            return self._sum_losses(microbatches, NormalizedLoss(loss_fn, lambda: divisor))
         finally:
             self._model.train()
-            reshard_all(self._model)  # FSDP frees some parameters only in the backward pass
+            for module in fsdp_modules(self._model):
+                module.reshard()  # FSDP frees some parameters only in the backward pass
 
-    def _sum_losses(self, microbatches: Sequence[Microbatch], loss_fn: ScaledLoss) -> Tensor:
+    def _sum_losses(self, microbatches: Sequence[Microbatch], loss_fn: NormalizedLoss) -> Tensor:
         """Return the sum of the losses of all microbatches, a float64 scalar."""
-        losses = [self._forward(microbatch, loss_fn, self._get_one) for microbatch in microbatches]
+        losses = [self._forward(microbatch, loss_fn) for microbatch in microbatches]
         return torch.stack(losses).double().sum()
-
-    def _get_one(self) -> Tensor:
-        """Return the number 1 on the device, the divisor of losses that are only summed."""
-        return torch.ones((), device=self._device)
 
 
 class PipelineForwardBackward(ForwardBackward):
@@ -286,10 +283,11 @@ class PipelineForwardBackward(ForwardBackward):
     def __call__(self, microbatches: Sequence[Microbatch], global_tokens: TokenCount) -> Tensor:
         """Accumulate the gradients of all microbatches and return this rank's part of the loss."""
         schedule, _ = self._schedule_for(len(microbatches))
+        loss_fn = NormalizedLoss(self.loss_fn, global_tokens.wait)
         with record_function("pipeline"):
-            return self._run_schedule(schedule.step, microbatches, self.loss_fn, global_tokens.wait)
+            return self._run_schedule(schedule.step, microbatches, loss_fn)
 
-    def _sum_losses(self, microbatches: Sequence[Microbatch], loss_fn: ScaledLoss) -> Tensor:
+    def _sum_losses(self, microbatches: Sequence[Microbatch], loss_fn: NormalizedLoss) -> Tensor:
         """Return the sum of the losses of all microbatches, a float64 scalar.
 
         A schedule runs a fixed number of microbatches, so pad its last run with microbatches
@@ -301,15 +299,14 @@ class PipelineForwardBackward(ForwardBackward):
             part = microbatches[start : start + self._num_microbatches]
             padded = _pad(part, self._num_microbatches)
             with forward_only(schedule):
-                total += self._run_schedule(schedule.eval, padded, loss_fn, self._get_one)
+                total += self._run_schedule(schedule.eval, padded, loss_fn)
         return total
 
     def _run_schedule(
         self,
         run_schedule: Callable[..., Any],
         microbatches: Sequence[Microbatch],
-        loss_fn: ScaledLoss,
-        get_divisor: Callable[[], Tensor],
+        loss_fn: NormalizedLoss,
     ) -> Tensor:
         """Run a pipeline schedule and return the sum of this rank's losses.
 
@@ -318,11 +315,10 @@ class PipelineForwardBackward(ForwardBackward):
         Args:
             run_schedule: Method of a schedule: `step` for training or `eval` for validation.
             microbatches: Exactly as many microbatches as the schedule runs.
-            loss_fn: Function that returns a scaled sum of token losses.
-            get_divisor: Function that returns the divisor of the loss, a scalar on the device.
+            loss_fn: Function that computes the loss of a microbatch.
         """
         inputs = local_inputs(microbatches, self._mesh, self._run)
-        head = LossHead(inputs.labels, NormalizedLoss(loss_fn, get_divisor))
+        head = LossHead(inputs.labels, loss_fn)
         # Only the first stage has the embedding. All others get hidden states from other ranks.
         stage_inputs = [] if self._model.tok_embeddings is None else [inputs.tokens]
 
@@ -484,7 +480,10 @@ def _build_mask(
     Returns:
         The mask, or None if plain causal attention is enough.
     """
-    document_ids = _find_document_ids(batch, window)
+    document_ids = batch.document_ids
+    is_window_shorter = 0 < window < batch.input_ids.shape[1]
+    if document_ids is None and is_window_shorter:
+        document_ids = torch.zeros_like(batch.input_ids)  # each sequence is one document
     if uses_flex:
         # With context parallelism, flex attention is causal only with a mask.
         needs_mask = document_ids is not None or context is not None
@@ -494,19 +493,6 @@ def _build_mask(
         return None
     mask = document_mask(document_ids, window)  # (B, 1, T, T): queries, keys
     return mask if context is None else local_chunks(mask, context, dim=2)
-
-
-def _find_document_ids(batch: Microbatch, window: int) -> Tensor | None:
-    """Return the document of each token, shape (B, T), or None if all earlier tokens are visible.
-
-    Without document ids, only a window that is shorter than the sequences needs a mask. Each
-    sequence is then one document.
-    """
-    tokens = batch.input_ids
-    is_window_shorter = 0 < window < tokens.shape[1]
-    if batch.document_ids is None and is_window_shorter:
-        return torch.zeros_like(tokens)
-    return batch.document_ids
 
 
 def _default_positions(tokens: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ On a single rank, FSDP copies weights and gradients, so it is applied only if th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from itertools import pairwise
 from typing import Any, cast
@@ -188,25 +187,19 @@ def _group_modules(model: Llama, run: Run) -> tuple[ModuleGroups, ModuleGroups, 
     embedding: ModuleGroups = []
     if model.tok_embeddings is not None and not model.arch.tied_embeddings:
         embedding = [[model.tok_embeddings]]
-    blocks = _group_blocks(model.layers.values(), min_size)
+
+    # With blocks of 40 parameters and a `min_size` of 100, for example, three blocks form a group.
+    blocks: ModuleGroups = []
+    for block in model.layers.values():
+        if blocks and count_params(blocks[-1]) < min_size:
+            blocks[-1].append(block)
+        else:
+            blocks.append([block])
+
     output: ModuleGroups = []
     if model.norm is not None and model.output is not None:
         output = [[model.norm, model.output]]
     return embedding, blocks, output
-
-
-def _group_blocks(blocks: Iterable[nn.Module], min_size: int) -> ModuleGroups:
-    """Group consecutive blocks so that all groups but the last have at least `min_size` parameters.
-
-    For example, blocks of 40 parameters with a `min_size` of 100 form groups of three.
-    """
-    groups: ModuleGroups = []
-    for block in blocks:
-        if groups and count_params(groups[-1]) < min_size:
-            groups[-1].append(block)
-        else:
-            groups.append([block])
-    return groups
 
 
 def _should_reshard(blocks: ModuleGroups, mesh: DeviceMesh, run: Run) -> bool:
@@ -252,13 +245,3 @@ def configure_microbatch(
     if isinstance(model.output, FSDPModule):
         model.output.set_reshard_after_backward(frees_output_after_backward, recurse=False)
         model.output.set_reshard_after_forward(frees_output_after_forward, recurse=False)
-
-
-def reshard_all(model: nn.Module) -> None:
-    """Free the unsharded parameters of all FSDP modules of a model, and keep only the shards.
-
-    Call this function after an evaluation, because FSDP frees some parameters only in the backward
-    pass.
-    """
-    for module in fsdp_modules(model):
-        module.reshard()

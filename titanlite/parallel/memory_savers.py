@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from titanlite.config.registry import LOSSES
 from titanlite.config.run import Run
 from titanlite.model.llama import Llama, TransformerBlock
-from titanlite.optim.adamw import create_adamw_state
+from titanlite.optim.adamw import create_state
 
 ModuleGroups = list[list[nn.Module]]
 """FSDP groups: lists of modules whose parameters are gathered and freed together."""
@@ -162,20 +162,16 @@ def separates_norm(blocks: ModuleGroups, output: nn.Module, mesh: DeviceMesh, ru
         return False  # the network between nodes is slow, so the wait would be long
 
     config = run.job.parallelism
-    if count_params([output]) < 16 * config.fsdp_min_num_params:
+    num_output_params = count_params([output])
+    if num_output_params < 16 * config.fsdp_min_num_params:
         return False  # the gradient is small, so freeing it early saves little memory
-    return config.memory_savers == "all" or _is_wait_short(blocks, output, run)
 
-
-def _is_wait_short(blocks: ModuleGroups, output: nn.Module, run: Run) -> bool:
-    """Estimate whether reducing the gradient of the output takes at most 0.3% of a microbatch.
-
-    The time of a microbatch is assumed to be proportional to the number of tokens times the number
-    of block parameters, and the time of the reduction to the number of output parameters.
-    """
+    # Assume that the time of a microbatch is proportional to the number of tokens times the number
+    # of block parameters, and the time of the reduction to the number of output parameters.
     num_block_params = sum(count_params(group) for group in blocks)
     microbatch_work = run.local_microbatch_tokens * num_block_params
-    return microbatch_work >= MIN_WORK_PER_OUTPUT_PARAM * count_params([output])
+    is_wait_short = microbatch_work >= MIN_WORK_PER_OUTPUT_PARAM * num_output_params
+    return config.memory_savers == "all" or is_wait_short
 
 
 def count_params(modules: Iterable[nn.Module]) -> int:
@@ -298,7 +294,7 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
         return
     # AMSGrad has a third moment.
     if all(group["fused"] and not group["amsgrad"] for group in optimizer.param_groups):
-        create_adamw_state(optimizer)
+        create_state(optimizer)
 
 
 def find_unneeded_matmul(block: nn.Module) -> int | None:

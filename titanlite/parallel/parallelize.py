@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from titanlite.config import schema
 from titanlite.config.errors import UserError
 from titanlite.config.registry import resolve
 from titanlite.config.run import Run
@@ -21,7 +20,7 @@ from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.context import apply_context_parallel
 from titanlite.parallel.float8 import convert_to_float8
 from titanlite.parallel.fsdp import apply_fsdp, needs_fsdp
-from titanlite.parallel.init_weights import materialize
+from titanlite.parallel.init_weights import keep_shard
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.mixed_precision import cast_weights
 from titanlite.parallel.pipeline import join_stages, local_stages
@@ -77,7 +76,9 @@ def build_model(
         model.to(init_dtype)
         num_parameters = len(list(model.parameters()))
         parallelize(model, mesh, run, log, has_float8)
-        materialize(model, device, training.seed, offload=training.enable_cpu_offload)
+        if device.type != "meta":
+            model.to_empty(device="cpu" if training.enable_cpu_offload else device)
+            model.init_weights(training.seed, keep_shard, device)
         # Each FSDP group allocates a separate copy of a parameter that several groups share.
         if len(list(model.parameters())) > num_parameters:
             raise UserError(
@@ -139,7 +140,11 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
     """
     config = run.job.activation_checkpoint
     compiles_blocks = run.compiles("model")
-    compiles_recomputation = compiles_blocks and _can_compile_recomputation(mesh, config)
+    # With the DTensors of tensor parallelism, torch 2.13 can compile the recomputation only in the
+    # selective mode "op". In other modes, it would try to save the DeviceMesh of a DTensor.
+    is_selective_by_op = config.mode == "selective" and config.selective_ac_option == "op"
+    can_compile_recomputation = mesh.tensor is None or is_selective_by_op
+    compiles_recomputation = compiles_blocks and can_compile_recomputation
     compile_options: dict[str, Any] = {"fullgraph": True, "options": inductor_options(mesh, run)}
 
     # If torch cannot compile the recomputation, compile the blocks before checkpointing wraps them.
@@ -154,16 +159,6 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
     if compiles_recomputation:
         for block in model.layers.values():
             block.compile(**compile_options)
-
-
-def _can_compile_recomputation(mesh: Mesh, config: schema.ActivationCheckpoint) -> bool:
-    """Return whether torch can compile a block together with its activation checkpointing.
-
-    With the DTensors of tensor parallelism, torch 2.13 can do this only in the selective mode "op".
-    In other modes, it would try to save the DeviceMesh of a DTensor like a tensor.
-    """
-    is_selective_by_op = config.mode == "selective" and config.selective_ac_option == "op"
-    return mesh.tensor is None or is_selective_by_op
 
 
 def inductor_options(mesh: Mesh, run: Run) -> dict[str, Any] | None:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from titanlite.config.flavors import Architecture
 from titanlite.config.run import Run, stage_rank
 from titanlite.model.llama import Llama
 from titanlite.parallel.mesh import Mesh
@@ -88,13 +87,13 @@ def build_schedule(
 
     assert mesh.pipeline is not None
     num_stages = len(run.stages)
+    tokens, hidden = _stage_inputs(run)
     pipeline_stages = []
     for index, module in stages.items():
-        hidden = _hidden_shape(run, module.arch)
         # The last stage outputs the loss. No stage receives it, but its shape must be declared.
         loss = torch.empty((), device="meta", requires_grad=True)
         shapes: dict[str, Any] = {
-            "input_args": _token_shape(run) if index == 0 else hidden,
+            "input_args": tokens if index == 0 else hidden,
             "output_args": loss if index == num_stages - 1 else hidden,
         }
         stage = PipelineStage(
@@ -141,26 +140,19 @@ def forward_only(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> It
         any_schedule.pipeline_order_with_comms = all_actions
 
 
-def _token_shape(run: Run) -> Tensor:
-    """Return a meta tensor with the shape (B, T) and dtype of the token ids of the first stage."""
-    training = run.job.training
-    seq_len = training.seq_len // run.degrees.context
-    return torch.empty(training.local_batch_size, seq_len, dtype=torch.int64, device="meta")
+def _stage_inputs(run: Run) -> tuple[Tensor, Tensor]:
+    """Return meta tensors with the shape and dtype of the token ids and of the hidden states.
 
-
-def _hidden_shape(run: Run, arch: Architecture) -> Tensor:
-    """Return a meta tensor with the shape and dtype of the hidden states between two stages.
-
-    The shape is (B, T / tensor parallel degree, C), because tensor parallelism shards the sequence
-    between blocks. T is the length of this context parallel rank's part of each sequence.
+    The first stage receives token ids, shape (B, T). Between two stages, hidden states have the
+    shape (B, T / tensor parallel degree, C), because tensor parallelism shards the sequence between
+    blocks. T is the length of this context parallel rank's part of each sequence.
     """
     training = run.job.training
-    seq_len = training.seq_len // run.degrees.context // run.degrees.tensor
-    return torch.empty(
-        training.local_batch_size,
-        seq_len,
-        arch.dim,
-        dtype=getattr(torch, training.mixed_precision_param),
-        device="meta",
-        requires_grad=True,
-    )
+    batch_size = training.local_batch_size
+    seq_len = training.seq_len // run.degrees.context
+    hidden_shape = batch_size, seq_len // run.degrees.tensor, run.arch.dim
+    dtype = getattr(torch, training.mixed_precision_param)
+
+    tokens = torch.empty(batch_size, seq_len, dtype=torch.int64, device="meta")
+    hidden = torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True)
+    return tokens, hidden

@@ -57,7 +57,9 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, gather_float8: bool) -
         style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
         parallelize_module(model.tok_embeddings, mesh, style)
         # A compiled block cannot read the result of a collective that is still in progress.
-        model.tok_embeddings.register_forward_hook(_wait_for_output)
+        model.tok_embeddings.register_forward_hook(
+            lambda _module, _args, output: _Wait.apply(output)
+        )
 
     if model.norm is not None:
         parallelize_module(model.norm, mesh, SequenceParallel())
@@ -136,11 +138,6 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Tensor:
         return grads[0]
-
-
-def _wait_for_output(_module: nn.Module, _inputs: Any, output: Tensor) -> Any:
-    """Wait for the collective that computes the output of a module. Use this as a forward hook."""
-    return _Wait.apply(output)
 
 
 def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:

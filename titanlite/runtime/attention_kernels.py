@@ -13,12 +13,13 @@ from titanlite.config.errors import UserError
 from titanlite.config.schema import JobConfig
 from titanlite.model.attention import backend_order
 
-FLASH_VERSIONS = {
-    "fa3": ("FA3", (9,), "a Hopper GPU (compute capability 9.0)"),
-    "fa4": ("FA4", (9, 10), "a Hopper or Blackwell GPU (compute capability 9.0 or 10.0)"),
+SUPPORTED_GPUS = {
+    "varlen": (range(8, 100), "an Ampere GPU (compute capability 8.0) or newer"),
+    "fa3": ((9,), "a Hopper GPU (compute capability 9.0)"),
+    "fa4": ((9, 10), "a Hopper or Blackwell GPU (compute capability 9.0 or 10.0)"),
 }
-"""For each backend: its name in torch, and the major compute capabilities and description of the
-GPUs that support it."""
+"""For each backend: the major compute capabilities and the description of the GPUs that support
+it."""
 FLASH_PACKAGES = {
     "fa3": "Install FlashAttention 3 from the folder hopper of "
     "https://github.com/Dao-AILab/flash-attention, or choose another backend.",
@@ -48,7 +49,7 @@ def attention_kernels(job: JobConfig, device: torch.device) -> Iterator[None]:
         # This import defines the operator of variable-length attention, which activation
         # checkpointing looks up. It takes seconds, so only jobs that need it import it.
         importlib.import_module("torch.nn.attention.varlen")
-    with _flash_package(backend), backend_order(device, prefers_flash=backend in FLASH_VERSIONS):
+    with _flash_package(backend), backend_order(device, prefers_flash=backend in FLASH_PACKAGES):
         yield
 
 
@@ -61,11 +62,11 @@ def _flash_package(backend: str) -> Iterator[None]:
     Raises:
         UserError: If the package cannot be loaded.
     """
-    if backend not in FLASH_VERSIONS:
+    if backend not in FLASH_PACKAGES:
         yield
         return
     try:
-        activate_flash_attention_impl(FLASH_VERSIONS[backend][0])
+        activate_flash_attention_impl(backend.upper())  # torch names them "FA3" and "FA4"
     except (ImportError, RuntimeError) as error:
         raise UserError(
             f'model.attention_backend = "{backend}" cannot load its kernels ({error}). '
@@ -84,24 +85,18 @@ def _find_device_problem(job: JobConfig, device: torch.device) -> str:
     of the option. The backend "varlen" also runs on a CPU, where other kernels compute the same
     values.
     """
-    is_cpu = device.type == "cpu"
-    if is_cpu and job.model.attention_backend in ("flex", "fa3", "fa4"):
-        return 'needs a GPU. Set it to "auto" to train on a CPU.'
-    if is_cpu or not job.model.uses_document_bounds:
+    backend = job.model.attention_backend
+    if device.type == "cpu":
+        needs_gpu = backend in ("flex", "fa3", "fa4")
+        return 'needs a GPU. Set it to "auto" to train on a CPU.' if needs_gpu else ""
+    if not job.model.uses_document_bounds:
         return ""
     if job.training.mixed_precision_param == "float32":
         return 'needs training.mixed_precision_param = "bfloat16". Change one of them.'
-    return _find_gpu_problem(job.model.attention_backend, device)
 
-
-def _find_gpu_problem(backend: str, device: torch.device) -> str:
-    """Return why a GPU does not support `backend` ("varlen", "fa3" or "fa4"), or "" if it does."""
     name = torch.cuda.get_device_name(device)
     major, _ = torch.cuda.get_device_capability(device)
-    if backend == "varlen" and major < 8:
-        return f"needs an Ampere GPU (compute capability 8.0) or newer, not {name}."
-    if backend in FLASH_VERSIONS:
-        _, supported, description = FLASH_VERSIONS[backend]
-        if major not in supported:
-            return f'needs {description}, not {name}. Set it to "auto".'
+    supported, description = SUPPORTED_GPUS[backend]
+    if major not in supported:
+        return f'needs {description}, not {name}. Set it to "auto".'
     return ""

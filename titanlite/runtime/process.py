@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def start_python(
-    words: Sequence[str], variables: Mapping[str, str | None] | None = None, **options: Any
+    words: Sequence[str], variables: Mapping[str, str | None], **options: Any
 ) -> subprocess.Popen[Any]:
     """Start a child Python process that runs titanlite, with all signals blocked.
 
@@ -50,7 +50,7 @@ def start_python(
     import subprocess  # a global import would double the time until `set_up_process`
 
     command, python_variables = python_command(words)
-    merged = {**os.environ, **python_variables, **(variables or {})}
+    merged = {**os.environ, **python_variables, **variables}
     environment = {name: value for name, value in merged.items() if value is not None}
 
     # The child inherits the signal mask, so block all signals here while it is created.

@@ -35,17 +35,6 @@ M_MMAP_THRESHOLD = -3
 M_ARENA_MAX = -8
 
 
-def raise_descriptor_limit() -> None:
-    """Raise this process's limit on open files and sockets to the hard limit (Linux only).
-
-    Rank 0 has a connection from every other rank, so the usual soft limit of 1024 is too low for
-    large runs.
-    """
-    if sys.platform == "linux":
-        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
-
-
 def keep_freed_memory() -> None:
     """Configure glibc malloc to keep the memory of freed tensors for the next step.
 
@@ -127,23 +116,13 @@ def _rendezvous(world_size: int, timeout: timedelta, file: str | None) -> Store:
         was_started_by_launcher = ERROR_FOLDER in os.environ
         if was_started_by_launcher:
             raise  # the launcher sets valid variables, and restarts a run after a lost connection
-        raise _explain_rendezvous_error(error, world_size) from None
+        reason = str(error).partition("\n")[0].rstrip(".")  # without a C++ stack
+        raise UserError(
+            "MASTER_ADDR and MASTER_PORT must name an address of the first rank that all ranks can "
+            f"reach: {reason}. Start with torchrun, which sets them, or unset WORLD_SIZE and set "
+            f"NGPU={world_size}."
+        ) from None
     return store
-
-
-def _explain_rendezvous_error(error: Exception, world_size: int) -> UserError:
-    """Convert the error of a failed rendezvous to a `UserError` with a remedy.
-
-    Args:
-        error: Error that torch raised. A C++ stack can follow the first line of its message.
-        world_size: Number of ranks.
-    """
-    reason = str(error).partition("\n")[0].rstrip(".")
-    return UserError(
-        "MASTER_ADDR and MASTER_PORT must name an address of the first rank that all ranks can "
-        f"reach: {reason}. Start with torchrun, which sets them, or unset WORLD_SIZE and set "
-        f"NGPU={world_size}."
-    )
 
 
 @contextmanager
@@ -234,7 +213,11 @@ def _configure_torch(
         settings: Exit stack that will restore the number of threads and the determinism.
     """
     settings.callback(torch.set_num_threads, torch.get_num_threads())
-    _set_num_threads(job.training.num_threads, local_world_size)
+    if job.training.num_threads:
+        torch.set_num_threads(job.training.num_threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        cores = os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // local_world_size))
     if device.type == "cpu":
         keep_freed_memory()
 
@@ -252,28 +235,20 @@ def _configure_torch(
         torch.use_deterministic_algorithms(True)
 
 
-def _set_num_threads(num_threads: int, local_world_size: int) -> None:
-    """Set the number of CPU threads that torch uses in this process.
-
-    Args:
-        num_threads: Number of threads. If 0, use OMP_NUM_THREADS, or by default an equal share of
-            the CPU cores of this node.
-        local_world_size: Number of ranks on this node.
-    """
-    if num_threads:
-        torch.set_num_threads(num_threads)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        cores = os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // local_world_size))
-
-
 def _configure_communication() -> None:
-    """Limit the sockets that gloo opens, and record collectives so that hangs can be diagnosed."""
+    """Configure gloo for large runs, and record collectives so that hangs can be diagnosed.
+
+    Let gloo open fewer sockets, and raise this process's limit on open files to the hard limit.
+    """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives in the flight recorder
     # Connect two ranks when they first exchange data. By default, gloo connects all pairs of ranks
     # in each group. With a few hundred ranks, this exceeds the descriptor limit of a process.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    raise_descriptor_limit()
+    # Rank 0 has a connection from every other rank, so the usual soft limit of 1024 open files and
+    # sockets is too low for large runs.
+    if sys.platform == "linux":
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def _clear_mesh_cache() -> None:

@@ -81,7 +81,7 @@ def read_history(folder: Path) -> History:
         environment = event["record"]
         job, _ = JobConfig.read(environment["job"])
         hooks = environment.get("hooks", list(job.job.hooks))
-        starts.append(Start(_first_step(event), last_step, job, hooks))
+        starts.append(Start(event["step"] + 1, last_step, job, hooks))
     return History(starts, roll_backs)
 
 
@@ -107,14 +107,9 @@ def _read_events(folder: Path) -> tuple[list[JsonObject], list[int]]:
         elif event.get("event") == "start" and "record" in event:
             # The run resumed from `step`, so it trained all later steps again.
             roll_backs = [roll_back for roll_back in roll_backs if roll_back <= step]
-            start_events = [start for start in start_events if _first_step(start) <= step]
+            start_events = [start for start in start_events if start["step"] < step]
             start_events.append(event)
     return start_events, roll_backs
-
-
-def _first_step(start_event: JsonObject) -> int:
-    """Return the first step that a run trains after a start."""
-    return start_event["step"] + 1
 
 
 def check_history(history: History, job: JobConfig, loaded_step: int, step: int) -> None:
@@ -189,18 +184,13 @@ def compare_computations(before: JobConfig, now: JobConfig, first: int, last: in
         One line of text for each option that differs.
     """
     ignored_keys = KEYS_WITHOUT_EFFECT
-    if _have_same_learning_rates(before, now, first, last):
+    steps = range(first, last + 1)
+    if all(learning_rate_at(before, step) == learning_rate_at(now, step) for step in steps):
         ignored_keys = KEYS_WITHOUT_EFFECT | LEARNING_RATE_KEYS
 
     old_values = before.model_dump(mode="json", exclude=ignored_keys)
     new_values = now.model_dump(mode="json", exclude=ignored_keys)
     return [line for effect, line in compare_jobs(old_values, new_values) if effect != COMPATIBLE]
-
-
-def _have_same_learning_rates(before: JobConfig, now: JobConfig, first: int, last: int) -> bool:
-    """Return whether two jobs have the same learning rate at each step from `first` to `last`."""
-    steps = range(first, last + 1)
-    return all(learning_rate_at(before, step) == learning_rate_at(now, step) for step in steps)
 
 
 def _observes_only(hook: str) -> bool:

@@ -255,8 +255,25 @@ class Trainer:
             GuardError: If a guard stopped the run. The failed step was not saved.
         """
         self._check_is_open()
+        first_step = self.steps_done
         try:
-            self._train()
+            if first_step >= self.job.training.steps:
+                self.log(
+                    f"Nothing to do: step {first_step} is done. "
+                    "Set a larger training.steps to continue."
+                )
+                # Continue: the loop trains no step, but the hooks still begin and end as usual.
+
+            for hook in self.hooks:
+                hook.train_begins(first_step)
+            if first_step == 0:
+                self.validate()
+
+            end = self._run_steps()
+            has_trained = self.steps_done > first_step
+            final_actions = self._choose_final_actions(end, has_trained)
+            self._take_actions(final_actions)
+            self._finish(end)
         except BaseException as error:
             if isinstance(error, UserError):
                 error.step = self.steps_done  # for the report of the error
@@ -264,78 +281,42 @@ class Trainer:
                 hook.failed(error)
             raise
 
-    def _train(self) -> None:
-        """Run the training loop, save the last step, and end all hooks.
-
-        Unlike `train`, this does not call `Hook.failed` if an exception is raised.
-        """
-        first_step = self.steps_done
-        if first_step >= self.job.training.steps:
-            self.log(
-                f"Nothing to do: step {first_step} is done. "
-                "Set a larger training.steps to continue."
-            )
-            # Continue: the loop trains no step, but the hooks still begin and end as usual.
-
-        for hook in self.hooks:
-            hook.train_begins(first_step)
-        if first_step == 0:
-            self.validate()
-
-        end = self._run_steps()
-        has_trained = self.steps_done > first_step
-        final_actions = self._choose_final_actions(end, has_trained)
-        self._take_actions(final_actions)
-        self._finish(end)
-
     def _run_steps(self) -> _LoopEnd:
         """Train until the last step, a request to end the run, or a data error.
 
         After each step except the last one, take the actions, such as a save, that any rank has
-        requested.
+        requested. All ranks must call this together.
 
         Returns:
             Why the loop ended, and the actions requested after the last step, which are not taken
             yet.
+
+        Raises:
+            UserError: If the data ends before the first step.
         """
         exchange = RequestExchange(self.device)
-        end = self._find_end_before_first_step(exchange)
-        if exchange.delay == 1:  # on a GPU, each request is submitted one step early
+        # End before the first step if all steps are done, if a rank has received a stop signal, or
+        # if a rank cannot read its data.
+        data_fails = self._wait_for_data(self.steps_done + 1) is not None
+        exchange.submit(Request(stop=self.stop_signals.stop_signal, data_fails=data_fails))
+        end = self._find_end(exchange.receive())
+
+        # On a GPU, each request is submitted one step early, so that the CPU launches a step before
+        # it waits for the previous one.
+        if exchange.delay == 1:
             exchange.submit(self._collect_request(self.steps_done + 1))
 
         while end is None:
-            self._step_and_submit(exchange)
+            local_request = self._collect_request(self.steps_done + 1 + exchange.delay)
+            self.step(has_request=local_request != Request())
+            # `step` has counted the ranks with a request.
+            exchange.submit(local_request, self._num_requests)
+
             request = exchange.receive()  # combined requests of all ranks for this step
             end = self._find_end(request)
             if end is None:
                 self._take_actions(request)
         return end
-
-    def _step_and_submit(self, exchange: RequestExchange) -> None:
-        """Train one step, and submit this rank's request for this step or, on a GPU, the next one.
-
-        On a GPU, requests are submitted one step early, so that the CPU launches a step before it
-        waits for the previous one.
-        """
-        request = self._collect_request(self.steps_done + 1 + exchange.delay)
-        self.step(has_request=request != Request())
-        exchange.submit(request, self._num_requests)  # `step` has counted the ranks with a request
-
-    def _find_end_before_first_step(self, exchange: RequestExchange) -> _LoopEnd | None:
-        """Return why training ends before its first step, or None if it can start.
-
-        Training ends if all steps are done, if a rank has received a stop signal, or if a rank
-        cannot read its data. All ranks must call this together.
-
-        Args:
-            exchange: New exchange, through which the ranks report data errors and signals.
-
-        Raises:
-            UserError: If the data ends before the first step.
-        """
-        data_fails = self._wait_for_data(self.steps_done + 1) is not None
-        exchange.submit(Request(stop=self.stop_signals.stop_signal, data_fails=data_fails))
-        return self._find_end(exchange.receive())
 
     def step(self, has_request: bool = False) -> LoggedStep | None:
         """Run one optimizer step on this rank's part of the global batch.
@@ -380,7 +361,7 @@ class Trainer:
             step,
             has_request=has_request,
         )
-        self._num_requests = result.num_requests  # for `_step_and_submit`
+        self._num_requests = result.num_requests  # for `_run_steps`
         self.meter.record(result.grad_norm, result.num_valid_tokens, result.seconds)
         for hook in self.hooks:
             hook.after_step(step, result)
@@ -430,24 +411,15 @@ class Trainer:
         validates_first = self.job.checkpoint.keep_best
         if request.validate and validates_first:
             self.validate()
-        self._save_if_due(request)
+        # The checkpointer requires a save after a rollback, for example.
+        is_due = self.checkpointer is not None and self.checkpointer.is_due(self.steps_done)
+        if request.save or is_due:
+            self.save(is_last=request.last)
         if request.validate and not validates_first:
             self.validate()
 
         for hook in self.hooks:
             hook.act(step, request)
-
-    def _save_if_due(self, request: Request) -> None:
-        """Save the completed step if a rank has requested it or the checkpointer requires it.
-
-        The checkpointer requires a save after a rollback, for example.
-
-        Args:
-            request: Combined requests of all ranks.
-        """
-        is_due = self.checkpointer is not None and self.checkpointer.is_due(self.steps_done)
-        if request.save or is_due:
-            self.save(is_last=request.last)
 
     def validate(self) -> Score | None:
         """Compute the validation loss of the current weights, and log it.
@@ -643,7 +615,8 @@ class Trainer:
         if not request.data_fails:
             return None
 
-        data_error = self._gather_data_error()
+        data_errors = gathered(self._wait_for_data(self.steps_done + 1))
+        data_error = next((error for error in data_errors if error is not None), None)
         if isinstance(data_error, OutOfData):
             if self.steps_done == 0:
                 raise UserError(
@@ -657,14 +630,6 @@ class Trainer:
         if data_error is not None:
             return _LoopEnd(request, has_finished=False, data_error=data_error)
         return None
-
-    def _gather_data_error(self) -> Exception | None:
-        """Return the error of the first rank that cannot read its data for the next step, or None.
-
-        All ranks must call this together.
-        """
-        data_errors = gathered(self._wait_for_data(self.steps_done + 1))
-        return next((error for error in data_errors if error is not None), None)
 
     def _reduce_losses(self, loss: Tensor, local_tokens: int) -> Tensor:
         """Compute the mean loss of the global batch, and the highest mean loss of a data rank.
@@ -769,25 +734,12 @@ class Trainer:
         errors = [end.data_error]
         errors += [hook.ended(self.steps_done, stopped) for hook in reversed(self.hooks)]
         if stopped and not end.has_finished:  # a signal at the last step is not an error
-            errors.append(self._create_stop_error(stopped, end.request.stop))
+            if self.job.checkpoint.enable:
+                errors.append(StoppedBySignal(f"{stopped}: saved."))
+            else:
+                message = f"{stopped}: nothing saved, as checkpoint.enable is false."
+                errors.append(StoppedUnsaved(message, end.request.stop))
         return [error for error in errors if error is not None]
-
-    def _create_stop_error(self, stopped: str, signal_number: int) -> UserError:
-        """Create the error that ends a run after a stop signal.
-
-        Args:
-            stopped: Start of the message, such as "Stopped by SIGTERM after step 12". This method
-                appends whether the run was saved.
-            signal_number: Number of the signal.
-
-        Returns:
-            `StoppedBySignal` if the run has saved a checkpoint, or `StoppedUnsaved` if
-            checkpoint.enable is false.
-        """
-        if self.job.checkpoint.enable:
-            return StoppedBySignal(f"{stopped}: saved.")
-        message = f"{stopped}: nothing saved, as checkpoint.enable is false."
-        return StoppedUnsaved(message, signal_number)
 
 
 class _LoopEnd(NamedTuple):
@@ -823,14 +775,6 @@ def _read_numbers(hook: Hook, step: int) -> Mapping[str, Any]:
     return numbers
 
 
-def _create_exit_call_error(error: SystemExit) -> RuntimeError:
-    """Create the error that ends a run if a plugin calls `sys.exit` during training."""
-    return RuntimeError(
-        f"sys.exit({error.code!r}) was called during training. "
-        'To end a run early, return Request(finish="reason") from Hook.wants.'
-    )
-
-
 def train(run: Run, argv: Sequence[str] = ()) -> None:
     """Run a training job on this rank, from building the model to the last checkpoint.
 
@@ -851,7 +795,10 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
             trainer = Trainer(run, device)
             trainer.train()
         except SystemExit as error:  # for example, from a plugin
-            exit_call = _create_exit_call_error(error)
+            exit_call = RuntimeError(
+                f"sys.exit({error.code!r}) was called during training. "
+                'To end a run early, return Request(finish="reason") from Hook.wants.'
+            )
             exit_call.add_note(resume_hint(run, argv))
             raise exit_call from error
         except Exception as error:
