@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from functorch.compile import aot_function, min_cut_rematerialization_partition
@@ -49,7 +50,6 @@ from titanlite.plan.counter import (
     count_generated_kernel,
     plain_tensors,
 )
-from titanlite.plan.override import override
 from titanlite.plan.simulate import FLEX_REPLACEMENT
 
 Function = Callable[..., Any]
@@ -92,16 +92,16 @@ def simulate_compiler() -> Iterator[None]:
         # An earlier run in this process may have compiled the cast already.
         cast_to_float8 = inspect.unwrap(fsdp_utils.hp_tensor_and_scale_to_float8)
         compiled = compile_function(cast_to_float8)
-        stack.enter_context(override(fsdp_utils, hp_tensor_and_scale_to_float8=compiled))
+        stack.enter_context(patch.multiple(fsdp_utils, hp_tensor_and_scale_to_float8=compiled))
 
     with (
-        override(torch, compile=compile_function),
-        override(nn.Module, compile=compile_module),
-        override(activation_checkpoint, checkpoint=_checkpoint),
+        patch.multiple(torch, compile=compile_function),
+        patch.multiple(nn.Module, compile=compile_module),
+        patch.multiple(activation_checkpoint, checkpoint=_checkpoint),
         # `compile_once` caches compiled code, which must not be mixed with simulated graphs.
-        override(losses, compile_once=compile_function),
-        override(clip, compile_once=compile_function),
-        override(float8, _compile_weight_cast=compile_weight_cast),
+        patch.multiple(losses, compile_once=compile_function),
+        patch.multiple(clip, compile_once=compile_function),
+        patch.multiple(float8, _compile_weight_cast=compile_weight_cast),
         functorch_config.patch(activation_memory_budget=1.0),  # overrides the value of the job
         ExitStack() as stack,
     ):
@@ -159,7 +159,7 @@ def _flatten_call(
 
         # Restore the nesting: replace each index with the value at this index.
         args, kwargs = map_aggregate(indices, lambda index: values[cast(int, index)])
-        with override(torch.compiler, is_compiling=lambda: True):
+        with patch.multiple(torch.compiler, is_compiling=lambda: True):
             return functional_call(function_module, parameters, args, kwargs)
 
     # Calls share a graph if the code, the types of the tensors, and the constants are equal.
@@ -203,7 +203,7 @@ def _trace_graph(function: Function, tensors: Sequence[Tensor]) -> Function:
     with (
         # `functionalize_rng_ops` rewrites the graphs to store the random state of operators such as
         # dropout. This needs a GPU, so leave the graphs as they are.
-        override(partitioners, functionalize_rng_ops=keep_graphs),
+        patch.multiple(partitioners, functionalize_rng_ops=keep_graphs),
         # Activation checkpointing drops tensors that a block saves. Keep the tensors of this call.
         torch.autograd.graph.saved_tensors_hooks(keep_tensor, keep_tensor),
         _disable_current_modes(),  # such as the counter

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -42,7 +43,6 @@ from titanlite.plan.counter import (
     LogEntry,
     Work,
 )
-from titanlite.plan.override import override
 from titanlite.train.step import TrainStep
 
 if TYPE_CHECKING:
@@ -542,7 +542,9 @@ def _skip_microbatches(
     skipper = _MicrobatchSkipper(counter, skipped, last_loss=torch.zeros(()))
     with ExitStack() as stack:
         for stage in stages:
-            stack.enter_context(override(stage, **skipper.list_replacements(stage)))
+            stack.enter_context(
+                patch.multiple(stage, create=True, **skipper.list_replacements(stage))
+            )
         yield
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -28,7 +29,6 @@ from titanlite.parallel.parallelize import build_model
 from titanlite.plan.allocator import CUBLAS_WORKSPACES
 from titanlite.plan.compiled import simulate_compiler
 from titanlite.plan.counter import KINDS, Work
-from titanlite.plan.override import override
 from titanlite.plan.simulate import simulate_gpu, simulate_mxfp8, simulate_ranks
 from titanlite.plan.step_counts import DEVICE, StepCounts, count_step
 from titanlite.train.step import TrainStep
@@ -265,7 +265,7 @@ def _count_rank(
     with (
         simulate_ranks(run.world_size, rank),
         # Disable the profiler labels of the parts of a step. They take 6% of the trace time.
-        override(record_function, __enter__=lambda self: self, __exit__=lambda *_: None),
+        patch.multiple(record_function, __enter__=lambda self: self, __exit__=lambda *_: None),
         simulate_gpu() if on_gpu else nullcontext(),
         simulate_mxfp8() if uses_mxfp8 else nullcontext(),
         simulate_compiler(),
