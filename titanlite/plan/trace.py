@@ -20,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import record_function
 
-from titanlite.config.run import V_SHAPED, Run, stage_rank, with_keys
+from titanlite.config.run import V_SHAPED, Run, with_keys
 from titanlite.observe.flops import num_params
 from titanlite.observe.gpus import Gpu
 from titanlite.parallel import float8
@@ -155,31 +155,27 @@ def _choose_ranks(run: Run, whole: bool) -> list[int]:
     if whole or schedule in V_SHAPED:
         return first_ranks
 
-    kinds = _describe_pipeline_ranks(run)
-    return [rank for i, rank in enumerate(first_ranks) if kinds[i] not in kinds[:i]]
+    first_of_kind: dict[Any, int] = {}
+    for pipeline_rank, rank in enumerate(first_ranks):
+        first_of_kind.setdefault(_describe_stages(run, pipeline_rank), rank)
+    return list(first_of_kind.values())
 
 
-def _describe_pipeline_ranks(run: Run) -> list[list[Any]]:
-    """Describe the stages of each pipeline rank.
+def _describe_stages(run: Run, pipeline_rank: int) -> tuple[Any, ...]:
+    """Describe the stages of a pipeline rank, for a schedule that is not V-shaped.
 
     Ranks with equal descriptions do the same work in a step, so only one of them is traced.
 
     Returns:
-        For each pipeline rank, one description per stage.
+        Whether the rank has the embedding, whether it has the output layer, and for each stage, the
+        blocks with full attention.
     """
     num_pipeline_ranks = run.degrees.pipeline
-    num_stages = len(run.stages)
-    schedule = run.job.parallelism.pipeline_parallel_schedule
-    descriptions: list[list[Any]] = [[] for _ in range(num_pipeline_ranks)]
-    for stage, blocks in enumerate(run.stages):
-        description = {
-            "full attention": [run.arch.is_full_attention(block) for block in blocks],
-            "embedding": stage == 0,
-            "output": stage == num_stages - 1,
-        }
-        pipeline_rank = stage_rank(stage, num_stages, num_pipeline_ranks, schedule)
-        descriptions[pipeline_rank].append(description)
-    return descriptions
+    has_embedding = pipeline_rank == 0
+    has_output = pipeline_rank == num_pipeline_ranks - 1
+    stages = run.stages[pipeline_rank::num_pipeline_ranks]  # stages are assigned round-robin
+    full_attention = tuple(tuple(map(run.arch.is_full_attention, blocks)) for blocks in stages)
+    return has_embedding, has_output, full_attention
 
 
 def _count_removable_blocks(run: Run) -> int:
