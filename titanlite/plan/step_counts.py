@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
@@ -78,16 +77,15 @@ class StepCounts(NamedTuple):
     Attributes:
         peaks: For each location in the step, the bytes of each of `KINDS` when GPU memory is at its
             peak there.
-        offloaded_peak: Peak bytes of CPU memory that CPU offload uses.
-        stream_peaks: Peak bytes of GPU memory by (CUDA stream, location).
+        stream_peaks: Peak bytes of GPU memory by (CUDA stream, location). The CPU memory that CPU
+            offload uses counts as the stream `OFFLOADED`.
         work: Number of calls, FLOPs and bytes of each kind of work (`Work.kind`).
         reserved: Bytes that the caching allocator of a GPU reserves, or None if its allocations
             were not simulated: with pipeline parallelism, or if not all blocks ran.
     """
 
     peaks: dict[Location, np.ndarray]
-    offloaded_peak: int
-    stream_peaks: dict[tuple[int, Location], int]
+    stream_peaks: dict[tuple[int | str, Location], int]
     work: dict[Work, np.ndarray]
     reserved: int | None
 
@@ -139,7 +137,6 @@ def count_step(
 
     return StepCounts(
         peaks=_find_peaks(counter.log),
-        offloaded_peak=_find_offloaded_peak(counter.log),
         stream_peaks=stream_peaks,
         work=work,
         reserved=None if has_pipeline else allocator.reserved,
@@ -284,27 +281,19 @@ def _find_peaks(log: Iterable[LogEntry]) -> dict[Location, np.ndarray]:
     return peaks
 
 
-def _find_offloaded_peak(log: Iterable[LogEntry]) -> int:
-    """Return the peak bytes of CPU memory that CPU offload uses in a step."""
-    changes = [
-        entry.change
-        for _location, entry in log
-        if isinstance(entry, Allocation) and entry.storage.kind == OFFLOADED
-    ]
-    return max(accumulate(changes, initial=0))
-
-
-def _find_stream_peaks(log: Iterable[LogEntry]) -> dict[tuple[int, Location], int]:
-    """Find the peak of the GPU memory in each CUDA stream, at each location of a step.
+def _find_stream_peaks(log: Iterable[LogEntry]) -> dict[tuple[int | str, Location], int]:
+    """Find the peak of the memory in each CUDA stream, at each location of a step.
 
     Returns:
-        Largest number of bytes that were allocated in a stream, by (stream, location).
+        Largest number of bytes that were allocated in a stream, by (stream, location). CPU memory
+        that CPU offload uses counts as the stream `OFFLOADED`.
     """
-    allocated = defaultdict[int, int](int)
-    peaks = defaultdict[tuple[int, Location], int](int)
+    allocated = defaultdict[int | str, int](int)
+    peaks = defaultdict[tuple[int | str, Location], int](int)
     for location, entry in log:
-        if isinstance(entry, Allocation) and entry.storage.kind != OFFLOADED:
-            stream = entry.storage.stream
+        if isinstance(entry, Allocation):
+            storage = entry.storage
+            stream = OFFLOADED if storage.kind == OFFLOADED else storage.stream
             allocated[stream] += entry.change
             peaks[stream, location] = max(peaks[stream, location], allocated[stream])
     return peaks

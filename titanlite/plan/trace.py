@@ -28,7 +28,7 @@ from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.plan.allocator import CUBLAS_WORKSPACES
 from titanlite.plan.compiled import simulate_compiler
-from titanlite.plan.counter import KINDS, Work
+from titanlite.plan.counter import KINDS, OFFLOADED, Work
 from titanlite.plan.simulate import simulate_gpu, simulate_mxfp8, simulate_ranks
 from titanlite.plan.step_counts import DEVICE, StepCounts, count_step
 from titanlite.train.step import TrainStep
@@ -294,14 +294,13 @@ def _extrapolate(short: StepCounts, longer: StepCounts, num_removed: int) -> Ste
         num_removed: Number of blocks that were removed from each stage to get the short model.
     """
 
-    def extrapolate(short_count: Any, longer_count: Any) -> Any:
-        if isinstance(short_count, dict):
-            return {key: extrapolate(short_count[key], longer_count[key]) for key in short_count}
-        return short_count + num_removed * (longer_count - short_count)
+    def extrapolate(counts: dict[Any, Any], longer_counts: dict[Any, Any]) -> dict[Any, Any]:
+        return {
+            key: count + num_removed * (longer_counts[key] - count) for key, count in counts.items()
+        }
 
     return StepCounts(
         peaks=extrapolate(short.peaks, longer.peaks),
-        offloaded_peak=extrapolate(short.offloaded_peak, longer.offloaded_peak),
         stream_peaks=extrapolate(short.stream_peaks, longer.stream_peaks),
         work=extrapolate(short.work, longer.work),
         reserved=None,  # not linear
@@ -319,14 +318,19 @@ def _summarize(rank: int, counts: StepCounts, on_gpu: bool) -> RankTrace:
     location, sizes = max(counts.peaks.items(), key=lambda peak: peak[1].sum())
     peak_bytes = int(sizes.sum())
     is_in_block = location.name == "block"
+
+    highest_peaks = defaultdict[int | str, int](int)
+    for (stream, _location), size in counts.stream_peaks.items():
+        highest_peaks[stream] = max(highest_peaks[stream], size)
+    cpu_peak = highest_peaks.pop(OFFLOADED, 0)
     return RankTrace(
         rank=rank,
         peak=peak_bytes,
         moment=f"{location.phase} of a block" if is_in_block else location.name,
         kinds=dict(zip(KINDS, sizes.tolist(), strict=True)),
-        cpu_peak=counts.offloaded_peak,
+        cpu_peak=cpu_peak,
         work=tuple(_list_work(counts)),
-        reserved=_predict_reserved(counts) if on_gpu else peak_bytes,
+        reserved=_predict_reserved(counts, highest_peaks) if on_gpu else peak_bytes,
     )
 
 
@@ -337,17 +341,17 @@ def _list_work(counts: StepCounts) -> Iterator[Work]:
         yield kind._replace(count=count, flops=flops, bytes=num_bytes)
 
 
-def _predict_reserved(counts: StepCounts) -> int:
+def _predict_reserved(counts: StepCounts, stream_peaks: Mapping[int | str, int]) -> int:
     """Return how many bytes the caching allocator of a GPU reserves.
 
     If the allocations were not replayed on a simulated allocator, estimate the number.
+
+    Args:
+        counts: Counts for all blocks of the rank.
+        stream_peaks: Peak bytes of GPU memory by CUDA stream.
     """
     if counts.reserved is not None:
         return counts.reserved
-
     # The allocator does not reuse memory across CUDA streams, so the peaks of all streams add up.
-    highest_peaks = defaultdict[int, int](int)
-    for (stream, _location), size in counts.stream_peaks.items():
-        highest_peaks[stream] = max(highest_peaks[stream], size)
-    allocated = sum(highest_peaks.values())
+    allocated = sum(stream_peaks.values())
     return int((1 + FRAGMENTATION) * allocated) + CUBLAS_WORKSPACES
