@@ -120,14 +120,11 @@ class TestedStep:
         gradients: Unsharded gradients before clipping, by parameter name.
         state: Unsharded weights, optimizer state and hook tensors after the step, by their names in
             a checkpoint.
-        unscaled_state: The initial state, before `Recorder.amplify_weights` scaled the matrices.
-            Empty except in the record before the first step.
     """
 
     ranks: list[StepRecord]
     gradients: NamedTensors = field(default_factory=dict)
     state: NamedTensors = field(default_factory=dict)
-    unscaled_state: NamedTensors = field(default_factory=dict)
 
     @property
     def weights(self) -> NamedTensors:
@@ -180,7 +177,6 @@ def _combine_records(records: list[StepRecord]) -> TestedStep:
     for record in records:
         step.gradients.update(record.gradients.unsharded)
         step.state.update(record.state.unsharded)
-        step.unscaled_state.update(record.unscaled_state.unsharded)
     return step
 
 
@@ -403,8 +399,7 @@ def _compare_steps(
         reference: Model that computes the expected values in float64.
     """
     before = tested_steps[0]
-    initial_weights = select(before.unscaled_state, MODEL)
-    yield from compare_bitwise("initial weights", 0, initial_weights, reference.initial)
+    yield from compare_bitwise("initial weights", 0, before.weights, reference.initial)
     yield from compare_replicas(run, 0, "replicas of weights", before, kind="state")
 
     for step in range(1, run.job.training.steps + 1):

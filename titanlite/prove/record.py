@@ -27,7 +27,7 @@ from titanlite.config.run import Run
 from titanlite.data.batch import RankBatch
 from titanlite.hooks.hook import Hook
 from titanlite.hooks.hook_state import hook_tensors
-from titanlite.model.llama import INIT_STD
+from titanlite.model.llama import INIT_STD, Llama
 from titanlite.model.microbatch import Microbatch
 from titanlite.optim.adamw import shard_slices
 from titanlite.parallel.activation_checkpoint import draws_random_numbers
@@ -70,8 +70,6 @@ class StepRecord:
     """Values that one rank has recorded in one step.
 
     Attributes:
-        unscaled_state: The initial state, before `Recorder.amplify_weights` scales the matrices.
-            Empty except in the record before the first step.
         sequences: Fields of the sequences that the rank has read, such as "input_ids", each of
             shape (sequences, T).
         gradients: Gradients before clipping, by parameter name.
@@ -82,7 +80,6 @@ class StepRecord:
         grad_norm: Logged gradient norm.
     """
 
-    unscaled_state: Snapshot = field(default_factory=Snapshot)
     sequences: NamedTensors = field(default_factory=dict)
     gradients: Snapshot = field(default_factory=Snapshot)
     state: Snapshot = field(default_factory=Snapshot)
@@ -126,23 +123,10 @@ class Recorder(Hook):
         """Record the weights and the optimizer state before the first step."""
         self.record = self.steps[step] = StepRecord(state=self.snapshot_state())
 
-    @torch.no_grad()
     def amplify_weights(self) -> None:
-        """Multiply the matrices of all blocks by a power of two, and record the new initial state.
-
-        With the usual small initial weights, attention is nearly uniform, so a wrong mask or
-        position would hardly change the loss. Keep the previous state in
-        `StepRecord.unscaled_state`.
-        """
-        model = self.trainer.model
-        # The standard deviation INIT_STD becomes about 1 / sqrt(dim). A matmul then keeps the scale
-        # of its inputs.
-        exponent = -math.log2(INIT_STD * math.sqrt(model.arch.dim))
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 2 and name.startswith("layers."):
-                to_plain(parameter).mul_(2.0 ** round(exponent))
+        """Amplify the initial weights; see `amplify`. Record them in place of the original ones."""
+        amplify(self.trainer.model)
         self.trainer.train_step.precompute_scales()
-        self.record.unscaled_state = self.record.state
         self.record.state = self.snapshot_state()
 
     def before_step(self, step: int) -> None:
@@ -197,6 +181,21 @@ class Recorder(Hook):
             if self._keeps_unsharded:
                 snapshot.unsharded[name] = whole.clone()
         return snapshot
+
+
+@torch.no_grad()
+def amplify(model: Llama) -> None:
+    """Multiply the matrices of all blocks by a power of two, which causes no rounding errors.
+
+    With the usual small initial weights, attention is nearly uniform, so a wrong mask or position
+    would hardly change the loss.
+    """
+    # The standard deviation INIT_STD becomes about 1 / sqrt(dim). A matmul then keeps the scale of
+    # its inputs.
+    exponent = -math.log2(INIT_STD * math.sqrt(model.arch.dim))
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and name.startswith("layers."):
+            to_plain(parameter).mul_(2.0 ** round(exponent))
 
 
 def stack_sequences(microbatches: list[Microbatch]) -> NamedTensors:
