@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titanlite.checkpoint.live_state import LiveState, to_local, to_plain
 from titanlite.config.registry import resolve
@@ -30,8 +29,8 @@ from titanlite.hooks.hook_state import hook_tensors
 from titanlite.model.llama import INIT_STD, Llama
 from titanlite.model.microbatch import Microbatch
 from titanlite.optim.adamw import shard_slices
+from titanlite.optim.clip import is_fp8_wrapper
 from titanlite.parallel.activation_checkpoint import draws_random_numbers
-from titanlite.train.step import StepResult
 from titanlite.train.trainer import Trainer
 
 NamedTensors = dict[str, Tensor]
@@ -143,21 +142,18 @@ class Recorder(Hook):
         self.record.gradients = self._snapshot(gradients)
 
     def train_and_record(self) -> None:
-        """Train one step, then record its loss, its gradient norm and the resulting state."""
+        """Train one step, then record its loss, its gradient norm, and the state and FP8 scales."""
         entry = self.trainer.step()
         assert entry is not None  # every step is logged
         self.record.loss = entry.loss
         self.record.grad_norm = entry.grad_norm
         self.record.state = self.snapshot_state()
+        self.record.scales = _float8_scales(self.trainer)
 
     def train_and_record_until(self, last_step: int) -> None:
         """Train and record all steps up to `last_step`."""
         while self.trainer.steps_done < last_step:
             self.train_and_record()
-
-    def after_step(self, step: int, result: StepResult) -> None:
-        """Record the FP8 scales of the updated weights."""
-        self.record.scales = _float8_scales(self.trainer)
 
     def snapshot_state(self) -> Snapshot:
         """Record the current weights, optimizer state and tensors of hooks in a snapshot."""
@@ -280,7 +276,7 @@ def _float8_scales(trainer: Trainer) -> NamedTensors:
     for name, parameter in trainer.model.named_parameters():
         # `to_local` would return a copy of the torchao wrapper without the scale.
         shard = _inner_tensors(parameter)[0] if isinstance(parameter, DTensor) else parameter
-        if is_traceable_wrapper_subclass(shard):
+        if is_fp8_wrapper(shard):
             # The wrapper contains the weight and, if it is precomputed, the scale.
             for scale in _inner_tensors(shard)[1:]:
                 scales[name] = scale.detach().cpu().clone()
