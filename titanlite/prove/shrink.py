@@ -76,23 +76,13 @@ def parse_original(argv: Sequence[str]) -> JobConfig:
     if parsed.mistakes:
         raise parsed.error(parsed.mistakes)
 
-    # Check the degrees, with as few ranks as possible.
-    run = Run(parsed.job, _smallest_world_size(parsed.job))
+    run = Run(parsed.job)
     problems = list(check_tensor_sizes(run))
     if run.degrees.pipeline > 1:
         problems += check_stages(run)
     if problems:
         raise parsed.error([make_mistake(run, problem) for problem in problems])
     return parsed.job
-
-
-def _smallest_world_size(job: JobConfig) -> int:
-    """Return the smallest number of ranks for a job, which is the product of its parallel degrees.
-
-    A degree of -1, which means all remaining ranks, counts as 1.
-    """
-    degrees = [value for name, value in job.parallelism if name.endswith("_degree")]
-    return math.prod(max(degree, 1) for degree in degrees)
 
 
 def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> SmallJob:
@@ -273,7 +263,8 @@ def _shrink_training(small: JobConfig, original: Run, steps: int) -> JobConfig:
     divisor = sequence_divisor(degrees)
     seq_len = divisor * math.ceil(min(job.training.seq_len, SEQ_LEN) / divisor)
     local_batch_size = min(2, job.training.local_batch_size)
-    num_microbatches = 2 if _accumulates_gradients(job) else 1
+    # Without a number of ranks, a data-parallel degree of -1 (all remaining ranks) counts as 1.
+    num_microbatches = 2 if Run(job).microbatches > 1 else 1
     if degrees.pipeline > 1:
         num_microbatches = 2 * degrees.pipeline  # so that microbatches overlap
     small = small.with_section(
@@ -303,14 +294,6 @@ def _shrink_training(small: JobConfig, original: Run, steps: int) -> JobConfig:
     return small.with_section(
         "lr_scheduler", warmup_steps=warmup_steps, total_steps=None, decay_steps=None
     )
-
-
-def _accumulates_gradients(job: JobConfig) -> bool:
-    """Return whether a training step of the job consists of several microbatches."""
-    replicas = job.parallelism.data_parallel_replicate_degree
-    shards = max(1, job.parallelism.data_parallel_shard_degree)
-    num_sequences = job.training.local_batch_size * replicas * shards  # in a single microbatch
-    return job.training.global_batch_size > num_sequences
 
 
 def _drop_missing_names(small: JobConfig) -> tuple[JobConfig, list[str]]:
