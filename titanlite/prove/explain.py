@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -246,10 +246,9 @@ def _find_cause(
 
     # Check whether a typical mistake leads to the same wrong gradient.
     tolerance = FIT_TOLERANCE * (wrong - right).norm()
-    for mistake in _imitate_mistakes(run, sequences):
-        gradient = compute_gradient(mistake.sequences, **mistake.options)
+    for mistake, gradient in _imitate_mistakes(run, sequences, compute_gradient):
         if (gradient - wrong).norm() < tolerance:
-            return mistake.description
+            return mistake
 
     # Check whether some sequences are missing or counted too often.
     sequence_weights, gradient = _fit_sequences(wrong, sequences, compute_gradient)
@@ -279,47 +278,39 @@ def _fit_sequences(
     return weights.tolist(), matrix @ weights
 
 
-class TypicalMistake(NamedTuple):
-    """A typical mistake in training code, and how to reproduce it.
-
-    Attributes:
-        description: The mistake, for example "the sliding window is ignored".
-        sequences: The global batch, as changed by the mistake.
-        options: Keyword arguments of `ReferenceTrainer.compute_gradients` that make the mistake.
-    """
-
-    description: str
-    sequences: NamedTensors
-    options: Mapping[str, bool] = {}
-
-
-def _imitate_mistakes(run: Run, sequences: NamedTensors) -> Iterator[TypicalMistake]:
-    """Yield the typical mistakes, such as wrong positions, that can occur in a run.
+def _imitate_mistakes(
+    run: Run, sequences: NamedTensors, compute_gradient: Callable[..., Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Make each typical mistake, such as wrong positions, that can occur in a run.
 
     Args:
         run: The tested run on several ranks.
         sequences: Fields of the correct global batch, each of shape (sequences, T).
+        compute_gradient: Computes the gradient of a batch, shape (elements,), without parallelism.
+
+    Yields:
+        A description, for example "the sliding window is ignored", and the wrong gradient.
     """
     ids = sequences["input_ids"]
     seq_len = ids.shape[1]
     positions = torch.arange(seq_len).expand_as(ids)
     if "document_ids" in sequences:
         without_ids = {key: value for key, value in sequences.items() if key != "document_ids"}
-        yield TypicalMistake("tokens attend to other documents", without_ids)
+        yield "tokens attend to other documents", compute_gradient(without_ids)
         changed = sequences | {"positions": positions}
-        yield TypicalMistake("positions do not restart at documents", changed)
+        yield "positions do not restart at documents", compute_gradient(changed)
     elif run.degrees.context > 1:
         changed = sequences | {"positions": positions % (seq_len // run.degrees.context)}
-        yield TypicalMistake("positions restart in each context-parallel rank", changed)
+        yield "positions restart in each context-parallel rank", compute_gradient(changed)
 
     if run.microbatches > 1:
         labels = sequences["labels"].roll(run.global_microbatch_size, 0)
         changed = sequences | {"labels": labels}
-        yield TypicalMistake("the labels belong to another microbatch", changed)
+        yield "the labels belong to another microbatch", compute_gradient(changed)
     if run.arch.sliding_window:
-        yield TypicalMistake("the sliding window is ignored", sequences, {"use_window": False})
+        yield "the sliding window is ignored", compute_gradient(sequences, use_window=False)
     if run.job.training.z_loss:
-        yield TypicalMistake("the z-loss is left out", sequences, {"use_z_loss": False})
+        yield "the z-loss is left out", compute_gradient(sequences, use_z_loss=False)
 
 
 def _list_suspects(run: Run) -> str:
