@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -54,6 +54,7 @@ from titanlite.plan.simulate import FLEX_REPLACEMENT
 
 Function = Callable[..., Any]
 
+TENSOR = object()  # stands for a tensor among the arguments of a compiled function
 REDUCTION_RATIO = 8  # a value this many times smaller than its inputs counts as a reduction
 
 
@@ -128,45 +129,43 @@ def _flatten_call(
         - Its arguments: the parameters of the module, and the tensors in `args` and `kwargs`.
         - A key. Calls with equal keys can share a graph.
     """
-    # Replace each leaf of the nested arguments with its index in a flat list. In the example, the
-    # leaves are [x, 3, m], the indices ((0, 1), {"mask": 2}), and the constants [None, 3, None].
-    leaves: list[Any] = []
+    # Replace each tensor in the nested arguments with TENSOR. In the example, this gives the
+    # template ((TENSOR, 3), {"mask": TENSOR}) and the tensors [x, m].
+    tensors: list[Tensor] = []
+    constants: list[Any] = []
 
-    def replace_by_index(leaf: Any) -> int:
-        leaves.append(leaf)
-        return len(leaves) - 1
+    def take_tensor(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+            leaf = TENSOR
+        constants.append(leaf)
+        return leaf
 
-    indices: Any = map_aggregate((args, kwargs), replace_by_index)
-    tensor_indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
+    template: Any = map_aggregate((args, kwargs), take_tensor)
     parameters = dict(module.named_parameters())
     parameter_names = [f"module.{name}" for name in parameters]
-    num_parameters = len(parameters)
     function_module = FunctionModule(function, module)
 
-    def call(*tensors: Tensor) -> Any:
+    def call(*inputs: Tensor) -> Any:
         """Call `function` with other tensors, but with the same constants.
 
         Args:
-            tensors: One tensor per parameter of `module`, followed by the tensors among the
+            inputs: One tensor per parameter of `module`, followed by the tensors among the
                 arguments of `function`.
         """
-        parameters = dict(zip(parameter_names, tensors[:num_parameters], strict=True))
-        values = list(constants)
-        for i, tensor in zip(tensor_indices, tensors[num_parameters:], strict=True):
-            values[i] = tensor
-
-        # Restore the nesting: replace each index with the value at this index.
-        args, kwargs = map_aggregate(indices, lambda index: values[cast(int, index)])
+        remaining = iter(inputs)
+        parameters = {name: next(remaining) for name in parameter_names}
+        args, kwargs = map_aggregate(
+            template, lambda leaf: next(remaining) if leaf is TENSOR else leaf
+        )
         with patch.multiple(torch.compiler, is_compiling=lambda: True):
             return functional_call(function_module, parameters, args, kwargs)
 
     # Calls share a graph if the code, the types of the tensors, and the constants are equal.
-    tensors = [*parameters.values(), *(leaves[i] for i in tensor_indices)]
-    signatures = [(type(x), x.shape, x.dtype, x.requires_grad) for x in tensors]
+    inputs = [*parameters.values(), *tensors]
+    signatures = [(type(x), x.shape, x.dtype, x.requires_grad) for x in inputs]
     key = (function.__code__, *signatures, *constants, torch.is_grad_enabled())
-    return call, tensors, key
+    return call, inputs, key
 
 
 def _trace_graph(function: Function, tensors: Sequence[Tensor]) -> Function:
