@@ -269,28 +269,20 @@ def _checkpoint(function: Function, *inputs: Any, **options: Any) -> Any:
     if not torch.compiler.is_compiling():
         return checkpoint(function, *inputs, **options)
 
+    # A block that recomputes everything passes an empty list of operators to save. Replace it with
+    # a policy that also recomputes flex attention, which `_partition` would otherwise save.
+    context_fn = options["context_fn"]
+    saves_nothing = isinstance(context_fn, partial) and context_fn.args == ([],)
+    if saves_nothing:
+        context_fn = partial(create_selective_checkpoint_contexts, _recompute_all)
+
     # The context gives each node a mark and the number of its checkpointed function. A graph has
     # only one such function, with the number 0.
-    policy_context = _make_policy_context(options["context_fn"])
+    policy_context, _recompute_context = context_fn()
     policy_context.ac_graph_id = 0
     with traceback.preserve_node_meta(), policy_context:
         traceback.current_meta["ac_graph_id"] = 0  # needed only before torch 2.13
         return function(*inputs)
-
-
-def _make_policy_context(context_fn: Callable[[], tuple[Any, Any]]) -> Any:
-    """Return the context that marks the result of each operator to be saved or recomputed.
-
-    Args:
-        context_fn: The argument `context_fn` of `torch.utils.checkpoint.checkpoint`.
-    """
-    # A block that recomputes everything passes an empty list of operators to save. Replace it with
-    # a policy that also recomputes flex attention, which `_partition` would otherwise save.
-    saves_nothing = isinstance(context_fn, partial) and context_fn.args == ([],)
-    if saves_nothing:
-        context_fn = partial(create_selective_checkpoint_contexts, _recompute_all)
-    forward_context, _recompute_context = context_fn()
-    return forward_context
 
 
 def _recompute_all(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
