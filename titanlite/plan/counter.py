@@ -126,7 +126,8 @@ class Work(NamedTuple):
     Attributes:
         phase: Phase of the step; see `Location`.
         op: Operator such as "aten.mm", or name of a collective such as "all_gather".
-        dtype: Dtype of the first floating-point input, such as "bfloat16". Empty for collectives.
+        dtype: Dtype of the first floating-point input, such as "bfloat16". Empty if there is none,
+            and for collectives.
         shape: (m, k, n) of a matmul, (batch, heads, queries, keys, head_dim) of attention,
             otherwise ().
         group: Process group of a collective.
@@ -610,15 +611,15 @@ def _find_inputs(op: str, arguments: OperatorArguments) -> list[Tensor]:
     return inputs[1:] if op in MATMULS_WITH_SUMMAND else inputs
 
 
-def _describe_dtype(inputs: Sequence[Tensor]) -> str:
+def _describe_dtype(inputs: Iterable[Tensor]) -> str:
     """Return the dtype of the first floating-point input, such as "bfloat16".
 
-    If no input is floating-point, return the dtype of the first one, or "float32" without inputs.
+    If no input is floating-point, return "".
     """
-    floating = [tensor for tensor in inputs if tensor.is_floating_point()]
-    candidates = floating or inputs
-    dtype = candidates[0].dtype if candidates else torch.float32
-    return str(dtype).removeprefix("torch.")
+    for tensor in inputs:
+        if tensor.is_floating_point():
+            return str(tensor.dtype).removeprefix("torch.")
+    return ""
 
 
 def _count_traffic(signature: _Signature, arguments: OperatorArguments, result: Any) -> int:
