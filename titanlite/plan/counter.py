@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -216,6 +216,7 @@ class Counter(TorchDispatchMode):
         location: Current location in the step, which `step_counts.StepFollower` updates.
         log: Pairs of a location and a piece of work or an allocation, in the order of the step. The
             log starts with the storages that existed before the step.
+        recording: A second log that also gets each new entry, or None if nothing is recorded.
         forward_starts: Indices in the log at which forward passes start.
     """
 
@@ -239,8 +240,7 @@ class Counter(TorchDispatchMode):
         self.location = START
         self.log: list[LogEntry] = []
         self.forward_starts: list[int] = []
-        self._recording: list[LogEntry] | None = None  # gets a copy of each new log entry
-        self._recordings: dict[Any, list[LogEntry]] = {}  # name -> latest recording of this name
+        self.recording: list[LogEntry] | None = None
         for record, _ in self._living.values():
             self.add(Allocation(record, record.size))
 
@@ -248,8 +248,8 @@ class Counter(TorchDispatchMode):
         """Append an entry to the log of the step and to the current recording, if there is one."""
         log_entry = (self.location, entry)
         self.log.append(log_entry)
-        if self._recording is not None:
-            self._recording.append(log_entry)
+        if self.recording is not None:
+            self.recording.append(log_entry)
 
     def mark(self, tensors: Iterable[Any], kind: str, overwrite: bool = True) -> None:
         """Set the kind of memory that tensors occupy, for example "gradients".
@@ -265,35 +265,6 @@ class Counter(TorchDispatchMode):
                 is_guessed = record.kind in GUESSED_KINDS
                 if is_guessed or overwrite:
                     record.kind = kind
-
-    def start_recording(self, name: Any) -> None:
-        """Record all further log entries under `name`, so that they can be repeated.
-
-        This ends the current recording and replaces an earlier recording with the same name.
-        """
-        self._recording = []
-        self._recordings[name] = self._recording
-
-    def stop_recording(self) -> None:
-        """End the current recording."""
-        self._recording = None
-
-    def repeat_recording(self, name: Any) -> None:
-        """Append the log entries that were recorded under `name` to the log, if there are any."""
-        self.log += self._recordings.get(name, ())
-
-    @contextmanager
-    def record_separately(self, name: Any) -> Iterator[None]:
-        """Record all log entries within this context under `name`.
-
-        If another recording is in progress, pause it during this context.
-        """
-        outer_recording = self._recording
-        self.start_recording(name)
-        try:
-            yield
-        finally:
-            self._recording = outer_recording
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -550,11 +550,13 @@ class _MicrobatchSkipper:
         skipped: Indices of the skipped microbatches.
         last_loss: Loss of the last microbatch that ran, or 0 before the first one. It is also the
             loss of skipped microbatches.
+        recordings: Latest log entries of each method, by its name and the index of the stage.
     """
 
     counter: Counter
     skipped: range
     last_loss: Tensor
+    recordings: dict[tuple[str, int], list[LogEntry]] = field(default_factory=dict)
 
     def list_replacements(self, stage: PipelineStage) -> dict[str, Any]:
         """Return a mapping from the names of methods to their replacement functions."""
@@ -590,14 +592,14 @@ class _MicrobatchSkipper:
             args: Further arguments of the method.
             kwargs: Keyword arguments of the method.
         """
-        recording = (name, stage.stage_index)
+        key = (name, stage.stage_index)
         self.counter.location = Location(PIPELINE_ACTIONS[name], "stage", stage.stage_index)
         if microbatch in self.skipped:
-            self.counter.stop_recording()  # of the previous action
-            self.counter.repeat_recording(recording)
+            self.counter.recording = None  # of the previous action
+            self.counter.log += self.recordings.get(key, [])
             return self._choose_skipped_result(stage, name)
 
-        self.counter.start_recording(recording)
+        self.counter.recording = self.recordings[key] = []
         result = method(microbatch, *args, **kwargs)
         if name == "forward_one_chunk" and stage.is_last:
             self.last_loss = result.detach()
@@ -631,11 +633,14 @@ class _MicrobatchSkipper:
             method: The original method.
             microbatch: Index of the microbatch.
         """
-        recording = (name, stage.stage_index)
+        key = (name, stage.stage_index)
         if microbatch in self.skipped:
-            self.counter.repeat_recording(recording)
+            self.counter.log += self.recordings.get(key, [])
             return []  # nothing to receive
         # For a skipped microbatch, the action and the receive each log their recording again. If
         # the recording of the action included these allocations, they would be logged twice.
-        with self.counter.record_separately(recording):
-            return method(microbatch)
+        action_recording = self.counter.recording
+        self.counter.recording = self.recordings[key] = []
+        operations = method(microbatch)
+        self.counter.recording = action_recording
+        return operations
