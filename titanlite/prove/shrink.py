@@ -14,6 +14,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -347,25 +348,9 @@ def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
     if problem:
         notes.append(f"[dataset]: a toy text is read instead, because {problem}.")
         write_output(out / TOY_TEXT, _make_toy_text().encode())
-        small = _replace_data(small, out / TOY_TEXT)
+        toy_source = TextSource(source="jsonl", path=str(out / TOY_TEXT))
+        small = small.with_section("dataset", **dict(toy_source), sources=(), max_epochs=0)
     return small, notes
-
-
-def _replace_data(job: JobConfig, path: Path) -> JobConfig:
-    """Return a copy of a job whose training data is a single JSON Lines file."""
-    return job.with_section(
-        "dataset",
-        source="jsonl",
-        path=str(path),
-        sources=(),
-        text_column="text",
-        token_dtype=None,
-        loss_mask_column=None,
-        max_epochs=0,
-        streaming=False,
-        config=None,
-        split="train",
-    )
 
 
 def _find_data_problem(dataset: Dataset) -> str:
@@ -456,6 +441,4 @@ def _flat_options(run: Run) -> dict[str, Any]:
 
     Take the sizes of the model from its architecture, because the job may not set them.
     """
-    arch = run.arch
-    model = {name: getattr(arch, name) for name in Model.model_fields if hasattr(arch, name)}
-    return flatten(run.job.model_dump(mode="json") | {"model": model})
+    return flatten(run.job.model_dump(mode="json") | {"model": asdict(run.arch)})
