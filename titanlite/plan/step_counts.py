@@ -95,7 +95,6 @@ def count_step(
     mesh: Mesh,
     sharded: ShardedModel,
     train_step: TrainStep,
-    run_all_microbatches: bool = False,
 ) -> StepCounts:
     """Run two training steps and count the memory and work of the second one.
 
@@ -108,11 +107,10 @@ def count_step(
         mesh: Layout of the ranks.
         sharded: This rank's part of the model.
         train_step: Training step of the model.
-        run_all_microbatches: Do not skip any microbatches.
     """
     counter = Counter(_describe_groups(mesh))
     allocator = CachingAllocator()
-    skipped = range(0) if run_all_microbatches else _skippable_microbatches(run)
+    skipped = _skippable_microbatches(run)
     with counter.watching():
         _run_steps(counter, allocator, run, sharded, train_step, skipped)
 

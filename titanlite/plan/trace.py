@@ -75,7 +75,6 @@ def trace_run(
     run: Run,
     gpu: Gpu | None = None,
     map_function: Apply = map,
-    whole: bool = False,
 ) -> tuple[RankTrace, ...]:
     """Trace one optimizer step on each kind of pipeline rank.
 
@@ -86,8 +85,6 @@ def trace_run(
         run: The validated job and the number of ranks. Neither data nor GPUs are needed.
         gpu: The GPU of each rank. None means a CPU.
         map_function: `map`, or the `map` method of a process pool to trace in parallel.
-        whole: Run all blocks and microbatches on all pipeline ranks. This gives the same counts,
-            but takes longer.
 
     Returns:
         One trace per kind of pipeline rank.
@@ -112,18 +109,15 @@ def trace_run(
     # Choose the blocks to run. On a GPU, run all blocks of a small model; see
     # `MAX_REPLAYED_BLOCKS`.
     is_small = run.degrees.pipeline == 1 and run.arch.n_layers <= MAX_REPLAYED_BLOCKS
-    runs_all_blocks = whole or (on_gpu and is_small)
-    num_removed = 0 if runs_all_blocks else _count_removable_blocks(run)
+    num_removed = 0 if on_gpu and is_small else _count_removable_blocks(run)
 
     # Count the work of each rank in a short model, and again in a model with one more block in each
     # pipeline stage. The difference is the cost of these blocks.
-    ranks = _choose_ranks(run, whole)
+    ranks = _choose_ranks(run)
     runs = [_remove_blocks(run, num_removed)]
     if num_removed:
         runs.append(_remove_blocks(run, num_removed - 1))
-    count_rank = partial(
-        _count_rank, on_gpu=on_gpu, has_float8=has_float8, run_all_microbatches=whole
-    )
+    count_rank = partial(_count_rank, on_gpu=on_gpu, has_float8=has_float8)
     shortened_runs, traced_ranks = zip(*product(runs, ranks), strict=True)
     results = list(map_function(count_rank, shortened_runs, traced_ranks))
 
@@ -137,22 +131,19 @@ def trace_run(
     return tuple(traces)
 
 
-def _choose_ranks(run: Run, whole: bool) -> list[int]:
+def _choose_ranks(run: Run) -> list[int]:
     """Choose the ranks to trace: the first pipeline rank of each kind.
 
     Pipeline ranks are of the same kind if their stages are alike. The first rank of a kind holds
-    the most microbatches at a time, so it needs the most memory.
-
-    Args:
-        run: The validated job and the number of ranks.
-        whole: Choose every pipeline rank. A V-shaped schedule has the same effect.
+    the most microbatches at a time, so it needs the most memory. With a V-shaped schedule, choose
+    every pipeline rank.
     """
     num_pipeline_ranks = run.degrees.pipeline
     schedule = run.job.parallelism.pipeline_parallel_schedule
     # Consecutive ranks hold the same pipeline stages. Only the first of them is traced.
     ranks_per_stage = run.world_size // num_pipeline_ranks
     first_ranks = [rank * ranks_per_stage for rank in range(num_pipeline_ranks)]
-    if whole or schedule in V_SHAPED:
+    if schedule in V_SHAPED:
         return first_ranks
 
     first_of_kind: dict[Any, int] = {}
@@ -245,9 +236,7 @@ def _remove_blocks(run: Run, num_removed: int) -> Run:
     return with_keys(run, settings)
 
 
-def _count_rank(
-    run: Run, rank: int, on_gpu: bool, has_float8: bool, run_all_microbatches: bool
-) -> StepCounts:
+def _count_rank(run: Run, rank: int, on_gpu: bool, has_float8: bool) -> StepCounts:
     """Run a training step of a simulated rank on fake tensors and count its memory and work.
 
     Args:
@@ -255,7 +244,6 @@ def _count_rank(
         rank: Rank to simulate.
         on_gpu: Whether the rank has a GPU.
         has_float8: Whether the GPU supports the FP8 recipe of the job.
-        run_all_microbatches: Run all microbatches instead of repeating the counts of one.
     """
     uses_mxfp8 = run.job.float8.recipe_name == "mxfp8"
     with (
@@ -279,7 +267,7 @@ def _count_rank(
         # Leave the fake mode here, because the constructor of AdamW8bit reads its constants.
         train_step = TrainStep(run, mesh, sharded, DEVICE)
         with fake_mode:
-            return count_step(run, mesh, sharded, train_step, run_all_microbatches)
+            return count_step(run, mesh, sharded, train_step)
 
 
 def _extrapolate(short: StepCounts, longer: StepCounts, num_removed: int) -> StepCounts:
