@@ -383,7 +383,15 @@ def _schedule_kernels(graph: Graph) -> list[_Kernel]:
     bases = _find_bases(nodes)
     returned_bases = {bases[node] for node in output.all_input_nodes}
     stored = _find_stored(nodes, bases) | returned_bases | inputs
-    kernels = _list_kernels(nodes, stored, _find_stored_inputs(nodes, bases, stored))
+    stored_inputs = _find_stored_inputs(nodes, bases, stored)
+
+    # Kernels compute the stored values, or copy a value into an existing tensor. Other values need
+    # no separate kernel: the kernels that use them compute them.
+    kernels: list[_Kernel] = []
+    for node in nodes:
+        if node.op == "call_function" and (node in stored or _is_copy(node)):
+            is_generated = not _has_library_kernel(node)
+            kernels.append(_Kernel(node, stored_inputs[node], is_generated))
     _set_num_bytes(kernels)
     _set_freed(kernels, bases, returned_bases)
     return kernels
@@ -422,27 +430,6 @@ def _find_stored(nodes: Sequence[Node], bases: Mapping[Node, Node]) -> set[Node]
         elif _is_reduction(node):
             stored.add(node)
     return stored
-
-
-def _list_kernels(
-    nodes: Sequence[Node], stored: set[Node], stored_inputs: Mapping[Node, set[Node]]
-) -> list[_Kernel]:
-    """List the kernels that write the values of a graph to memory, in the order in which they run.
-
-    These kernels compute stored values, or copy a value into an existing tensor. Values that are
-    not stored need no separate kernel: the kernels that use them compute them.
-
-    Args:
-        nodes: Nodes of the graph in order, without the output node.
-        stored: Nodes whose values are written to memory.
-        stored_inputs: For each node, the stored values that a kernel must read to compute it.
-    """
-    kernels: list[_Kernel] = []
-    for node in nodes:
-        if node.op == "call_function" and (node in stored or _is_copy(node)):
-            is_generated = not _has_library_kernel(node)
-            kernels.append(_Kernel(node, stored_inputs[node], is_generated))
-    return kernels
 
 
 def _set_num_bytes(kernels: Iterable[_Kernel]) -> None:
