@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, redirect_stderr, redirect_stdout
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -93,8 +93,8 @@ class TestedStep:
     """
 
     ranks: list[StepRecord]
-    gradients: NamedTensors = field(default_factory=dict)
-    state: NamedTensors = field(default_factory=dict)
+    gradients: NamedTensors
+    state: NamedTensors
 
     @property
     def weights(self) -> NamedTensors:
@@ -143,11 +143,12 @@ def _combine_records(records: list[StepRecord]) -> TestedStep:
     Only the first rank of each pipeline stage has recorded unsharded tensors. Together, these ranks
     have recorded all tensors of the model.
     """
-    step = TestedStep(records)
+    gradients: NamedTensors = {}
+    state: NamedTensors = {}
     for record in records:
-        step.gradients.update(record.gradients.unsharded)
-        step.state.update(record.state.unsharded)
-    return step
+        gradients |= record.gradients.unsharded
+        state |= record.state.unsharded
+    return TestedStep(records, gradients, state)
 
 
 class StepRepeater(Recorder):
