@@ -388,16 +388,13 @@ def _read_events(entries: Iterable[JsonObject], metrics: Columns) -> list[JsonOb
     for event in _parse_events(entries, metrics):
         if event["kind"] == "start":
             if is_running:
-                events.append(
-                    {
-                        # The time of the end is unknown, so use the time of the next start.
-                        "time": event["time"],
-                        "step": max(events[-1]["step"], _find_logged_step(metrics, event["time"])),
-                        "undone": False,
-                        "kind": "killed",
-                        "text": "The run was killed: no end was recorded before the next start.",
-                    }
-                )
+                # The time of the end is unknown, so use the time of the next start.
+                end = {
+                    "step": max(events[-1]["step"], _find_logged_step(metrics, event["time"])),
+                    "kind": "killed",
+                    "text": "The run was killed: no end was recorded before the next start.",
+                }
+                events.append(event | end)
             _mark_undone(events, event["step"])
             is_running = True
         elif event["kind"] in ENDS:
