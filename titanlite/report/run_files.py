@@ -62,13 +62,8 @@ METRIC_FORMATS = {
     "grad_norm": "grad_norm {:.3f}",
     "lr": "lr {:.2e}",
 }
-STATE_COLORS = {
-    "stopped": "yellow",
-    "stale": "yellow",
-    "rejected": "red",
-    "failed": "red",
-    "crashed": "red",
-}
+STATE_COLORS = {"running": "green", "finished": "green", "stopped": "yellow", "stale": "yellow"}
+"""Color of each state that is not an error. Errors are red."""
 
 
 @dataclass
@@ -136,7 +131,7 @@ class RunStatus:
         from rich.text import Text
 
         text = Text("\n".join(self.to_lines()), no_wrap=True, overflow="ellipsis")
-        text.stylize(f"bold {STATE_COLORS.get(self.state, 'green')}", 0, len(self.state))
+        text.stylize(f"bold {STATE_COLORS.get(self.state, 'red')}", 0, len(self.state))
         return text
 
 
