@@ -335,21 +335,14 @@ class Counter(TorchDispatchMode):
 
         kwargs = kwargs or {}
         if func.is_view:
-            return self._run_view(func, args, kwargs)
+            # An operator such as `reshape` only calls simpler operators, which are counted instead.
+            # torch disables a dispatch mode while the mode handles an operator. Enable this mode
+            # again, so that it receives the simpler operators.
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:  # otherwise, `func` calls no other operators
+                return result
         return self._run_and_count(func, args, kwargs)
-
-    def _run_view(self, func: Any, args: tuple[Any, ...], kwargs: OperatorArguments) -> Any:
-        """Run an operator that returns a view, or a copy if a view is impossible.
-
-        An operator that only calls simpler operators, such as `reshape`, is not counted itself.
-        """
-        # torch disables a dispatch mode while the mode handles an operator. Enable this mode again,
-        # so that it receives and counts the simpler operators.
-        with self:
-            result = func.decompose(*args, **kwargs)
-        if result is NotImplemented:  # `func` calls no other operators
-            return self._run_and_count(func, args, kwargs)
-        return result
 
     def _run_and_count(self, func: Any, args: tuple[Any, ...], kwargs: OperatorArguments) -> Any:
         """Run one operator and return its result.
