@@ -529,9 +529,12 @@ def _skip_microbatches(
     skipper = _MicrobatchSkipper(counter, skipped, last_loss=torch.zeros(()))
     with ExitStack() as stack:
         for stage in stages:
-            stack.enter_context(
-                patch.multiple(stage, create=True, **skipper.list_replacements(stage))
-            )
+            methods: dict[str, Any] = dict(UNANIMOUS_SHAPE_VOTE)  # no other ranks can vote
+            for name in PIPELINE_ACTIONS:
+                methods[name] = partial(skipper.run_action, stage, name, getattr(stage, name))
+            for name in PIPELINE_RECEIVES:
+                methods[name] = partial(skipper.run_receive, stage, name, getattr(stage, name))
+            stack.enter_context(patch.multiple(stage, create=True, **methods))
         yield
 
 
@@ -556,16 +559,7 @@ class _MicrobatchSkipper:
     last_loss: Tensor
     recordings: dict[tuple[str, int], list[LogEntry]] = field(default_factory=dict)
 
-    def list_replacements(self, stage: PipelineStage) -> dict[str, Any]:
-        """Return a mapping from the names of methods to their replacement functions."""
-        replacements = dict(UNANIMOUS_SHAPE_VOTE)  # other ranks do not exist, so they cannot vote
-        for name in PIPELINE_ACTIONS:
-            replacements[name] = partial(self._run_action, stage, name, getattr(stage, name))
-        for name in PIPELINE_RECEIVES:
-            replacements[name] = partial(self._run_receive, stage, name, getattr(stage, name))
-        return replacements
-
-    def _run_action(
+    def run_action(
         self,
         stage: PipelineStage,
         name: str,
@@ -616,7 +610,7 @@ class _MicrobatchSkipper:
             return []  # nothing to send
         return None  # torch does not use the results of the other methods
 
-    def _run_receive(
+    def run_receive(
         self, stage: PipelineStage, name: str, method: Callable[..., Any], microbatch: int
     ) -> list[Any]:
         """List the receive operations of a microbatch, unless it is skipped.
