@@ -552,7 +552,14 @@ def _guess_plan(run: Run, gpu: Gpu) -> Forecast:
         moment="",
         kinds={},
         cpu_peak=0,
-        work=_guess_work(run),
+        # All work is counted as part of the backward pass, which takes most of the time of a step.
+        work=(
+            _guess_matmuls(run),
+            _guess_attention(run),
+            _guess_other_kernels(run),
+            _guess_tensor_parallel(run),
+            *_guess_fsdp(run),
+        ),
         reserved=int(1.11 * peak),  # by the caching allocator, including unused memory
     )
     return forecast(run, [trace], gpu)
@@ -576,20 +583,6 @@ def _guess_unsharded_bytes(run: Run) -> float:
     has_pipeline = run.degrees.pipeline > 1
     gathered_share = 1.0 if has_pipeline else BLOCKS_IN_FLIGHT / _count_blocks(run)
     return _count_weights(run) * (gradient_bytes + 2 * gathered_share)
-
-
-def _guess_work(run: Run) -> tuple[Work, ...]:
-    """Estimate the work of a step as a few large kernels and collectives, without a trace.
-
-    All work is counted as part of the backward pass, which takes most of the time of a step.
-    """
-    return (
-        _guess_matmuls(run),
-        _guess_attention(run),
-        _guess_other_kernels(run),
-        _guess_tensor_parallel(run),
-        *_guess_fsdp(run),
-    )
 
 
 def _guess_matmuls(run: Run) -> Work:
@@ -641,8 +634,7 @@ def _guess_tensor_parallel(run: Run) -> Work:
 def _guess_fsdp(run: Run) -> list[Work]:
     """Estimate the all-gathers, reduce-scatters and all-reduces of FSDP and HSDP in a step.
 
-    Each collective transfers the weights or gradients of one block. Like all estimated work, the
-    collectives count as part of the backward pass.
+    Each collective transfers the weights or gradients of one block.
     """
     degrees = run.degrees
     num_blocks = _count_blocks(run)
