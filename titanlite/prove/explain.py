@@ -138,16 +138,12 @@ def describe_names(failed: Sequence[str], names: Iterable[str]) -> str:
     if kinds.isdisjoint(remove_block_number(name) for name in correct):
         return f"only parameters of the kind {', '.join(sorted(kinds))} differ"
 
-    return f"only {_list_first_names(failed)} differ"
-
-
-def _list_first_names(names: Sequence[str]) -> str:
-    """Return names as text, such as "a, b, c and 2 others"."""
-    text = ", ".join(names[:MAX_NAMES])
-    num_others = len(names) - MAX_NAMES
-    if num_others <= 0:
-        return text
-    return f"{text} and {format_count(num_others, 'other')}"
+    # For example, "only a, b, c and 2 others differ".
+    listed = ", ".join(failed[:MAX_NAMES])
+    num_others = len(failed) - MAX_NAMES
+    if num_others > 0:
+        listed += f" and {format_count(num_others, 'other')}"
+    return f"only {listed} differ"
 
 
 def remove_block_number(name: str) -> str:
