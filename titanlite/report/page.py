@@ -395,19 +395,15 @@ def _read_events(entries: Iterable[JsonObject], metrics: Columns) -> list[JsonOb
                     "text": "The run was killed: no end was recorded before the next start.",
                 }
                 events.append(event | end)
-            _mark_undone(events, event["step"])
+            # The run resumed from this step, so later steps are undone.
+            for earlier in events:
+                if earlier["step"] > event["step"]:
+                    earlier["undone"] = True
             is_running = True
         elif event["kind"] in ENDS:
             is_running = False
         events.append(event)
     return events
-
-
-def _mark_undone(events: Iterable[JsonObject], start_step: float) -> None:
-    """Mark the events after `start_step` as undone, because the run resumed from this step."""
-    for event in events:
-        if event["step"] > start_step:
-            event["undone"] = True
 
 
 def _parse_events(entries: Iterable[JsonObject], metrics: Columns) -> Iterator[JsonObject]:
