@@ -147,7 +147,10 @@ def sparkline(values: Sequence[float], width: int) -> str:
     if not values:
         return ""
 
-    means = _average_neighbors(values, min(width, len(values)))
+    # Divide the values into groups of about the same size, and draw the mean of each group.
+    num_means = min(width, len(values))
+    ends = [i * len(values) // num_means for i in range(num_means + 1)]
+    means = [fmean(values[start:end]) for start, end in pairwise(ends)]
     low = min(means)
     span = max(means) - low
     if span == 0:
@@ -155,15 +158,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
     blocks = "▁▂▃▄▅▆▇█"  # the lowest value is drawn as block 0, and the highest as block 7
     heights = [round((mean - low) / span * 7) for mean in means]
     return "".join(blocks[height] for height in heights)
-
-
-def _average_neighbors(values: Sequence[float], num_means: int) -> list[float]:
-    """Divide values into `num_means` groups of adjacent values and return the mean of each group.
-
-    The groups have about the same size.
-    """
-    ends = [i * len(values) // num_means for i in range(num_means + 1)]
-    return [fmean(values[start:end]) for start, end in pairwise(ends)]
 
 
 def read_json_lines(
@@ -429,7 +423,9 @@ def _find_state(
 
     start = starts_and_ends[-1] if starts_and_ends else {}
     if start.get("host") == socket.gethostname():
-        return _check_process(start)
+        if _is_alive(start.get("process"), start["time"]):
+            return "running", ""
+        return "crashed", "its process was killed, or the node went down"
 
     # A run on another node is stale after five minutes or, if longer, ten steps without an update.
     ten_steps = 10 * numbers.get("step_time", 0.0)
@@ -437,17 +433,6 @@ def _find_state(
         return "running", ""
     rounded_age = timedelta(seconds=round(age))
     return "stale", f"no end was recorded, and the last update was {rounded_age} ago"
-
-
-def _check_process(start: JsonObject) -> StateAndReason:
-    """Return the state of a run on this node, depending on whether its process still exists.
-
-    Args:
-        start: Event of the last start.
-    """
-    if _is_alive(start.get("process"), start["time"]):
-        return "running", ""
-    return "crashed", "its process was killed, or the node went down"
 
 
 def _describe_end(starts_and_ends: Sequence[JsonObject]) -> StateAndReason:
