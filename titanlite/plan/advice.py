@@ -529,15 +529,11 @@ def _choose_global_batch_size(run: Run, layout: dict[str, Any], local_size: int)
     then idle less than a fifth of the time.
     """
     job_size = run.job.training.global_batch_size
-    tensor = layout["parallelism.tensor_parallel_degree"]
-    pipeline = layout["parallelism.pipeline_parallel_degree"]
-    context = layout["parallelism.context_parallel_degree"]
-    if job_size != -1 or pipeline == 1:
+    degrees = with_keys(run, layout).degrees
+    if job_size != -1 or degrees.pipeline == 1:
         return job_size
-
     # With m = 4 p microbatches, the p ranks are idle for (p - 1) / (m + p - 1) < 1/5.
-    data_degree = run.world_size // (tensor * pipeline * context)
-    return 4 * pipeline * local_size * data_degree
+    return 4 * degrees.pipeline * local_size * degrees.data
 
 
 def _guess_plan(run: Run, gpu: Gpu) -> Forecast:
