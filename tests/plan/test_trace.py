@@ -20,7 +20,7 @@ from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.plan import step_counts, trace
 from titanlite.plan.allocator import CUBLAS_WORKSPACES, MIB
-from titanlite.plan.counter import ALL_KINDS
+from titanlite.plan.counter import KINDS
 from titanlite.plan.roofline import bytes_outside_allocator, forecast
 from titanlite.plan.step_counts import count_step
 from titanlite.plan.trace import RankTrace, trace_run
@@ -156,7 +156,7 @@ def real_bytes(jobs: dict[str, str]) -> dict[str, dict[str, int]]:
         counts = [count_step(run, mesh, sharded, update).peaks for _ in range(repeats)]
         peak_kinds = [max(peaks.values(), key=sum) for peaks in counts]
         lowest = map(int, min(peak_kinds, key=sum))
-        results[name] = dict(zip(ALL_KINDS[:-1], lowest, strict=False))
+        results[name] = dict(zip(KINDS, lowest, strict=True))
     return results
 
 

@@ -41,11 +41,9 @@ KINDS: tuple[str, ...] = (
     "other",
 )
 OFFLOADED = "offloaded"  # CPU memory that CPU offload uses
-ALL_KINDS: tuple[str, ...] = (*KINDS, OFFLOADED)
 GUESSED_KINDS: tuple[str, ...] = ("activations", "loss", "other")
 """Kinds that `_guess_kind` gives to a new storage."""
 
-GENERATED = "compiled"  # `Work.op` of kernels that the compiler generates
 MATMULS_WITH_SUMMAND = {"addmm", "addmm_", "baddbmm"}  # addmm(summand, a, b) = summand + a @ b
 MATMULS = {"mm", "_scaled_mm", "bmm", *MATMULS_WITH_SUMMAND}
 FLEX_OPS = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
@@ -161,7 +159,7 @@ class StorageRecord:
     """Record of a storage, the memory behind tensors. It outlives the storage.
 
     Attributes:
-        kind: Kind of memory, one of `ALL_KINDS`. It can change while the step runs.
+        kind: Kind of memory, one of `KINDS` or `OFFLOADED`. It can change while the step runs.
         stream: Index of the stream in which the storage was allocated. 0 is the compute stream.
         size: Current size in bytes, or 0 after the storage was freed.
     """
@@ -256,7 +254,7 @@ class Counter(TorchDispatchMode):
 
         Args:
             tensors: Tensors that occupy the memory. Values that are not tensors are ignored.
-            kind: New kind, one of `ALL_KINDS`.
+            kind: New kind, one of `KINDS` or `OFFLOADED`.
             overwrite: Also change memory that was marked before, such as weights.
         """
         for tensor in tensors:
@@ -486,7 +484,7 @@ def count_generated_kernel(num_bytes: int) -> None:
     """
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, Counter):
-            mode.add(Work(mode.location.phase, GENERATED, bytes=num_bytes))
+            mode.add(Work(mode.location.phase, "compiled", bytes=num_bytes))
 
 
 class _Signature(NamedTuple):

@@ -30,7 +30,6 @@ from titanlite.parallel.mesh import Mesh, get_world_group
 from titanlite.parallel.parallelize import ShardedModel
 from titanlite.plan.allocator import NEVER_FREED, CachingAllocator
 from titanlite.plan.counter import (
-    ALL_KINDS,
     KINDS,
     MATMULS,
     OFFLOADED,
@@ -265,7 +264,7 @@ def _find_peaks(log: Iterable[LogEntry]) -> dict[Location, np.ndarray]:
     Returns:
         For each location, the bytes of each of `KINDS` when GPU memory is at its peak there.
     """
-    allocated = dict.fromkeys(ALL_KINDS, 0)
+    allocated = defaultdict[str, int](int)
     peak_bytes = defaultdict[Location, int](int)
     peaks: dict[Location, np.ndarray] = {}
     for location, entry in log:
