@@ -194,7 +194,7 @@ def _read_run(folder: Path, num_runs: int) -> JsonObject:
             are kept for each one.
     """
     status = read_status(folder)  # error messages show the folder as the user wrote it
-    folder = Path(os.path.expanduser(folder)).resolve()
+    folder = folder.resolve()
     problems: list[str] = []
     metrics = make_columns(read_metrics(folder, problems))
     _remove_equal_curves(metrics)  # such as the maximum loss over all ranks in a run on one rank

@@ -294,7 +294,6 @@ def read_status(folder: Path) -> RunStatus:
     Raises:
         UserError: If the folder is not the output folder of a run.
     """
-    folder = Path(os.path.expanduser(folder))
     if not _is_run(folder):
         problem = "is not the output folder of a run" if folder.is_dir() else "does not exist"
         raise UserError(f"{folder} {problem}. List the runs with `titanlite runs FOLDER`.")
@@ -305,7 +304,8 @@ def read_status(folder: Path) -> RunStatus:
     numbers = metrics[-1] if metrics else {}
     events = _read_last_events(folder, problems)
 
-    last_update = _find_last_update(numbers, events)
+    times = [numbers.get("time", 0.0), *(event["time"] for event in events[-1:])]
+    last_update = float(max(times)) or None  # None if there is neither a log step nor an event
     state, exit_reason = _find_state(numbers, events, last_update)
     _remove_outdated_eta(numbers, events)
     return RunStatus(
@@ -358,17 +358,6 @@ def _read_last_events(folder: Path, problems: list[str]) -> list[JsonObject]:
         for event in read_json_lines(folder / EVENTS_FILE, problems, TAIL_BYTES)
         if get_number(event, "time") is not None and isinstance(event.get("text"), str)
     ]
-
-
-def _find_last_update(numbers: dict[str, float], events: Sequence[JsonObject]) -> float | None:
-    """Return the Unix time of the last log step or event of a run, or None if there is neither.
-
-    Args:
-        numbers: Metrics of the last log step.
-        events: Last events of the run, oldest first.
-    """
-    times = [line.get("time", 0.0) for line in (numbers, *events[-1:])]
-    return float(max(times)) or None
 
 
 def _list_starts_and_ends(events: Sequence[JsonObject]) -> list[JsonObject]:
@@ -551,7 +540,6 @@ def list_runs(folder: Path) -> list[JsonObject]:
     Raises:
         UserError: If there is no run in the folder.
     """
-    folder = Path(os.path.expanduser(folder))
     paths = _find_runs(folder)
     if not paths:
         raise UserError(f"{folder} contains no runs. Pass a folder with output folders of runs.")
