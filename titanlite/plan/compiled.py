@@ -190,21 +190,17 @@ def _trace_graph(function: Function, tensors: Sequence[Tensor]) -> Function:
         keep_inference_input_mutations=True,
     )
 
-    # Replacements for functions of PyTorch that change graphs and saved tensors; see below.
-    def keep_graphs(_: Any, forward: Any, backward: Any, *__: Any) -> tuple[Any, Any]:
-        return forward, backward
-
-    def keep_tensor(tensor: Tensor) -> Tensor:
-        return tensor
-
     # Call the function with empty fake tensors to create the graphs. Do not count this call.
     fake_tensor: Any = next(plain_tensors(tensors[0]))
     with (
         # `functionalize_rng_ops` rewrites the graphs to store the random state of operators such as
         # dropout. This needs a GPU, so leave the graphs as they are.
-        patch.multiple(partitioners, functionalize_rng_ops=keep_graphs),
+        patch.multiple(
+            partitioners,
+            functionalize_rng_ops=lambda _, forward, backward, *__: (forward, backward),
+        ),
         # Activation checkpointing drops tensors that a block saves. Keep the tensors of this call.
-        torch.autograd.graph.saved_tensors_hooks(keep_tensor, keep_tensor),
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
         _disable_current_modes(),  # such as the counter
         # `_disable_current_modes` also disables the mode of fake tensors, so enter it again.
         fake_tensor.fake_mode,
