@@ -584,30 +584,21 @@ class _MicrobatchSkipper:
             kwargs: Keyword arguments of the method.
         """
         key = (name, stage.stage_index)
+        returns_loss = name == "forward_one_chunk" and stage.is_last
         self.counter.location = Location(PIPELINE_ACTIONS[name], "stage", stage.stage_index)
         if microbatch in self.skipped:
             self.counter.recording = None  # of the previous action
             self.counter.log += self.recordings.get(key, [])
-            return self._choose_skipped_result(stage, name)
+            if returns_loss:
+                return self.last_loss
+            # There is nothing to send. torch does not use the results of the other methods.
+            return [] if name.endswith("send_ops") else None
 
         self.counter.recording = self.recordings[key] = []
         result = method(microbatch, *args, **kwargs)
-        if name == "forward_one_chunk" and stage.is_last:
+        if returns_loss:
             self.last_loss = result.detach()
         return result
-
-    def _choose_skipped_result(self, stage: PipelineStage, name: str) -> Any:
-        """Return a result that torch accepts in place of the result of a skipped method.
-
-        Args:
-            stage: The pipeline stage.
-            name: Name of the method, one of `PIPELINE_ACTIONS`.
-        """
-        if name == "forward_one_chunk" and stage.is_last:
-            return self.last_loss
-        if name.endswith("send_ops"):
-            return []  # nothing to send
-        return None  # torch does not use the results of the other methods
 
     def run_receive(
         self, stage: PipelineStage, name: str, method: Callable[..., Any], microbatch: int
