@@ -184,6 +184,9 @@ class Allocation(NamedTuple):
 LogEntry = tuple[Location, Work | Allocation]
 ShapeAndFlops = tuple[tuple[int, ...], int]
 """`shape` and `flops` of a `Work`."""
+ShapeAndVisibleKeys = tuple[tuple[int, int, int, int, int], Fraction]
+"""(batch, heads, queries, keys, head_dim) of an attention operator, and the average number of keys
+that a query attends to."""
 OperatorArguments = Mapping[str, Any]
 """Arguments of an operator by name."""
 
@@ -600,21 +603,24 @@ def _count_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlops:
         return (m, k, n), 2 * m * k * n
 
     if op in VARLEN_OPS:
-        return _count_varlen_flops(op, arguments)
-    if "_scaled_dot_product" in op:
-        return _count_attention_flops(op, arguments)
-    return (), 0
+        shape, mean_visible_keys = _describe_varlen_attention(arguments)
+    elif "_scaled_dot_product" in op:
+        shape, mean_visible_keys = _describe_attention(op, arguments)
+    else:
+        return (), 0
+    batch, heads, num_queries, _num_keys, head_dim = shape
+    num_scores = batch * heads * num_queries * mean_visible_keys  # excluding masked scores
+    # The backward pass has five matmuls, because it recomputes the scores.
+    num_matmuls = 5 if "backward" in op else 2
+    return shape, int(2 * num_matmuls * num_scores * head_dim)
 
 
-def _count_attention_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlops:
-    """Count the FLOPs of scaled dot-product attention or flex attention with a causal mask.
+def _describe_attention(op: str, arguments: OperatorArguments) -> ShapeAndVisibleKeys:
+    """Return the shape and the visible keys of scaled dot-product attention or flex attention.
 
     Args:
         op: Forward or backward operator, without "aten::".
         arguments: Arguments of the operator by name.
-
-    Returns:
-        (batch, heads, queries, keys, head_dim), and the number of FLOPs.
     """
     batch, heads, num_queries, head_dim = arguments["query"].shape
     num_keys = arguments["key"].shape[2]
@@ -629,29 +635,24 @@ def _count_attention_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlo
         # query to all keys. Take the mean of both.
         num_earlier_keys = num_keys - num_queries
         mean_visible_keys = Fraction(num_earlier_keys + num_keys, 2)
-    shape = (batch, heads, num_queries, num_keys, head_dim)
-    return shape, _attention_flops(op, shape, mean_visible_keys)
+    return (batch, heads, num_queries, num_keys, head_dim), mean_visible_keys
 
 
-def _count_varlen_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlops:
-    """Count the FLOPs of variable-length attention.
+def _describe_varlen_attention(arguments: OperatorArguments) -> ShapeAndVisibleKeys:
+    """Return the shape and the visible keys of variable-length attention.
 
     Document lengths are unknown, because fake tensors have no values. Each sequence therefore
     counts as one document.
 
     Args:
-        op: Forward or backward operator, one of `VARLEN_OPS`.
-        arguments: Arguments of the operator by name.
-
-    Returns:
-        (batch, heads, queries, keys, head_dim), and the number of FLOPs.
+        arguments: Arguments of an operator in `VARLEN_OPS`, by name.
     """
     num_tokens, heads, head_dim = arguments["query"].shape  # (B * T, H, D)
     seq_len = arguments["max_q"]
     num_earlier, _ = arguments["window_size"]  # visible tokens before the query, or -1 for all
     window = seq_len if num_earlier == -1 else num_earlier + 1  # a query also attends to itself
     shape = (num_tokens // seq_len, heads, seq_len, seq_len, head_dim)
-    return shape, _attention_flops(op, shape, _mean_visible_keys(seq_len, window))
+    return shape, _mean_visible_keys(seq_len, window)
 
 
 def _mean_visible_keys(num_keys: int, window: int) -> Fraction:
@@ -668,21 +669,6 @@ def _mean_visible_keys(num_keys: int, window: int) -> Fraction:
     window = min(window, num_keys)
     share_in_first_window = Fraction(window, num_keys)
     return window - share_in_first_window * window / 2
-
-
-def _attention_flops(op: str, shape: tuple[int, ...], mean_visible_keys: Fraction) -> int:
-    """Return the FLOPs of attention, excluding scores that are masked out.
-
-    Args:
-        op: Name of the operator, which contains "backward" for the backward pass.
-        shape: (batch, heads, queries, keys, head_dim).
-        mean_visible_keys: Average number of keys that a query attends to.
-    """
-    batch, heads, num_queries, _num_keys, head_dim = shape
-    num_scores = batch * heads * num_queries * mean_visible_keys
-    # The backward pass has five matmuls, because it recomputes the scores.
-    num_matmuls = 5 if "backward" in op else 2
-    return int(2 * num_matmuls * num_scores * head_dim)
 
 
 def plain_tensors(tensor: Any) -> Iterator[Tensor]:
