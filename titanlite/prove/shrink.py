@@ -361,25 +361,14 @@ def _find_data_problem(dataset: Dataset) -> str:
     if dataset.document_mask or dataset.packing != "concat":
         return "the small sequences need shorter documents"
     for source in dataset.sources or (dataset,):
-        problem = _find_source_problem(source)
-        if problem:
-            return problem
-    return ""
-
-
-def _find_source_problem(source: TextSource) -> str:
-    """Return why a job with a small vocabulary cannot read a text source, or "" if it can.
-
-    For example, "the data is not on this machine".
-    """
-    if source.source in ("huggingface", "c4") or as_url(source.path or "") is not None:
-        return "the data is not on this machine"
-    if source.source in ("shards", "tokens"):
-        return f"the token ids of {source.source} need the whole vocabulary"
-    try:
-        find_files(source)
-    except UserError:
-        return f"{source.path} does not exist"
+        if source.source in ("huggingface", "c4") or as_url(source.path or "") is not None:
+            return "the data is not on this machine"
+        if source.source in ("shards", "tokens"):
+            return f"the token ids of {source.source} need the whole vocabulary"
+        try:
+            find_files(source)
+        except UserError:
+            return f"{source.path} does not exist"
     return ""
 
 
