@@ -198,13 +198,6 @@ def _skippable_microbatches(run: Run) -> range:
     """
     if run.degrees.pipeline == 1:
         return range(2, run.microbatches - 1)
-    if run.microbatches < MIN_MICROBATCHES or not _has_equal_microbatches(run):
-        return range(0)
-    return range(3, run.microbatches - 1)
-
-
-def _has_equal_microbatches(run: Run) -> bool:
-    """Return whether all microbatches use the same amount of memory in a given pipeline stage."""
     # In a V-shaped schedule, stages on one rank hand their results to each other.
     is_v_shaped = run.job.parallelism.pipeline_parallel_schedule in V_SHAPED
     # With many stages on a rank, torch unshards and reshards some while others run.
@@ -212,7 +205,10 @@ def _has_equal_microbatches(run: Run) -> bool:
     # If stages reshard after each forward pass, a backward pass gathers its weights unless it
     # directly follows another backward pass.
     reshards = run.job.parallelism.fsdp_reshard_after_forward == "always"
-    return not (is_v_shaped or has_many_stages or reshards)
+    has_different_microbatches = is_v_shaped or has_many_stages or reshards
+    if has_different_microbatches or run.microbatches < MIN_MICROBATCHES:
+        return range(0)
+    return range(3, run.microbatches - 1)
 
 
 def _describe_groups(mesh: Mesh) -> dict[str, Group]:
