@@ -59,7 +59,7 @@ class RankTrace:
             optimizer state.
         work: All kernels and collectives.
         reserved: Bytes that the torch allocator reserves on a GPU, including cuBLAS workspaces.
-            Equal to `peak` on a CPU.
+            Not used on a CPU.
     """
 
     rank: int
@@ -127,7 +127,7 @@ def trace_run(
         if num_removed:
             longer_counts = results[len(ranks) + i]
             counts = _extrapolate(counts, longer_counts, num_removed)
-        traces.append(_summarize(rank, counts, on_gpu))
+        traces.append(_summarize(rank, counts))
     return tuple(traces)
 
 
@@ -295,30 +295,36 @@ def _extrapolate(short: StepCounts, longer: StepCounts, num_removed: int) -> Ste
     )
 
 
-def _summarize(rank: int, counts: StepCounts, on_gpu: bool) -> RankTrace:
+def _summarize(rank: int, counts: StepCounts) -> RankTrace:
     """Convert the counts of a rank to a trace with its peak memory, reserved memory and work.
 
     Args:
         rank: The traced rank.
         counts: Counts for all blocks of the rank.
-        on_gpu: Whether the rank has a GPU.
     """
     location, sizes = max(counts.peaks.items(), key=lambda peak: peak[1].sum())
-    peak_bytes = int(sizes.sum())
     is_in_block = location.name == "block"
 
-    highest_peaks = defaultdict[int | str, int](int)
+    stream_peaks = defaultdict[int | str, int](int)
     for (stream, _location), size in counts.stream_peaks.items():
-        highest_peaks[stream] = max(highest_peaks[stream], size)
-    cpu_peak = highest_peaks.pop(OFFLOADED, 0)
+        stream_peaks[stream] = max(stream_peaks[stream], size)
+    cpu_peak = stream_peaks.pop(OFFLOADED, 0)
+
+    reserved = counts.reserved
+    if reserved is None:  # the allocations were not replayed on a simulated allocator
+        # The allocator does not reuse memory across CUDA streams, so the peaks of all streams add
+        # up.
+        allocated = sum(stream_peaks.values())
+        reserved = int((1 + FRAGMENTATION) * allocated) + CUBLAS_WORKSPACES
+
     return RankTrace(
         rank=rank,
-        peak=peak_bytes,
+        peak=int(sizes.sum()),
         moment=f"{location.phase} of a block" if is_in_block else location.name,
         kinds=dict(zip(KINDS, sizes.tolist(), strict=True)),
         cpu_peak=cpu_peak,
         work=tuple(_list_work(counts)),
-        reserved=_predict_reserved(counts, highest_peaks) if on_gpu else peak_bytes,
+        reserved=reserved,
     )
 
 
@@ -327,19 +333,3 @@ def _list_work(counts: StepCounts) -> Iterator[Work]:
     for kind, amounts in counts.work.items():
         count, flops, num_bytes = amounts.tolist()
         yield kind._replace(count=count, flops=flops, bytes=num_bytes)
-
-
-def _predict_reserved(counts: StepCounts, stream_peaks: Mapping[int | str, int]) -> int:
-    """Return how many bytes the caching allocator of a GPU reserves.
-
-    If the allocations were not replayed on a simulated allocator, estimate the number.
-
-    Args:
-        counts: Counts for all blocks of the rank.
-        stream_peaks: Peak bytes of GPU memory by CUDA stream.
-    """
-    if counts.reserved is not None:
-        return counts.reserved
-    # The allocator does not reuse memory across CUDA streams, so the peaks of all streams add up.
-    allocated = sum(stream_peaks.values())
-    return int((1 + FRAGMENTATION) * allocated) + CUBLAS_WORKSPACES
