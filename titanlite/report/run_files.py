@@ -303,11 +303,14 @@ def read_status(folder: Path) -> RunStatus:
     metrics = [get_numbers(entry) for entry in read_metrics(folder, problems, TAIL_BYTES)]
     numbers = metrics[-1] if metrics else {}
     events = _read_last_events(folder, problems)
+    starts_and_ends = [event for event in events if event.get("event") in (*STARTS, *ENDS)]
 
     times = [numbers.get("time", 0.0), *(event["time"] for event in events[-1:])]
     last_update = float(max(times)) or None  # None if there is neither a log step nor an event
-    state, exit_reason = _find_state(numbers, events, last_update)
-    _remove_outdated_eta(numbers, events)
+    state, exit_reason = _find_state(numbers, events, starts_and_ends, last_update)
+    # If the run started or ended after it logged the ETA, the ETA is outdated.
+    if starts_and_ends and starts_and_ends[-1]["time"] > numbers.get("time", 0.0):
+        numbers.pop("eta", None)
     return RunStatus(
         title=_make_title(folder, config),
         total_steps=_get_total_steps(config),
@@ -360,18 +363,6 @@ def _read_last_events(folder: Path, problems: list[str]) -> list[JsonObject]:
     ]
 
 
-def _list_starts_and_ends(events: Sequence[JsonObject]) -> list[JsonObject]:
-    """Return the events that record a start or an end of the run, oldest first."""
-    return [event for event in events if event.get("event") in (*STARTS, *ENDS)]
-
-
-def _remove_outdated_eta(numbers: dict[str, float], events: Sequence[JsonObject]) -> None:
-    """Remove the ETA from the metrics if the run started or ended after logging them."""
-    starts_and_ends = _list_starts_and_ends(events)
-    if starts_and_ends and starts_and_ends[-1]["time"] > numbers.get("time", 0.0):
-        numbers.pop("eta", None)
-
-
 def _find_step(numbers: dict[str, float], events: Sequence[JsonObject]) -> int:
     """Return the number of completed steps, which is the highest step since the last start.
 
@@ -391,16 +382,19 @@ def _find_step(numbers: dict[str, float], events: Sequence[JsonObject]) -> int:
 
 
 def _find_state(
-    numbers: dict[str, float], events: Sequence[JsonObject], last_update: float | None
+    numbers: dict[str, float],
+    events: Sequence[JsonObject],
+    starts_and_ends: Sequence[JsonObject],
+    last_update: float | None,
 ) -> StateAndReason:
     """Return the state of a run, such as "running" or "failed", and the reason for it.
 
     Args:
         numbers: Metrics of the last log step.
         events: Last events of the run, oldest first.
+        starts_and_ends: Events that record a start or an end of the run, oldest first.
         last_update: Unix time of the last line that the run wrote, or None if unknown.
     """
-    starts_and_ends = _list_starts_and_ends(events)
     last_kind = events[-1].get("event") if events else None
     if last_kind in ENDS:
         return _describe_end(starts_and_ends)
