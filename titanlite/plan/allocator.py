@@ -20,6 +20,7 @@ SMALL_PAGE = 2 * MIB
 LARGE_PAGE = 20 * MIB
 ROUNDING = 512  # block sizes are multiples of this
 NEVER_FREED = "never freed"  # owner of blocks that `CachingAllocator.free` never frees
+CUBLAS = "cuBLAS"  # owner of the cuBLAS workspaces
 CUBLAS_WORKSPACES = 33 * MIB  # on an H100, allocated by the first matmul and never freed
 
 
@@ -35,7 +36,6 @@ class CachingAllocator:
         self._segments: dict[tuple[int, bool], ReservedSegment] = {}
         # Owner -> (segment, address, size in bytes) of its blocks
         self._blocks = defaultdict[Hashable, list[tuple[ReservedSegment, int, int]]](list)
-        self._has_workspaces = False
 
     @property
     def reserved(self) -> int:
@@ -67,9 +67,8 @@ class CachingAllocator:
 
     def run_matmul(self) -> None:
         """Simulate a matmul. The first one allocates cuBLAS workspaces, which are never freed."""
-        if not self._has_workspaces:
-            self._has_workspaces = True
-            self.allocate(NEVER_FREED, CUBLAS_WORKSPACES, stream=0)
+        if not self.holds(CUBLAS):
+            self.allocate(CUBLAS, CUBLAS_WORKSPACES, stream=0)
 
 
 class ReservedSegment:
