@@ -547,13 +547,16 @@ def _describe_kernel(
     """Return the work of one operator call: its dtype, shape, FLOPs and bytes."""
     op = signature.name.removeprefix("aten::")
     shape, flops = _count_flops(op, arguments)
+    num_bytes = bytes_of(result) if signature.returns_new else 0
+    for name, value in arguments.items():
+        num_bytes += signature.accesses[name] * bytes_of(value)
     return Work(
         phase,
         op=signature.name.replace("::", "."),
         dtype=_describe_dtype(_find_inputs(op, arguments)),
         shape=shape,
         flops=flops,
-        bytes=_count_traffic(signature, arguments, result),
+        bytes=num_bytes,
     )
 
 
@@ -575,14 +578,6 @@ def _describe_dtype(inputs: Iterable[Tensor]) -> str:
         if tensor.is_floating_point():
             return str(tensor.dtype).removeprefix("torch.")
     return ""
-
-
-def _count_traffic(signature: _Signature, arguments: OperatorArguments, result: Any) -> int:
-    """Return how many bytes of memory an operator reads and writes."""
-    num_bytes = bytes_of(result) if signature.returns_new else 0
-    for name, value in arguments.items():
-        num_bytes += signature.accesses[name] * bytes_of(value)
-    return num_bytes
 
 
 def _count_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlops:
