@@ -692,4 +692,4 @@ def _find_tensors(value: Any) -> list[Tensor]:
 
 def bytes_of(value: Any) -> int:
     """Return the total bytes of a tensor, or of all tensors in nested lists and tuples."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in _find_tensors(value))
+    return sum(tensor.nbytes for tensor in _find_tensors(value))
