@@ -98,9 +98,8 @@ def pipeline(schedule: str, blocks: int, *marks: pytest.MarkDecorator, extra: st
 def trace_whole(run: Run) -> tuple[RankTrace, ...]:
     """Trace all blocks and microbatches of a step on the first rank of each pipeline stage."""
     ranks = list(range(0, run.world_size, run.world_size // run.degrees.pipeline))
-    everything = {"_choose_ranks": lambda _: ranks, "_count_removable_blocks": lambda _: 0}
     with (
-        patch.multiple(trace, **everything),
+        patch.multiple(trace, _choose_ranks=lambda _: ranks, _count_removable_blocks=lambda _: 0),
         patch.multiple(step_counts, _skippable_microbatches=lambda _: range(0)),
     ):
         return trace_run(run)

@@ -277,6 +277,8 @@ def open_in_browser(file: Path, page: str) -> str:
 
 @pytest.fixture
 def two_run_page(tmp_path) -> str:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine")
     events = f"failure 250: {EVIL}", "finish 500: Finished"
     lines = []
     for step in range(1, 501):
@@ -291,7 +293,6 @@ def two_run_page(tmp_path) -> str:
 
 @pytest.mark.browser
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_a_browser_shows_the_page_under_its_own_content_policy(tmp_path, two_run_page):
     document = open_in_browser(tmp_path / "page.html", two_run_page)
 
@@ -308,7 +309,6 @@ def test_a_browser_shows_the_page_under_its_own_content_policy(tmp_path, two_run
 
 @pytest.mark.browser
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_a_browser_zooms_smooths_and_changes_the_axis_and_requests_nothing(tmp_path, two_run_page):
     page = re.sub("script-src [^;]*;", "script-src 'unsafe-inline';", two_run_page)
     page = page.replace("</body>", f"<script>{USE}</script></body>")
