@@ -37,7 +37,7 @@ MAX_CHANGES = 5
 
 # Mode of activation checkpointing -> fraction of the activations of a block that the forward pass
 # saves. "full" saves only the input of the block.
-SAVED_SHARES = {"none": 1.0, "selective": 0.4, "memory_budget": 0.4, "full": 0.08}
+SAVED_SHARES = {"none": 1.0, "selective": 0.4, "full": 0.08}
 # `Work.shape` of estimated work. Only the number of dimensions matters.
 MATMUL_SHAPE = (1, 1, 1)
 ATTENTION_SHAPE = (1, 1, 1, 1, 1)
