@@ -283,12 +283,12 @@ def test_frozen_parameters_have_no_offloaded_gradients():
 def test_fp8_matmuls_are_planned_only_on_gpus_that_have_them():
     options = f"{FLOAT8} ; {COMPILED}"
 
-    assert "aten._scaled_mm" in list_ops(options, "H100")
-    assert "aten._scaled_mm" not in list_ops(options, "A100")
+    assert "_scaled_mm" in list_ops(options, "H100")
+    assert "_scaled_mm" not in list_ops(options, "A100")
 
 
 def test_an_eager_norm_is_one_kernel():
-    assert "aten.rsqrt" not in list_ops("", "H100")
+    assert "rsqrt" not in list_ops("", "H100")
 
 
 def test_compiled_blocks_keep_the_activations_that_the_compiler_chooses():

@@ -123,7 +123,8 @@ class Work(NamedTuple):
 
     Attributes:
         phase: Phase of the step; see `Location`.
-        op: Operator such as "aten.mm", or name of a collective such as "all_gather".
+        op: Operator such as "mm", without the namespace "aten::", or name of a collective such as
+            "all_gather".
         dtype: Dtype of the first floating-point input, such as "bfloat16". Empty if there is none,
             and for collectives.
         shape: (m, k, n) of a matmul, (batch, heads, queries, keys, head_dim) of attention,
@@ -552,7 +553,7 @@ def _describe_kernel(
         num_bytes += signature.accesses[name] * bytes_of(value)
     return Work(
         phase,
-        op=signature.name.replace("::", "."),
+        op=op,
         dtype=_describe_dtype(_find_inputs(op, arguments)),
         shape=shape,
         flops=flops,

@@ -296,7 +296,7 @@ def _replay_allocations(log: Iterable[LogEntry], allocator: CachingAllocator) ->
     """Replay the allocations of a step on a simulated allocator, which predicts reserved memory."""
     for location, entry in log:
         if isinstance(entry, Work):
-            if entry.op.removeprefix("aten.") in MATMULS:
+            if entry.op in MATMULS:
                 allocator.run_matmul()
             continue
 
