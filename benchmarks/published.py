@@ -24,7 +24,6 @@ from dataclasses import replace
 from itertools import chain
 from statistics import NormalDist
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from runs import table
@@ -37,6 +36,7 @@ from titanlite.observe.gpus import Gpu, find_gpu
 from titanlite.plan import step_counts
 from titanlite.plan.advice import MAX_TRACED_JOBS, format_options, search
 from titanlite.plan.counter import FLEX_OPS, Group, Work
+from titanlite.plan.override import override
 from titanlite.plan.roofline import forecast
 from titanlite.plan.simulate import FusedRMSNorm
 from titanlite.plan.trace import RankTrace, trace_run, with_keys
@@ -381,7 +381,7 @@ def unfused_norms() -> Iterator[None]:
         wide = x.float()
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(x) * weight
 
-    with patch.multiple(FusedRMSNorm, apply=norm):
+    with override(FusedRMSNorm, apply=norm):
         yield
 
 
@@ -400,7 +400,7 @@ def skipped_microbatches() -> Iterator[None]:
             return plan_microbatches(run)
         return range(1, run.microbatches - 1)
 
-    with patch.multiple(step_counts, _skippable_microbatches=skip_microbatches):
+    with override(step_counts, _skippable_microbatches=skip_microbatches):
         yield
 
 

@@ -19,7 +19,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from functorch.compile import aot_function, min_cut_rematerialization_partition
@@ -50,6 +49,7 @@ from titanlite.plan.counter import (
     count_generated_kernel,
     plain_tensors,
 )
+from titanlite.plan.override import override
 from titanlite.plan.simulate import FLEX_REPLACEMENT
 
 Function = Callable[..., Any]
@@ -93,16 +93,16 @@ def simulate_compiler() -> Iterator[None]:
         # An earlier run in this process may have compiled the cast already.
         cast_to_float8 = inspect.unwrap(fsdp_utils.hp_tensor_and_scale_to_float8)
         compiled = compile_function(cast_to_float8)
-        stack.enter_context(patch.multiple(fsdp_utils, hp_tensor_and_scale_to_float8=compiled))
+        stack.enter_context(override(fsdp_utils, hp_tensor_and_scale_to_float8=compiled))
 
     with (
-        patch.multiple(torch, compile=compile_function),
-        patch.multiple(nn.Module, compile=compile_module),
-        patch.multiple(activation_checkpoint, checkpoint=_checkpoint),
+        override(torch, compile=compile_function),
+        override(nn.Module, compile=compile_module),
+        override(activation_checkpoint, checkpoint=_checkpoint),
         # `compile_once` caches compiled code, which must not be mixed with simulated graphs.
-        patch.multiple(losses, compile_once=compile_function),
-        patch.multiple(clip, compile_once=compile_function),
-        patch.multiple(float8, _compile_weight_cast=compile_weight_cast),
+        override(losses, compile_once=compile_function),
+        override(clip, compile_once=compile_function),
+        override(float8, _compile_weight_cast=compile_weight_cast),
         functorch_config.patch(activation_memory_budget=1.0),  # overrides the value of the job
         ExitStack() as stack,
     ):
@@ -158,7 +158,7 @@ def _flatten_call(
         args, kwargs = map_aggregate(
             template, lambda leaf: next(remaining) if leaf is TENSOR else leaf
         )
-        with patch.multiple(torch.compiler, is_compiling=lambda: True):
+        with override(torch.compiler, is_compiling=lambda: True):
             return functional_call(function_module, parameters, args, kwargs)
 
     # Calls share a graph if the code, the types of the tensors, and the constants are equal.
@@ -195,7 +195,7 @@ def _trace_graph(function: Function, tensors: Sequence[Tensor]) -> Function:
     with (
         # `functionalize_rng_ops` rewrites the graphs to store the random state of operators such as
         # dropout. This needs a GPU, so leave the graphs as they are.
-        patch.multiple(
+        override(
             partitioners,
             functionalize_rng_ops=lambda _, forward, backward, *__: (forward, backward),
         ),

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,8 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,
 )
+
+from titanlite.plan.override import override
 
 # Kinds of GPU memory. "loss" is memory that the fused loss allocates: logits and the gradients that
 # it computes with them. "other" is everything else, such as batches, norms and temporary tensors of
@@ -307,11 +308,9 @@ class Counter(TorchDispatchMode):
                 self._stream = previous
 
         with (
-            patch.multiple(torch.UntypedStorage, resize_=resize_and_log),
-            patch.multiple(
-                ShardingPropagator, _propagate_tensor_meta_non_cached=infer_shapes_uncounted
-            ),
-            patch.multiple(torch.cpu, stream=enter_stream),
+            override(torch.UntypedStorage, resize_=resize_and_log),
+            override(ShardingPropagator, _propagate_tensor_meta_non_cached=infer_shapes_uncounted),
+            override(torch.cpu, stream=enter_stream),
             self,  # enables the dispatch mode
         ):
             yield

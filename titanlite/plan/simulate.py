@@ -10,7 +10,6 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from titanlite.model import attention
 from titanlite.parallel import activation_checkpoint, forward_backward, parallelize
 from titanlite.parallel.fsdp import needs_fsdp
+from titanlite.plan.override import override
 
 # In a trace, flash attention replaces flex attention, because both need the same memory and work.
 FLEX_REPLACEMENT = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -172,8 +172,8 @@ def simulate_mxfp8() -> Iterator[None]:
 
     # Replace each function in the module where torchao looks it up when it quantizes a tensor.
     with (
-        patch.multiple(mx_tensor, triton_to_mxfp8_dim0=lambda x, **_options: _cast_rows(x)),
-        patch.multiple(kernels, mxfp8_quantize_cuda=quantize_columns),
+        override(mx_tensor, triton_to_mxfp8_dim0=lambda x, **_options: _cast_rows(x)),
+        override(kernels, mxfp8_quantize_cuda=quantize_columns),
     ):
         yield
 
@@ -193,15 +193,13 @@ def simulate_gpu() -> Iterator[None]:
         return op is not FLEX_REPLACEMENT and is_always_saved(op)
 
     with (
-        patch.multiple(Tensor, is_cuda=property(lambda _: True)),  # selects the branches for a GPU
-        patch.multiple(F, scaled_dot_product_attention=_cudnn_attention, rms_norm=_rms_norm),
-        patch.multiple(attention, flex_function=lambda _: _flex_attention),
+        override(Tensor, is_cuda=property(lambda _: True)),  # selects the branches for a GPU
+        override(F, scaled_dot_product_attention=_cudnn_attention, rms_norm=_rms_norm),
+        override(attention, flex_function=lambda _: _flex_attention),
         # A block mask needs hardly any memory. Keep only its last argument, the sliding window.
-        patch.multiple(forward_backward, flex_mask=lambda *args: args[-1:]),
-        patch.multiple(activation_checkpoint, is_always_saved=is_saved),
-        patch.multiple(
-            parallelize, needs_fsdp=lambda model, _type, run: needs_fsdp(model, "cuda", run)
-        ),
+        override(forward_backward, flex_mask=lambda *args: args[-1:]),
+        override(activation_checkpoint, is_always_saved=is_saved),
+        override(parallelize, needs_fsdp=lambda model, _type, run: needs_fsdp(model, "cuda", run)),
     ):
         yield
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -41,6 +40,7 @@ from titanlite.plan.counter import (
     LogEntry,
     Work,
 )
+from titanlite.plan.override import override
 from titanlite.train.step import TrainStep
 
 if TYPE_CHECKING:
@@ -529,7 +529,7 @@ def _skip_microbatches(
                 methods[name] = partial(skipper.run_action, stage, name, getattr(stage, name))
             for name in PIPELINE_RECEIVES:
                 methods[name] = partial(skipper.run_receive, stage, name, getattr(stage, name))
-            stack.enter_context(patch.multiple(stage, create=True, **methods))
+            stack.enter_context(override(stage, **methods))
         yield
 
 

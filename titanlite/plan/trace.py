@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, product
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -29,6 +28,7 @@ from titanlite.parallel.parallelize import build_model
 from titanlite.plan.allocator import CUBLAS_WORKSPACES
 from titanlite.plan.compiled import simulate_compiler
 from titanlite.plan.counter import KINDS, OFFLOADED, Work
+from titanlite.plan.override import override
 from titanlite.plan.simulate import simulate_gpu, simulate_mxfp8, simulate_ranks
 from titanlite.plan.step_counts import DEVICE, StepCounts, count_step
 from titanlite.train.step import TrainStep
@@ -249,7 +249,7 @@ def _count_rank(run: Run, rank: int, on_gpu: bool, has_float8: bool) -> StepCoun
     with (
         simulate_ranks(run.world_size, rank),
         # Disable the profiler labels of the parts of a step. They take 6% of the trace time.
-        patch.multiple(record_function, __enter__=lambda self: self, __exit__=lambda *_: None),
+        override(record_function, __enter__=lambda self: self, __exit__=lambda *_: None),
         simulate_gpu() if on_gpu else nullcontext(),
         simulate_mxfp8() if uses_mxfp8 else nullcontext(),
         simulate_compiler(),
