@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, closing, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -330,9 +330,10 @@ def compare_with_one_rank(run: Run, folder: Path) -> list[Check]:
     with process_group(one_rank_run.job) as device:
         # The reference computes each step in float64. The steps on one rank have the precision of
         # the run, which shows how large rounding errors are.
-        reference = ReferenceTrainer(one_rank_run, device)
-        one_rank_steps = repeat_on_one_rank(one_rank_run, device, tested_steps)
-        checks = list(_compare_steps(run, tested_steps, one_rank_steps, reference))
+        with closing(ReferenceTrainer(one_rank_run, device)) as reference:
+            one_rank_steps = repeat_on_one_rank(one_rank_run, device, tested_steps)
+            checks = list(_compare_steps(run, tested_steps, one_rank_steps, reference))
+
         checks += compare_resumed(run, folder, tested_steps)
         checks += compare_resumed_on_one_rank(run, device, tested_steps, one_rank_steps)
         checks += compare_export(run, folder / "exported", tested_steps)
@@ -403,7 +404,7 @@ def compare_step(
         one_rank: Record of the same step on one rank, in the precision of the run.
         reference: Model that computes the expected loss and gradients in float64.
     """
-    sequences = one_rank.sequences  # the whole global batch
+    sequences = reference.read_sequences()
     yield from compare_sequences(run, step, after, sequences)
 
     # Compare the gradients now, because the hints for the loss use the result. Yield the

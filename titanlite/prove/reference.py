@@ -19,11 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config.registry import LOSSES, resolve
 from titanlite.config.run import Run
+from titanlite.data.loader import Loader
 from titanlite.model.llama import Llama
 from titanlite.model.microbatch import IGNORE_INDEX
 from titanlite.optim.losses import LossRecipe
 from titanlite.optim.schedule import learning_rate_at
-from titanlite.prove.record import NamedTensors, amplify
+from titanlite.prove.record import NamedTensors, amplify, stack_sequences
 
 EPS32 = torch.finfo(torch.float32).eps
 
@@ -65,7 +66,7 @@ class ReferenceTrainer:
     """
 
     def __init__(self, run: Run, device: torch.device) -> None:
-        """Build the model of a run.
+        """Build the model of a run, and open its training data.
 
         Args:
             run: The job on one rank.
@@ -86,6 +87,19 @@ class ReferenceTrainer:
         self.model = model.cpu().double()
         self.model.eval()  # without dropout
         self._run = run
+        self._loader = Loader.from_job(run.job)
+
+    def read_sequences(self) -> NamedTensors:
+        """Read the sequences of the next global batch.
+
+        Returns:
+            Tensors of shape (sequences, T) by field name, such as "input_ids".
+        """
+        return stack_sequences(self._loader.next_global_batch().microbatches)
+
+    def close(self) -> None:
+        """Stop the workers that read the training data."""
+        self._loader.close()
 
     def compute_gradients(
         self,
@@ -100,8 +114,7 @@ class ReferenceTrainer:
 
         Args:
             weights: Weights of the model in any dtype, by parameter name.
-            sequences: Fields of the global batch, such as "input_ids", each of shape
-                (sequences, T).
+            sequences: Sequences from `read_sequences`.
             indices: Sequences that contribute to the loss. The divisor is always the number of
                 valid tokens in all sequences.
             use_window: Whether attention has the sliding window of the model, if there is one.
