@@ -363,6 +363,7 @@ model.converters = ["quantize.grouped_mm.mx"] => only float8.enable
 mx.recipe_name = "mxfp8_emulated" => float8.emulate
 model.converters = ["float8"] => because its logits are computed in chunks
 training.steps = 5 ; training.fooled = 1 => no key of torchtitan 0.1 to 0.3
+training.steps = 5 ; optimizer.wd = 0.1 => Did you mean optimizer.weight_decay?
 parallelism.pipeline_parallel_degree = 2 => training.global_batch_size to 8 times
 validation.enable = true => validation.sequences
 training.dataset = "c4_test" => python_stdlib

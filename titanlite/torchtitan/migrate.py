@@ -9,7 +9,7 @@ values. This module reads and writes no files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict
 from typing import Any, get_args
 
@@ -17,7 +17,7 @@ import tomlkit
 
 from titanlite.config.errors import UserError
 from titanlite.config.flavors import FLAVORS
-from titanlite.config.mistakes import ConfigError, format_value
+from titanlite.config.mistakes import ConfigError, describe_unknown_name, format_value
 from titanlite.config.other_formats import parse_json, parse_toml
 from titanlite.config.schema import JobConfig, list_keys
 from titanlite.torchtitan import resolved, tables
@@ -177,11 +177,7 @@ class Migration:
         if key in tables.CONVERTED:
             return  # another method converts it, together with other keys
         if key not in tables.KEYS:
-            self._report_lost(
-                key,
-                "It is no key of torchtitan 0.1 to 0.3. `titanlite train --help` lists the keys of "
-                "titanlite.",
-            )
+            self._report_lost(key, f"It is no key of torchtitan 0.1 to 0.3.{_suggest_keys([key])}")
             return
         if key in tables.WITHOUT_EQUIVALENT:
             self._report_lost(key, tables.WITHOUT_EQUIVALENT[key])
@@ -518,7 +514,17 @@ def _check_is_job_file(keys: Collection[str]) -> None:
                 f"{key} is not in a section of a torchtitan job file. The sections are {known}."
             )
     if keys and tables.KEYS.isdisjoint(keys):
-        raise UserError(f"None of its keys is a torchtitan key: {', '.join(keys)}.")
+        raise UserError(
+            f"None of its keys is a torchtitan key: {', '.join(keys)}.{_suggest_keys(keys)}"
+        )
+
+
+def _suggest_keys(keys: Iterable[str]) -> str:
+    """Return hints, such as " Did you mean ...?", for unknown keys that resemble titanlite keys."""
+    unknown = [key for key in keys if key not in list_keys()]
+    problems = [describe_unknown_name(JobConfig, key).problem for key in unknown]
+    hints = [problem.removeprefix("is unknown.") for problem in problems]
+    return "".join(hint for hint in hints if "Did you mean" in hint)
 
 
 # Conversion of the values of single keys.
