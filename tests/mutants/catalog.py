@@ -29,6 +29,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 Function = Callable[..., Any]
 
@@ -214,8 +215,6 @@ GRADIENT = "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._get_grad_
 
 def is_partial(grad: Any) -> bool:
     """Return whether tensor parallelism still has to sum up a gradient."""
-    from torch.distributed.tensor import DTensor
-
     return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
 
 
@@ -348,6 +347,9 @@ def data_rank_of_the_wrong_dimension(original, *args):
 
 @mutant(FSDP, r"initial weights of ", replaces="titanlite.parallel.init_weights.keep_shard")
 def every_rank_has_the_first_shard(original, parameter, full):
+    if not isinstance(parameter, DTensor):  # a single rank trains without FSDP
+        original(parameter, full)
+        return
     local = parameter.to_local()
     local.copy_(full[tuple(slice(size) for size in local.shape)])
 
