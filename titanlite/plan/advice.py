@@ -525,6 +525,7 @@ def _choose_global_batch_size(run: Run, layout: dict[str, Any], local_size: int)
     degrees = with_keys(run, layout).degrees
     if job_size != -1 or degrees.pipeline == 1:
         return job_size
+
     # With m = 4 p microbatches, the p ranks are idle for (p - 1) / (m + p - 1) < 1/5.
     return 4 * degrees.pipeline * local_size * degrees.data
 

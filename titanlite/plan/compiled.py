@@ -230,22 +230,30 @@ def _partition(
     """Split a joint graph into a forward and a backward graph, as Inductor does.
 
     `aot_function` calls this after it has traced both passes into `joint`. Before the split, mark
-    the results of flex attention to be saved, except for calls that activation checkpointing must
-    recompute. The torch partitioner reads the marks from the metadata of the nodes.
+    the results of flex attention to be saved.
 
     Args:
         joint: Graph of the forward and the backward pass.
         inputs: Example inputs of the graph.
         options: Further options of the torch partitioner, such as `num_fwd_outputs`.
     """
-    for node in joint.graph.nodes:
+    _save_flex_attention(joint.graph)
+    return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
+
+
+def _save_flex_attention(graph: Graph) -> None:
+    """Mark the results of flex attention to be saved for the backward pass.
+
+    Calls that activation checkpointing must recompute stay unmarked. The torch partitioner reads
+    the marks from the metadata of the nodes.
+    """
+    for node in graph.nodes:
         must_recompute = node.meta.get("recompute") == CheckpointPolicy.MUST_RECOMPUTE
         if node.target is FLEX_REPLACEMENT and not must_recompute:
             # The node returns a tuple, and each of its users only takes one tensor from it. The
             # partitioner saves tensors but not tuples, so the users need the mark as well.
             for saved in (node, *node.users):
                 saved.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
 
 
 def _checkpoint(function: Function, *inputs: Any, **options: Any) -> Any:

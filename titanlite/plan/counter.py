@@ -353,10 +353,7 @@ class Counter(TorchDispatchMode):
         """
         # The first gradient of a pending sum is still in use, so the sum needs new memory. Log it
         # before the allocations of this operator.
-        if self._pending_sum is not None:
-            self._register_storage(self._pending_sum.result)
-            self._pending_sum = None
-
+        self._allocate_pending_sum()
         # torch 2.12 cannot run this operator on fake tensors.
         if func is ADDMM_OUT and isinstance(kwargs["out"], FakeTensor):
             result = kwargs["out"]
@@ -372,11 +369,15 @@ class Counter(TorchDispatchMode):
         # Optional arguments at the end of `args` may be omitted.
         arguments = {**dict(zip(signature.accesses, args, strict=False)), **kwargs}
         self._count_allocations(func, args, result)
-        if signature.name in FSDP_KINDS:
-            tensors = _find_tensors(list(arguments.values()))
-            self.mark(tensors, FSDP_KINDS[signature.name], overwrite=False)
+        self._mark_fsdp_tensors(signature.name, arguments)
         self._count_work(signature, arguments, result)
         return result
+
+    def _mark_fsdp_tensors(self, op: str, arguments: OperatorArguments) -> None:
+        """If `op` is an FSDP operator, mark its tensors as unsharded parameters or gradients."""
+        if op in FSDP_KINDS:
+            tensors = _find_tensors(list(arguments.values()))
+            self.mark(tensors, FSDP_KINDS[op], overwrite=False)
 
     def _count_work(self, signature: _Signature, arguments: OperatorArguments, result: Any) -> None:
         """Log the collective or the kernel that an operator has launched, if any."""
@@ -406,6 +407,15 @@ class Counter(TorchDispatchMode):
 
         for tensor in _find_tensors(result):
             self._register_storage(tensor)
+
+    def _allocate_pending_sum(self) -> None:
+        """Log the allocation of the pending sum of two gradients, if there is one.
+
+        The first gradient is still in use, so the sum needs new memory; see `_count_allocations`.
+        """
+        if self._pending_sum is not None:
+            self._register_storage(self._pending_sum.result)
+            self._pending_sum = None
 
     def _find_group(self, args: Iterable[Any]) -> Group | None:
         """Find the process group of a collective in the arguments of its operator.

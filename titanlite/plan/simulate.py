@@ -67,7 +67,7 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: tuple[int], **_
         q: Queries.
         k: Keys.
         v: Values.
-        block_mask: Replacement for a block mask. Its only item is the sliding window in tokens.
+        block_mask: Result of `_small_mask`. Its only item is the sliding window in tokens.
     """
     (window,) = block_mask
     return FLEX_REPLACEMENT(q, k, v, 0.0, True, scale=window)[0]
@@ -83,6 +83,17 @@ def _rms_norm(
     if torch.compiler.is_compiling() or weight is None:  # the compiler decomposes the operator
         return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
     return FusedRMSNorm.apply(x, weight)
+
+
+def _small_mask(*args: Any) -> tuple[int]:
+    """Return a tuple with the sliding window, in place of a block mask for flex attention.
+
+    The memory of a block mask is negligible, so a trace does not need a real one.
+
+    Args:
+        args: Arguments of `flex_mask`. The last one is the sliding window in tokens.
+    """
+    return (args[-1],)
 
 
 def _allocate_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,8 +207,7 @@ def simulate_gpu() -> Iterator[None]:
         override(Tensor, is_cuda=property(lambda _: True)),  # selects the branches for a GPU
         override(F, scaled_dot_product_attention=_cudnn_attention, rms_norm=_rms_norm),
         override(attention, flex_function=lambda _: _flex_attention),
-        # A block mask needs hardly any memory. Keep only its last argument, the sliding window.
-        override(forward_backward, flex_mask=lambda *args: args[-1:]),
+        override(forward_backward, flex_mask=_small_mask),
         override(activation_checkpoint, is_always_saved=is_saved),
         override(parallelize, needs_fsdp=lambda model, _type, run: needs_fsdp(model, "cuda", run)),
     ):

@@ -198,6 +198,7 @@ def _skippable_microbatches(run: Run) -> range:
     """
     if run.degrees.pipeline == 1:
         return range(2, run.microbatches - 1)
+
     # In a V-shaped schedule, stages on one rank hand their results to each other.
     is_v_shaped = run.job.parallelism.pipeline_parallel_schedule in V_SHAPED
     # With many stages on a rank, torch unshards and reshards some while others run.
@@ -206,6 +207,7 @@ def _skippable_microbatches(run: Run) -> range:
     # directly follows another backward pass.
     reshards = run.job.parallelism.fsdp_reshard_after_forward == "always"
     has_different_microbatches = is_v_shaped or has_many_stages or reshards
+
     if has_different_microbatches or run.microbatches < MIN_MICROBATCHES:
         return range(0)
     return range(3, run.microbatches - 1)
