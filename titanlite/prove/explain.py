@@ -69,18 +69,7 @@ def _name_factor(factor: float, run: Run) -> str:
     If none does, try the square root of each degree ("the square root of the number of replicas").
     If none fits, return "".
     """
-    # For example, ranks that add their values instead of averaging them scale the result by the
-    # number of ranks.
-    degrees = {
-        "the data-parallel degree": run.degrees.data,
-        "the number of replicas": run.degrees.replicate,
-        "the number of shards": run.degrees.shard,
-        "the tensor-parallel degree": run.degrees.tensor,
-        "the context-parallel degree": run.degrees.context,
-        "the pipeline-parallel degree": run.degrees.pipeline,
-        "the number of microbatches": run.microbatches,
-        "the number of ranks": run.world_size,
-    }.items()
+    degrees = _describe_degrees(run).items()
     equal = [name for name, degree in degrees if abs(factor / degree - 1) < RATIO_TOLERANCE]
     if equal:
         return " = ".join(equal)
@@ -89,6 +78,25 @@ def _name_factor(factor: float, run: Run) -> str:
     if squares:
         return f"the square root of {' = '.join(squares)}"
     return ""
+
+
+def _describe_degrees(run: Run) -> dict[str, int]:
+    """Return the factors by which a wrong result may be scaled, by description.
+
+    They are the parallel degrees and the numbers of ranks and microbatches. For example, ranks that
+    add their values instead of averaging them scale the result by the number of ranks.
+    """
+    degrees = run.degrees
+    return {
+        "the data-parallel degree": degrees.data,
+        "the number of replicas": degrees.replicate,
+        "the number of shards": degrees.shard,
+        "the tensor-parallel degree": degrees.tensor,
+        "the context-parallel degree": degrees.context,
+        "the pipeline-parallel degree": degrees.pipeline,
+        "the number of microbatches": run.microbatches,
+        "the number of ranks": run.world_size,
+    }
 
 
 def explain_factor(value: Tensor, expected: Tensor, run: Run) -> str:

@@ -259,14 +259,18 @@ def _create_shared_folder(parent: Path, stack: ExitStack) -> Path:
     """
     folder = ""
     if dist.get_rank() == 0:
-        # By default, SIGTERM would end the process at once. Exit instead, which closes `stack`.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, _frame: sys.exit(128 + number))
+        _exit_on_signals()  # so that a signal closes `stack`
         folder = tempfile.mkdtemp(prefix="run-", dir=parent)
         stack.callback(shutil.rmtree, folder)
         # Callbacks run in reverse order, so this stops logging to the folder before it is deleted.
         stack.callback(logging.getLogger(LOGGER_NAME).handlers.clear)
     return Path(gathered(folder)[0])
+
+
+def _exit_on_signals() -> None:
+    """Raise SystemExit on Ctrl-C and SIGTERM, instead of ending the process at once."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
 
 
 def _make_certificate(
