@@ -383,22 +383,29 @@ def _read_events(entries: Iterable[JsonObject], metrics: Columns) -> list[JsonOb
     for event in _parse_events(entries, metrics):
         if event["kind"] == "start":
             if is_running:
-                # The time of the end is unknown, so use the time of the next start.
-                end = {
-                    "step": max(events[-1]["step"], _find_logged_step(metrics, event["time"])),
-                    "kind": "killed",
-                    "text": "The run was killed: no end was recorded before the next start.",
-                }
-                events.append(event | end)
-            # The run resumed from this step, so later steps are undone.
-            for earlier in events:
-                if earlier["step"] > event["step"]:
-                    earlier["undone"] = True
+                events.append(
+                    {
+                        # The time of the end is unknown, so use the time of the next start.
+                        "time": event["time"],
+                        "step": max(events[-1]["step"], _find_logged_step(metrics, event["time"])),
+                        "undone": False,
+                        "kind": "killed",
+                        "text": "The run was killed: no end was recorded before the next start.",
+                    }
+                )
+            _mark_undone(events, event["step"])
             is_running = True
         elif event["kind"] in ENDS:
             is_running = False
         events.append(event)
     return events
+
+
+def _mark_undone(events: Iterable[JsonObject], start_step: float) -> None:
+    """Mark the events after `start_step` as undone, because the run resumed from this step."""
+    for event in events:
+        if event["step"] > start_step:
+            event["undone"] = True
 
 
 def _parse_events(entries: Iterable[JsonObject], metrics: Columns) -> Iterator[JsonObject]:

@@ -305,8 +305,7 @@ def read_status(folder: Path) -> RunStatus:
     events = _read_last_events(folder, problems)
     starts_and_ends = [event for event in events if event.get("event") in (*STARTS, *ENDS)]
 
-    times = [numbers.get("time", 0.0), *(event["time"] for event in events[-1:])]
-    last_update = float(max(times)) or None  # None if there is neither a log step nor an event
+    last_update = _find_last_update(numbers, events)
     state, exit_reason = _find_state(numbers, events, starts_and_ends, last_update)
     # If the run started or ended after it logged the ETA, the ETA is outdated.
     if starts_and_ends and starts_and_ends[-1]["time"] > numbers.get("time", 0.0):
@@ -361,6 +360,17 @@ def _read_last_events(folder: Path, problems: list[str]) -> list[JsonObject]:
         for event in read_json_lines(folder / EVENTS_FILE, problems, TAIL_BYTES)
         if get_number(event, "time") is not None and isinstance(event.get("text"), str)
     ]
+
+
+def _find_last_update(numbers: dict[str, float], events: Sequence[JsonObject]) -> float | None:
+    """Return the Unix time of the last log step or event of a run, or None if there is neither.
+
+    Args:
+        numbers: Metrics of the last log step.
+        events: Last events of the run, oldest first.
+    """
+    times = [line.get("time", 0.0) for line in (numbers, *events[-1:])]
+    return float(max(times)) or None
 
 
 def _find_step(numbers: dict[str, float], events: Sequence[JsonObject]) -> int:
