@@ -370,11 +370,7 @@ class Migration:
             return
 
         is_mxfp8 = _has_mxfp8(self._old.get("model.converters", []))
-        section = "mx" if is_mxfp8 else "float8"
-        names = self._old.get(f"{section}.filter_fqns", [])
-        # The name of the section in torchtitan 0.2 starts with "quantize.linear.".
-        names = self._old.get(f"quantize.linear.{section}.filter_fqns", names)
-        names_to_skip = _parse_names(names)
+        names_to_skip = self._get_layers_to_skip("mx" if is_mxfp8 else "float8")
         if is_mxfp8:
             self._set("float8.recipe_name", "mxfp8", "model.converters")
             self._set("float8.filter_fqns", names_to_skip, "the filter of MXFP8")
@@ -399,6 +395,16 @@ class Migration:
                 "torchtitan converts it unless filter_fqns names it. titanlite always keeps it in "
                 "high precision, because its logits are computed in chunks.",
             )
+
+    def _get_layers_to_skip(self, section: str) -> list[Any]:
+        """Return the torchtitan option filter_fqns: names of layers that stay in high precision.
+
+        Args:
+            section: Section of the option, "float8" or "mx". In torchtitan 0.2, its name starts
+                with "quantize.linear.".
+        """
+        names = self._old.get(f"{section}.filter_fqns", [])
+        return _parse_names(self._old.get(f"quantize.linear.{section}.filter_fqns", names))
 
     def _add_defaults(self) -> None:
         """Set missing keys to their torchtitan defaults, if the titanlite defaults differ."""

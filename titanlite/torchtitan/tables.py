@@ -62,7 +62,11 @@ SECTIONS = frozenset(key.partition(".")[0] for key in KEYS)
 
 _LLAMA3 = {
     "debugmodel": Architecture(256, 6, 16, 16, 768, vocab_size=2048, rope_theta=500000.0),
-    **{size: FLAVORS[size.lower()] for size in ("1B", "3B", "8B", "70B", "405B")},
+    "1B": FLAVORS["1b"],
+    "3B": FLAVORS["3b"],
+    "8B": FLAVORS["8b"],
+    "70B": FLAVORS["70b"],
+    "405B": FLAVORS["405b"],
 }
 FLAVORS_WITH_DOCUMENT_MASK = {
     "debugmodel_flex_attn": _LLAMA3["debugmodel"],
@@ -73,7 +77,12 @@ FLAVORS_WITH_DOCUMENT_MASK = {
 """Flavors of llama3 in which tokens attend only to tokens of the same document."""
 TORCHTITAN_FLAVORS: dict[str, dict[str, Architecture]] = {
     "llama3": _LLAMA3 | FLAVORS_WITH_DOCUMENT_MASK,
-    "qwen3": {size: FLAVORS[f"qwen3-{size.lower()}"] for size in ("0.6B", "1.7B", "4B", "8B")},
+    "qwen3": {
+        "0.6B": FLAVORS["qwen3-0.6b"],
+        "1.7B": FLAVORS["qwen3-1.7b"],
+        "4B": FLAVORS["qwen3-4b"],
+        "8B": FLAVORS["qwen3-8b"],
+    },
 }
 """Architectures by model.name and model.flavor. RoPE scaling of llama3 depends on the version."""
 
