@@ -312,8 +312,7 @@ def _summarize(rank: int, counts: StepCounts) -> RankTrace:
 
     reserved = counts.reserved
     if reserved is None:  # the allocations were not replayed on a simulated allocator
-        # The allocator does not reuse memory across CUDA streams, so the peaks of all streams add
-        # up.
+        # The allocator does not reuse memory across CUDA streams, so their peaks add up.
         allocated = sum(stream_peaks.values())
         reserved = int((1 + FRAGMENTATION) * allocated) + CUBLAS_WORKSPACES
 
