@@ -415,7 +415,7 @@ def use_cudnn_attention(trace: RankTrace) -> RankTrace:
 
 def is_flex(work: Work) -> bool:
     """Return whether the work is flex attention, which flash attention represents in a trace."""
-    return work.op.removeprefix("aten.") in FLEX_OPS
+    return work.op in FLEX_OPS
 
 
 def use_ring_attention(run: Run, trace: RankTrace) -> RankTrace:

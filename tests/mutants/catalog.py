@@ -23,12 +23,12 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 Function = Callable[..., Any]
 
@@ -145,10 +145,16 @@ def norm_without_shards_of_other_ranks():
     swap("titanlite.optim.clip.count_replicas", lambda tensor: 2 if is_parallel() else 1)
 
 
-@mutant(FSDP, r"loss .* 2 times the expected value = the data-parallel degree", "torchtitan#2206")
-def loss_divided_by_local_tokens():
-    local = SimpleNamespace(all_reduce=lambda tensor, *_: tensor)
-    swap("titanlite.train.step.collectives", local)
+@mutant(
+    FSDP,
+    r"loss .* 2 times the expected value = the data-parallel degree",
+    "torchtitan#2206",
+    replaces="titanlite.train.step.TokenCount",
+)
+def loss_divided_by_local_tokens(original, num_valid_tokens, *args):
+    count = original(num_valid_tokens, *args)
+    count.wait().fill_(num_valid_tokens)
+    return count
 
 
 @mutant(TP, r"loss of .* look at tensor parallelism")
@@ -214,8 +220,6 @@ GRADIENT = "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._get_grad_
 
 def is_partial(grad: Any) -> bool:
     """Return whether tensor parallelism still has to sum up a gradient."""
-    from torch.distributed.tensor import DTensor
-
     return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
 
 
@@ -348,6 +352,9 @@ def data_rank_of_the_wrong_dimension(original, *args):
 
 @mutant(FSDP, r"initial weights of ", replaces="titanlite.parallel.parallelize.keep_shard")
 def every_rank_has_the_first_shard(original, parameter, full):
+    if not isinstance(parameter, DTensor):  # a single rank trains without FSDP
+        original(parameter, full)
+        return
     local = parameter.to_local()
     local.copy_(full[tuple(slice(size) for size in local.shape)])
 
@@ -394,6 +401,9 @@ def muon_orthogonalizes_shards(original, matrix):
     replaces="titanlite.hooks.ema.Ema.updated",
 )
 def average_of_the_gathered_weights(original, self, step):
+    if not is_parallel():
+        original(self, step)
+        return
     for name, weight in self._weights.items():
         average = self._averages[name].to_local()
         gathered = weight.full_tensor().detach()

@@ -54,7 +54,7 @@ def count_gathers(rank_trace: RankTrace) -> int:
 
 
 def count_copied_bytes(rank_trace: RankTrace) -> int:
-    return sum(work.bytes for work in rank_trace.work if work.op == "aten.copy_")
+    return sum(work.bytes for work in rank_trace.work if work.op == "copy_")
 
 
 def count_flops(rank_trace: RankTrace) -> float:

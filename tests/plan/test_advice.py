@@ -40,11 +40,11 @@ def matmul(
 ) -> Work:
     size = count * 2 * (m * k + k * n + m * n)
     flops = count * 2 * m * k * n
-    return Work("forward", "aten.mm", dtype, (m, k, n), None, count, flops, size)
+    return Work("forward", "mm", dtype, (m, k, n), None, count, flops, size)
 
 
 def moving(size: int, phase: str = "forward") -> Work:
-    return Work(phase, "aten.add", "bfloat16", (), None, 1, 0, size)
+    return Work(phase, "add", "bfloat16", (), None, 1, 0, size)
 
 
 def sent(

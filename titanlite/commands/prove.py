@@ -23,7 +23,6 @@ from titanlite.config.options import (
 from titanlite.load_run import read_world_size
 from titanlite.prove.report import (
     format_summary,
-    make_certificate,
     table_rows,
     write_certificate,
 )
@@ -90,12 +89,11 @@ def main(argv: Sequence[str]) -> None:
     # Train the small job, and compare it with the reference.
     from titanlite.prove.prove import prove  # slow, because it imports torch
 
-    result = prove(small_job.run, out)
-    if result is None:  # only rank 0 has the result
+    certificate = prove(job, small_job, out)
+    if certificate is None:  # only rank 0 has it
         return
 
     # Write and print the certificate.
-    certificate = make_certificate(job, small_job, result)
     path = write_certificate(certificate, out)
     if options.as_json:
         print(certificate.model_dump_json())

@@ -37,7 +37,7 @@ MAX_CHANGES = 5
 
 # Mode of activation checkpointing -> fraction of the activations of a block that the forward pass
 # saves. "full" saves only the input of the block.
-SAVED_SHARES = {"none": 1.0, "selective": 0.4, "memory_budget": 0.4, "full": 0.08}
+SAVED_SHARES = {"none": 1.0, "selective": 0.4, "full": 0.08}
 # `Work.shape` of estimated work. Only the number of dimensions matters.
 MATMUL_SHAPE = (1, 1, 1)
 ATTENTION_SHAPE = (1, 1, 1, 1, 1)
@@ -357,23 +357,16 @@ def _list_single_remedies(run: Run) -> list[Settings]:
         remedies.append({"parallelism.fsdp_reduce": "microbatch"})
     if run.job.activation_checkpoint.mode == "none":
         remedies.append(SAVE_SOME_OPS)
-    return remedies + _list_tensor_parallel_degrees(run)
-
-
-def _list_tensor_parallel_degrees(run: Run) -> list[Settings]:
-    """List changes that raise the tensor parallel degree to 2, 4 or 8.
-
-    FSDP gets the remaining ranks, and the global batch size stays the same.
-    """
-    return [
-        {
-            "parallelism.data_parallel_shard_degree": -1,  # the remaining ranks
-            "training.global_batch_size": run.global_batch_size,
-            "parallelism.tensor_parallel_degree": degree,
-        }
-        for degree in (2, 4, 8)
-        if degree > run.degrees.tensor
-    ]
+    for degree in (2, 4, 8):
+        if degree > run.degrees.tensor:
+            remedies.append(
+                {
+                    "parallelism.data_parallel_shard_degree": -1,  # the remaining ranks
+                    "training.global_batch_size": run.global_batch_size,
+                    "parallelism.tensor_parallel_degree": degree,
+                }
+            )
+    return remedies
 
 
 def _list_combined_remedies(run: Run) -> list[Settings]:
@@ -529,15 +522,12 @@ def _choose_global_batch_size(run: Run, layout: dict[str, Any], local_size: int)
     then idle less than a fifth of the time.
     """
     job_size = run.job.training.global_batch_size
-    tensor = layout["parallelism.tensor_parallel_degree"]
-    pipeline = layout["parallelism.pipeline_parallel_degree"]
-    context = layout["parallelism.context_parallel_degree"]
-    if job_size != -1 or pipeline == 1:
+    degrees = with_keys(run, layout).degrees
+    if job_size != -1 or degrees.pipeline == 1:
         return job_size
 
     # With m = 4 p microbatches, the p ranks are idle for (p - 1) / (m + p - 1) < 1/5.
-    data_degree = run.world_size // (tensor * pipeline * context)
-    return 4 * pipeline * local_size * data_degree
+    return 4 * degrees.pipeline * local_size * degrees.data
 
 
 def _guess_plan(run: Run, gpu: Gpu) -> Forecast:
@@ -552,7 +542,14 @@ def _guess_plan(run: Run, gpu: Gpu) -> Forecast:
         moment="",
         kinds={},
         cpu_peak=0,
-        work=_guess_work(run),
+        # All work is counted as part of the backward pass, which takes most of the time of a step.
+        work=(
+            _guess_matmuls(run),
+            _guess_attention(run),
+            _guess_other_kernels(run),
+            _guess_tensor_parallel(run),
+            *_guess_fsdp(run),
+        ),
         reserved=int(1.11 * peak),  # by the caching allocator, including unused memory
     )
     return forecast(run, [trace], gpu)
@@ -576,20 +573,6 @@ def _guess_unsharded_bytes(run: Run) -> float:
     has_pipeline = run.degrees.pipeline > 1
     gathered_share = 1.0 if has_pipeline else BLOCKS_IN_FLIGHT / _count_blocks(run)
     return _count_weights(run) * (gradient_bytes + 2 * gathered_share)
-
-
-def _guess_work(run: Run) -> tuple[Work, ...]:
-    """Estimate the work of a step as a few large kernels and collectives, without a trace.
-
-    All work is counted as part of the backward pass, which takes most of the time of a step.
-    """
-    return (
-        _guess_matmuls(run),
-        _guess_attention(run),
-        _guess_other_kernels(run),
-        _guess_tensor_parallel(run),
-        *_guess_fsdp(run),
-    )
 
 
 def _guess_matmuls(run: Run) -> Work:
@@ -641,8 +624,7 @@ def _guess_tensor_parallel(run: Run) -> Work:
 def _guess_fsdp(run: Run) -> list[Work]:
     """Estimate the all-gathers, reduce-scatters and all-reduces of FSDP and HSDP in a step.
 
-    Each collective transfers the weights or gradients of one block. Like all estimated work, the
-    collectives count as part of the backward pass.
+    Each collective transfers the weights or gradients of one block.
     """
     degrees = run.degrees
     num_blocks = _count_blocks(run)

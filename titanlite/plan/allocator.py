@@ -11,7 +11,6 @@ long-lived blocks are lost to fragmentation.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Hashable
 
@@ -21,6 +20,7 @@ SMALL_PAGE = 2 * MIB
 LARGE_PAGE = 20 * MIB
 ROUNDING = 512  # block sizes are multiples of this
 NEVER_FREED = "never freed"  # owner of blocks that `CachingAllocator.free` never frees
+CUBLAS = "cuBLAS"  # owner of the cuBLAS workspaces
 CUBLAS_WORKSPACES = 33 * MIB  # on an H100, allocated by the first matmul and never freed
 
 
@@ -36,7 +36,6 @@ class CachingAllocator:
         self._segments: dict[tuple[int, bool], ReservedSegment] = {}
         # Owner -> (segment, address, size in bytes) of its blocks
         self._blocks = defaultdict[Hashable, list[tuple[ReservedSegment, int, int]]](list)
-        self._has_workspaces = False
 
     @property
     def reserved(self) -> int:
@@ -68,9 +67,8 @@ class CachingAllocator:
 
     def run_matmul(self) -> None:
         """Simulate a matmul. The first one allocates cuBLAS workspaces, which are never freed."""
-        if not self._has_workspaces:
-            self._has_workspaces = True
-            self.allocate(NEVER_FREED, CUBLAS_WORKSPACES, stream=0)
+        if not self.holds(CUBLAS):
+            self.allocate(CUBLAS, CUBLAS_WORKSPACES, stream=0)
 
 
 class ReservedSegment:
@@ -84,7 +82,6 @@ class ReservedSegment:
         """Create an empty segment that grows by multiples of `page` bytes."""
         self.size = 0
         self._page = page
-        self._free: list[tuple[int, int]] = []  # (size, address), sorted
         self._size_at: dict[int, int] = {}  # address of a free block -> its size
         self._start_of: dict[int, int] = {}  # end of a free block -> its address
 
@@ -119,13 +116,12 @@ class ReservedSegment:
         Returns:
             Address of the block, or None if no block is large enough.
         """
-        last = self._start_of.get(self.size)  # None if the last block is not free
-        first = bisect_left(self._free, (size, 0))  # blocks from this index on are large enough
-        # Two candidates are enough, because at most one of them is the last block.
-        for _, address in self._free[first : first + 2]:
-            if address != last:
-                return address
-        return last if last is not None and self._size_at[last] >= size else None
+        candidates: list[tuple[bool, int, int]] = []  # whether it is the last block, size, address
+        for address, free_size in self._size_at.items():
+            if free_size >= size:
+                is_last = address + free_size == self.size
+                candidates.append((is_last, free_size, address))
+        return min(candidates)[-1] if candidates else None
 
     def _grow(self, size: int) -> int:
         """Reserve pages until the segment ends with a free block of at least `size` bytes.
@@ -147,7 +143,6 @@ class ReservedSegment:
 
     def _insert(self, address: int, size: int) -> None:
         """Register `size` bytes at `address` as a free block."""
-        insort(self._free, (size, address))
         self._size_at[address] = size
         self._start_of[address + size] = address
 
@@ -155,5 +150,4 @@ class ReservedSegment:
         """Unregister the free block at `address` and return its size in bytes."""
         size = self._size_at.pop(address)
         del self._start_of[address + size]
-        del self._free[bisect_left(self._free, (size, address))]
         return size

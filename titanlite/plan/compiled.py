@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from functorch.compile import aot_function, min_cut_rematerialization_partition
@@ -54,6 +54,7 @@ from titanlite.plan.simulate import FLEX_REPLACEMENT
 
 Function = Callable[..., Any]
 
+TENSOR = object()  # stands for a tensor among the arguments of a compiled function
 REDUCTION_RATIO = 8  # a value this many times smaller than its inputs counts as a reduction
 
 
@@ -128,45 +129,43 @@ def _flatten_call(
         - Its arguments: the parameters of the module, and the tensors in `args` and `kwargs`.
         - A key. Calls with equal keys can share a graph.
     """
-    # Replace each leaf of the nested arguments with its index in a flat list. In the example, the
-    # leaves are [x, 3, m], the indices ((0, 1), {"mask": 2}), and the constants [None, 3, None].
-    leaves: list[Any] = []
+    # Replace each tensor in the nested arguments with TENSOR. In the example, this gives the
+    # template ((TENSOR, 3), {"mask": TENSOR}) and the tensors [x, m].
+    tensors: list[Tensor] = []
+    constants: list[Any] = []
 
-    def replace_by_index(leaf: Any) -> int:
-        leaves.append(leaf)
-        return len(leaves) - 1
+    def take_tensor(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+            leaf = TENSOR
+        constants.append(leaf)
+        return leaf
 
-    indices: Any = map_aggregate((args, kwargs), replace_by_index)
-    tensor_indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
+    template: Any = map_aggregate((args, kwargs), take_tensor)
     parameters = dict(module.named_parameters())
     parameter_names = [f"module.{name}" for name in parameters]
-    num_parameters = len(parameters)
     function_module = FunctionModule(function, module)
 
-    def call(*tensors: Tensor) -> Any:
+    def call(*inputs: Tensor) -> Any:
         """Call `function` with other tensors, but with the same constants.
 
         Args:
-            tensors: One tensor per parameter of `module`, followed by the tensors among the
+            inputs: One tensor per parameter of `module`, followed by the tensors among the
                 arguments of `function`.
         """
-        parameters = dict(zip(parameter_names, tensors[:num_parameters], strict=True))
-        values = list(constants)
-        for i, tensor in zip(tensor_indices, tensors[num_parameters:], strict=True):
-            values[i] = tensor
-
-        # Restore the nesting: replace each index with the value at this index.
-        args, kwargs = map_aggregate(indices, lambda index: values[cast(int, index)])
+        remaining = iter(inputs)
+        parameters = {name: next(remaining) for name in parameter_names}
+        args, kwargs = map_aggregate(
+            template, lambda leaf: next(remaining) if leaf is TENSOR else leaf
+        )
         with override(torch.compiler, is_compiling=lambda: True):
             return functional_call(function_module, parameters, args, kwargs)
 
     # Calls share a graph if the code, the types of the tensors, and the constants are equal.
-    tensors = [*parameters.values(), *(leaves[i] for i in tensor_indices)]
-    signatures = [(type(x), x.shape, x.dtype, x.requires_grad) for x in tensors]
+    inputs = [*parameters.values(), *tensors]
+    signatures = [(type(x), x.shape, x.dtype, x.requires_grad) for x in inputs]
     key = (function.__code__, *signatures, *constants, torch.is_grad_enabled())
-    return call, tensors, key
+    return call, inputs, key
 
 
 def _trace_graph(function: Function, tensors: Sequence[Tensor]) -> Function:
@@ -191,21 +190,17 @@ def _trace_graph(function: Function, tensors: Sequence[Tensor]) -> Function:
         keep_inference_input_mutations=True,
     )
 
-    # Replacements for functions of PyTorch that change graphs and saved tensors; see below.
-    def keep_graphs(_: Any, forward: Any, backward: Any, *__: Any) -> tuple[Any, Any]:
-        return forward, backward
-
-    def keep_tensor(tensor: Tensor) -> Tensor:
-        return tensor
-
     # Call the function with empty fake tensors to create the graphs. Do not count this call.
     fake_tensor: Any = next(plain_tensors(tensors[0]))
     with (
         # `functionalize_rng_ops` rewrites the graphs to store the random state of operators such as
         # dropout. This needs a GPU, so leave the graphs as they are.
-        override(partitioners, functionalize_rng_ops=keep_graphs),
+        override(
+            partitioners,
+            functionalize_rng_ops=lambda _, forward, backward, *__: (forward, backward),
+        ),
         # Activation checkpointing drops tensors that a block saves. Keep the tensors of this call.
-        torch.autograd.graph.saved_tensors_hooks(keep_tensor, keep_tensor),
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
         _disable_current_modes(),  # such as the counter
         # `_disable_current_modes` also disables the mode of fake tensors, so enter it again.
         fake_tensor.fake_mode,
@@ -270,28 +265,20 @@ def _checkpoint(function: Function, *inputs: Any, **options: Any) -> Any:
     if not torch.compiler.is_compiling():
         return checkpoint(function, *inputs, **options)
 
+    # A block that recomputes everything passes an empty list of operators to save. Replace it with
+    # a policy that also recomputes flex attention, which `_partition` would otherwise save.
+    context_fn = options["context_fn"]
+    saves_nothing = isinstance(context_fn, partial) and context_fn.args == ([],)
+    if saves_nothing:
+        context_fn = partial(create_selective_checkpoint_contexts, _recompute_all)
+
     # The context gives each node a mark and the number of its checkpointed function. A graph has
     # only one such function, with the number 0.
-    policy_context = _make_policy_context(options["context_fn"])
+    policy_context, _recompute_context = context_fn()
     policy_context.ac_graph_id = 0
     with traceback.preserve_node_meta(), policy_context:
         traceback.current_meta["ac_graph_id"] = 0  # needed only before torch 2.13
         return function(*inputs)
-
-
-def _make_policy_context(context_fn: Callable[[], tuple[Any, Any]]) -> Any:
-    """Return the context that marks the result of each operator to be saved or recomputed.
-
-    Args:
-        context_fn: The argument `context_fn` of `torch.utils.checkpoint.checkpoint`.
-    """
-    # A block that recomputes everything passes an empty list of operators to save. Replace it with
-    # a policy that also recomputes flex attention, which `_partition` would otherwise save.
-    saves_nothing = isinstance(context_fn, partial) and context_fn.args == ([],)
-    if saves_nothing:
-        context_fn = partial(create_selective_checkpoint_contexts, _recompute_all)
-    forward_context, _recompute_context = context_fn()
-    return forward_context
 
 
 def _recompute_all(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -392,7 +379,15 @@ def _schedule_kernels(graph: Graph) -> list[_Kernel]:
     bases = _find_bases(nodes)
     returned_bases = {bases[node] for node in output.all_input_nodes}
     stored = _find_stored(nodes, bases) | returned_bases | inputs
-    kernels = _list_kernels(nodes, stored, _find_stored_inputs(nodes, bases, stored))
+    stored_inputs = _find_stored_inputs(nodes, bases, stored)
+
+    # Kernels compute the stored values, or copy a value into an existing tensor. Other values need
+    # no separate kernel: the kernels that use them compute them.
+    kernels: list[_Kernel] = []
+    for node in nodes:
+        if node.op == "call_function" and (node in stored or _is_copy(node)):
+            is_generated = not _has_library_kernel(node)
+            kernels.append(_Kernel(node, stored_inputs[node], is_generated))
     _set_num_bytes(kernels)
     _set_freed(kernels, bases, returned_bases)
     return kernels
@@ -431,27 +426,6 @@ def _find_stored(nodes: Sequence[Node], bases: Mapping[Node, Node]) -> set[Node]
         elif _is_reduction(node):
             stored.add(node)
     return stored
-
-
-def _list_kernels(
-    nodes: Sequence[Node], stored: set[Node], stored_inputs: Mapping[Node, set[Node]]
-) -> list[_Kernel]:
-    """List the kernels that write the values of a graph to memory, in the order in which they run.
-
-    These kernels compute stored values, or copy a value into an existing tensor. Values that are
-    not stored need no separate kernel: the kernels that use them compute them.
-
-    Args:
-        nodes: Nodes of the graph in order, without the output node.
-        stored: Nodes whose values are written to memory.
-        stored_inputs: For each node, the stored values that a kernel must read to compute it.
-    """
-    kernels: list[_Kernel] = []
-    for node in nodes:
-        if node.op == "call_function" and (node in stored or _is_copy(node)):
-            is_generated = not _has_library_kernel(node)
-            kernels.append(_Kernel(node, stored_inputs[node], is_generated))
-    return kernels
 
 
 def _set_num_bytes(kernels: Iterable[_Kernel]) -> None:

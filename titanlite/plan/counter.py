@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -42,11 +42,9 @@ KINDS: tuple[str, ...] = (
     "other",
 )
 OFFLOADED = "offloaded"  # CPU memory that CPU offload uses
-ALL_KINDS: tuple[str, ...] = (*KINDS, OFFLOADED)
 GUESSED_KINDS: tuple[str, ...] = ("activations", "loss", "other")
 """Kinds that `_guess_kind` gives to a new storage."""
 
-GENERATED = "compiled"  # `Work.op` of kernels that the compiler generates
 MATMULS_WITH_SUMMAND = {"addmm", "addmm_", "baddbmm"}  # addmm(summand, a, b) = summand + a @ b
 MATMULS = {"mm", "_scaled_mm", "bmm", *MATMULS_WITH_SUMMAND}
 FLEX_OPS = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
@@ -126,8 +124,10 @@ class Work(NamedTuple):
 
     Attributes:
         phase: Phase of the step; see `Location`.
-        op: Operator such as "aten.mm", or name of a collective such as "all_gather".
-        dtype: Dtype of the first floating-point input, such as "bfloat16". Empty for collectives.
+        op: Operator such as "mm", without the namespace "aten::", or name of a collective such as
+            "all_gather".
+        dtype: Dtype of the first floating-point input, such as "bfloat16". Empty if there is none,
+            and for collectives.
         shape: (m, k, n) of a matmul, (batch, heads, queries, keys, head_dim) of attention,
             otherwise ().
         group: Process group of a collective.
@@ -161,7 +161,7 @@ class StorageRecord:
     """Record of a storage, the memory behind tensors. It outlives the storage.
 
     Attributes:
-        kind: Kind of memory, one of `ALL_KINDS`. It can change while the step runs.
+        kind: Kind of memory, one of `KINDS` or `OFFLOADED`. It can change while the step runs.
         stream: Index of the stream in which the storage was allocated. 0 is the compute stream.
         size: Current size in bytes, or 0 after the storage was freed.
     """
@@ -186,6 +186,9 @@ class Allocation(NamedTuple):
 LogEntry = tuple[Location, Work | Allocation]
 ShapeAndFlops = tuple[tuple[int, ...], int]
 """`shape` and `flops` of a `Work`."""
+ShapeAndVisibleKeys = tuple[tuple[int, int, int, int, int], Fraction]
+"""(batch, heads, queries, keys, head_dim) of an attention operator, and the average number of keys
+that a query attends to."""
 OperatorArguments = Mapping[str, Any]
 """Arguments of an operator by name."""
 
@@ -216,6 +219,7 @@ class Counter(TorchDispatchMode):
         location: Current location in the step, which `step_counts.StepFollower` updates.
         log: Pairs of a location and a piece of work or an allocation, in the order of the step. The
             log starts with the storages that existed before the step.
+        recording: A second log that also gets each new entry, or None if nothing is recorded.
         forward_starts: Indices in the log at which forward passes start.
     """
 
@@ -239,8 +243,7 @@ class Counter(TorchDispatchMode):
         self.location = START
         self.log: list[LogEntry] = []
         self.forward_starts: list[int] = []
-        self._recording: list[LogEntry] | None = None  # gets a copy of each new log entry
-        self._recordings: dict[Any, list[LogEntry]] = {}  # name -> latest recording of this name
+        self.recording: list[LogEntry] | None = None
         for record, _ in self._living.values():
             self.add(Allocation(record, record.size))
 
@@ -248,15 +251,15 @@ class Counter(TorchDispatchMode):
         """Append an entry to the log of the step and to the current recording, if there is one."""
         log_entry = (self.location, entry)
         self.log.append(log_entry)
-        if self._recording is not None:
-            self._recording.append(log_entry)
+        if self.recording is not None:
+            self.recording.append(log_entry)
 
     def mark(self, tensors: Iterable[Any], kind: str, overwrite: bool = True) -> None:
         """Set the kind of memory that tensors occupy, for example "gradients".
 
         Args:
             tensors: Tensors that occupy the memory. Values that are not tensors are ignored.
-            kind: New kind, one of `ALL_KINDS`.
+            kind: New kind, one of `KINDS` or `OFFLOADED`.
             overwrite: Also change memory that was marked before, such as weights.
         """
         for tensor in tensors:
@@ -265,35 +268,6 @@ class Counter(TorchDispatchMode):
                 is_guessed = record.kind in GUESSED_KINDS
                 if is_guessed or overwrite:
                     record.kind = kind
-
-    def start_recording(self, name: Any) -> None:
-        """Record all further log entries under `name`, so that they can be repeated.
-
-        This ends the current recording and replaces an earlier recording with the same name.
-        """
-        self._recording = []
-        self._recordings[name] = self._recording
-
-    def stop_recording(self) -> None:
-        """End the current recording."""
-        self._recording = None
-
-    def repeat_recording(self, name: Any) -> None:
-        """Append the log entries that were recorded under `name` to the log, if there are any."""
-        self.log += self._recordings.get(name, ())
-
-    @contextmanager
-    def record_separately(self, name: Any) -> Iterator[None]:
-        """Record all log entries within this context under `name`.
-
-        If another recording is in progress, pause it during this context.
-        """
-        outer_recording = self._recording
-        self.start_recording(name)
-        try:
-            yield
-        finally:
-            self._recording = outer_recording
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -362,21 +336,14 @@ class Counter(TorchDispatchMode):
 
         kwargs = kwargs or {}
         if func.is_view:
-            return self._run_view(func, args, kwargs)
+            # An operator such as `reshape` only calls simpler operators, which are counted instead.
+            # torch disables a dispatch mode while the mode handles an operator. Enable this mode
+            # again, so that it receives the simpler operators.
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:  # otherwise, `func` calls no other operators
+                return result
         return self._run_and_count(func, args, kwargs)
-
-    def _run_view(self, func: Any, args: tuple[Any, ...], kwargs: OperatorArguments) -> Any:
-        """Run an operator that returns a view, or a copy if a view is impossible.
-
-        An operator that only calls simpler operators, such as `reshape`, is not counted itself.
-        """
-        # torch disables a dispatch mode while the mode handles an operator. Enable this mode again,
-        # so that it receives and counts the simpler operators.
-        with self:
-            result = func.decompose(*args, **kwargs)
-        if result is NotImplemented:  # `func` calls no other operators
-            return self._run_and_count(func, args, kwargs)
-        return result
 
     def _run_and_count(self, func: Any, args: tuple[Any, ...], kwargs: OperatorArguments) -> Any:
         """Run one operator and return its result.
@@ -530,7 +497,7 @@ def count_generated_kernel(num_bytes: int) -> None:
     """
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, Counter):
-            mode.add(Work(mode.location.phase, GENERATED, bytes=num_bytes))
+            mode.add(Work(mode.location.phase, "compiled", bytes=num_bytes))
 
 
 class _Signature(NamedTuple):
@@ -590,13 +557,16 @@ def _describe_kernel(
     """Return the work of one operator call: its dtype, shape, FLOPs and bytes."""
     op = signature.name.removeprefix("aten::")
     shape, flops = _count_flops(op, arguments)
+    num_bytes = bytes_of(result) if signature.returns_new else 0
+    for name, value in arguments.items():
+        num_bytes += signature.accesses[name] * bytes_of(value)
     return Work(
         phase,
-        op=signature.name.replace("::", "."),
+        op=op,
         dtype=_describe_dtype(_find_inputs(op, arguments)),
         shape=shape,
         flops=flops,
-        bytes=_count_traffic(signature, arguments, result),
+        bytes=num_bytes,
     )
 
 
@@ -609,23 +579,15 @@ def _find_inputs(op: str, arguments: OperatorArguments) -> list[Tensor]:
     return inputs[1:] if op in MATMULS_WITH_SUMMAND else inputs
 
 
-def _describe_dtype(inputs: Sequence[Tensor]) -> str:
+def _describe_dtype(inputs: Iterable[Tensor]) -> str:
     """Return the dtype of the first floating-point input, such as "bfloat16".
 
-    If no input is floating-point, return the dtype of the first one, or "float32" without inputs.
+    If no input is floating-point, return "".
     """
-    floating = [tensor for tensor in inputs if tensor.is_floating_point()]
-    candidates = floating or inputs
-    dtype = candidates[0].dtype if candidates else torch.float32
-    return str(dtype).removeprefix("torch.")
-
-
-def _count_traffic(signature: _Signature, arguments: OperatorArguments, result: Any) -> int:
-    """Return how many bytes of memory an operator reads and writes."""
-    num_bytes = bytes_of(result) if signature.returns_new else 0
-    for name, value in arguments.items():
-        num_bytes += signature.accesses[name] * bytes_of(value)
-    return num_bytes
+    for tensor in inputs:
+        if tensor.is_floating_point():
+            return str(tensor.dtype).removeprefix("torch.")
+    return ""
 
 
 def _count_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlops:
@@ -646,21 +608,24 @@ def _count_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlops:
         return (m, k, n), 2 * m * k * n
 
     if op in VARLEN_OPS:
-        return _count_varlen_flops(op, arguments)
-    if "_scaled_dot_product" in op:
-        return _count_attention_flops(op, arguments)
-    return (), 0
+        shape, mean_visible_keys = _describe_varlen_attention(arguments)
+    elif "_scaled_dot_product" in op:
+        shape, mean_visible_keys = _describe_attention(op, arguments)
+    else:
+        return (), 0
+    batch, heads, num_queries, _num_keys, head_dim = shape
+    num_scores = batch * heads * num_queries * mean_visible_keys  # excluding masked scores
+    # The backward pass has five matmuls, because it recomputes the scores.
+    num_matmuls = 5 if "backward" in op else 2
+    return shape, int(2 * num_matmuls * num_scores * head_dim)
 
 
-def _count_attention_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlops:
-    """Count the FLOPs of scaled dot-product attention or flex attention with a causal mask.
+def _describe_attention(op: str, arguments: OperatorArguments) -> ShapeAndVisibleKeys:
+    """Return the shape and the visible keys of scaled dot-product attention or flex attention.
 
     Args:
         op: Forward or backward operator, without "aten::".
         arguments: Arguments of the operator by name.
-
-    Returns:
-        (batch, heads, queries, keys, head_dim), and the number of FLOPs.
     """
     batch, heads, num_queries, head_dim = arguments["query"].shape
     num_keys = arguments["key"].shape[2]
@@ -675,29 +640,24 @@ def _count_attention_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlo
         # query to all keys. Take the mean of both.
         num_earlier_keys = num_keys - num_queries
         mean_visible_keys = Fraction(num_earlier_keys + num_keys, 2)
-    shape = (batch, heads, num_queries, num_keys, head_dim)
-    return shape, _attention_flops(op, shape, mean_visible_keys)
+    return (batch, heads, num_queries, num_keys, head_dim), mean_visible_keys
 
 
-def _count_varlen_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlops:
-    """Count the FLOPs of variable-length attention.
+def _describe_varlen_attention(arguments: OperatorArguments) -> ShapeAndVisibleKeys:
+    """Return the shape and the visible keys of variable-length attention.
 
     Document lengths are unknown, because fake tensors have no values. Each sequence therefore
     counts as one document.
 
     Args:
-        op: Forward or backward operator, one of `VARLEN_OPS`.
-        arguments: Arguments of the operator by name.
-
-    Returns:
-        (batch, heads, queries, keys, head_dim), and the number of FLOPs.
+        arguments: Arguments of an operator in `VARLEN_OPS`, by name.
     """
     num_tokens, heads, head_dim = arguments["query"].shape  # (B * T, H, D)
     seq_len = arguments["max_q"]
     num_earlier, _ = arguments["window_size"]  # visible tokens before the query, or -1 for all
     window = seq_len if num_earlier == -1 else num_earlier + 1  # a query also attends to itself
     shape = (num_tokens // seq_len, heads, seq_len, seq_len, head_dim)
-    return shape, _attention_flops(op, shape, _mean_visible_keys(seq_len, window))
+    return shape, _mean_visible_keys(seq_len, window)
 
 
 def _mean_visible_keys(num_keys: int, window: int) -> Fraction:
@@ -714,21 +674,6 @@ def _mean_visible_keys(num_keys: int, window: int) -> Fraction:
     window = min(window, num_keys)
     share_in_first_window = Fraction(window, num_keys)
     return window - share_in_first_window * window / 2
-
-
-def _attention_flops(op: str, shape: tuple[int, ...], mean_visible_keys: Fraction) -> int:
-    """Return the FLOPs of attention, excluding scores that are masked out.
-
-    Args:
-        op: Name of the operator, which contains "backward" for the backward pass.
-        shape: (batch, heads, queries, keys, head_dim).
-        mean_visible_keys: Average number of keys that a query attends to.
-    """
-    batch, heads, num_queries, _num_keys, head_dim = shape
-    num_scores = batch * heads * num_queries * mean_visible_keys
-    # The backward pass has five matmuls, because it recomputes the scores.
-    num_matmuls = 5 if "backward" in op else 2
-    return int(2 * num_matmuls * num_scores * head_dim)
 
 
 def plain_tensors(tensor: Any) -> Iterator[Tensor]:
@@ -757,4 +702,4 @@ def _find_tensors(value: Any) -> list[Tensor]:
 
 def bytes_of(value: Any) -> int:
     """Return the total bytes of a tensor, or of all tensors in nested lists and tuples."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in _find_tensors(value))
+    return sum(tensor.nbytes for tensor in _find_tensors(value))

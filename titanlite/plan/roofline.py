@@ -271,14 +271,13 @@ def _time_kernels(work: Work, gpu: Gpu) -> tuple[str, float]:
 
 def _attention_seconds(work: Work, gpu: Gpu) -> float:
     """Estimate the seconds that attention kernels take, from their FLOPs."""
-    op = work.op.removeprefix("aten.")
-    is_flex = op in FLEX_OPS or op.replace(".", "::") in VARLEN_OPS
+    is_flex = work.op in (*FLEX_OPS, *VARLEN_OPS)
     is_hopper = gpu.fp8 > 0  # or newer
 
     efficiency = gpu.attention
     if is_flex and is_hopper:
         efficiency = min(efficiency, FLEX)
-    if "backward" in op:
+    if "backward" in work.op:
         efficiency *= ATTENTION_BACKWARD
     peak_tflops = gpu.fp32 if work.dtype == "float32" else gpu.bf16
     return work.flops / (peak_tflops * 1e12 * efficiency)

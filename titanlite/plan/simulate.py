@@ -20,9 +20,7 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titanlite.config.run import Run
 from titanlite.model import attention
-from titanlite.model.llama import Llama
 from titanlite.parallel import activation_checkpoint, forward_backward, parallelize
 from titanlite.parallel.fsdp import needs_fsdp
 from titanlite.plan.override import override
@@ -205,16 +203,13 @@ def simulate_gpu() -> Iterator[None]:
     def is_saved(op: Any) -> bool:
         return op is not FLEX_REPLACEMENT and is_always_saved(op)
 
-    def needs_fsdp_on_gpu(model: Llama, _device_type: str, run: Run) -> bool:
-        return needs_fsdp(model, "cuda", run)
-
     with (
         override(Tensor, is_cuda=property(lambda _: True)),  # selects the branches for a GPU
         override(F, scaled_dot_product_attention=_cudnn_attention, rms_norm=_rms_norm),
         override(attention, flex_function=lambda _: _flex_attention),
         override(forward_backward, flex_mask=_small_mask),
         override(activation_checkpoint, is_always_saved=is_saved),
-        override(parallelize, needs_fsdp=needs_fsdp_on_gpu),
+        override(parallelize, needs_fsdp=lambda model, _type, run: needs_fsdp(model, "cuda", run)),
     ):
         yield
 

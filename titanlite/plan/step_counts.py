@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,7 +29,6 @@ from titanlite.parallel.mesh import Mesh, get_world_group
 from titanlite.parallel.parallelize import ShardedModel
 from titanlite.plan.allocator import NEVER_FREED, CachingAllocator
 from titanlite.plan.counter import (
-    ALL_KINDS,
     KINDS,
     MATMULS,
     OFFLOADED,
@@ -78,16 +76,15 @@ class StepCounts(NamedTuple):
     Attributes:
         peaks: For each location in the step, the bytes of each of `KINDS` when GPU memory is at its
             peak there.
-        offloaded_peak: Peak bytes of CPU memory that CPU offload uses.
-        stream_peaks: Peak bytes of GPU memory by (CUDA stream, location).
+        stream_peaks: Peak bytes of GPU memory by (CUDA stream, location). The CPU memory that CPU
+            offload uses counts as the stream `OFFLOADED`.
         work: Number of calls, FLOPs and bytes of each kind of work (`Work.kind`).
         reserved: Bytes that the caching allocator of a GPU reserves, or None if its allocations
             were not simulated: with pipeline parallelism, or if not all blocks ran.
     """
 
     peaks: dict[Location, np.ndarray]
-    offloaded_peak: int
-    stream_peaks: dict[tuple[int, Location], int]
+    stream_peaks: dict[tuple[int | str, Location], int]
     work: dict[Work, np.ndarray]
     reserved: int | None
 
@@ -97,7 +94,6 @@ def count_step(
     mesh: Mesh,
     sharded: ShardedModel,
     train_step: TrainStep,
-    run_all_microbatches: bool = False,
 ) -> StepCounts:
     """Run two training steps and count the memory and work of the second one.
 
@@ -110,11 +106,10 @@ def count_step(
         mesh: Layout of the ranks.
         sharded: This rank's part of the model.
         train_step: Training step of the model.
-        run_all_microbatches: Do not skip any microbatches.
     """
     counter = Counter(_describe_groups(mesh))
     allocator = CachingAllocator()
-    skipped = range(0) if run_all_microbatches else _skippable_microbatches(run)
+    skipped = _skippable_microbatches(run)
     with counter.watching():
         _run_steps(counter, allocator, run, sharded, train_step, skipped)
 
@@ -139,7 +134,6 @@ def count_step(
 
     return StepCounts(
         peaks=_find_peaks(counter.log),
-        offloaded_peak=_find_offloaded_peak(counter.log),
         stream_peaks=stream_peaks,
         work=work,
         reserved=None if has_pipeline else allocator.reserved,
@@ -204,13 +198,7 @@ def _skippable_microbatches(run: Run) -> range:
     """
     if run.degrees.pipeline == 1:
         return range(2, run.microbatches - 1)
-    if run.microbatches < MIN_MICROBATCHES or not _has_equal_microbatches(run):
-        return range(0)
-    return range(3, run.microbatches - 1)
 
-
-def _has_equal_microbatches(run: Run) -> bool:
-    """Return whether all microbatches use the same amount of memory in a given pipeline stage."""
     # In a V-shaped schedule, stages on one rank hand their results to each other.
     is_v_shaped = run.job.parallelism.pipeline_parallel_schedule in V_SHAPED
     # With many stages on a rank, torch unshards and reshards some while others run.
@@ -218,7 +206,11 @@ def _has_equal_microbatches(run: Run) -> bool:
     # If stages reshard after each forward pass, a backward pass gathers its weights unless it
     # directly follows another backward pass.
     reshards = run.job.parallelism.fsdp_reshard_after_forward == "always"
-    return not (is_v_shaped or has_many_stages or reshards)
+    has_different_microbatches = is_v_shaped or has_many_stages or reshards
+
+    if has_different_microbatches or run.microbatches < MIN_MICROBATCHES:
+        return range(0)
+    return range(3, run.microbatches - 1)
 
 
 def _describe_groups(mesh: Mesh) -> dict[str, Group]:
@@ -270,7 +262,7 @@ def _find_peaks(log: Iterable[LogEntry]) -> dict[Location, np.ndarray]:
     Returns:
         For each location, the bytes of each of `KINDS` when GPU memory is at its peak there.
     """
-    allocated = dict.fromkeys(ALL_KINDS, 0)
+    allocated = defaultdict[str, int](int)
     peak_bytes = defaultdict[Location, int](int)
     peaks: dict[Location, np.ndarray] = {}
     for location, entry in log:
@@ -284,27 +276,19 @@ def _find_peaks(log: Iterable[LogEntry]) -> dict[Location, np.ndarray]:
     return peaks
 
 
-def _find_offloaded_peak(log: Iterable[LogEntry]) -> int:
-    """Return the peak bytes of CPU memory that CPU offload uses in a step."""
-    changes = [
-        entry.change
-        for _location, entry in log
-        if isinstance(entry, Allocation) and entry.storage.kind == OFFLOADED
-    ]
-    return max(accumulate(changes, initial=0))
-
-
-def _find_stream_peaks(log: Iterable[LogEntry]) -> dict[tuple[int, Location], int]:
-    """Find the peak of the GPU memory in each CUDA stream, at each location of a step.
+def _find_stream_peaks(log: Iterable[LogEntry]) -> dict[tuple[int | str, Location], int]:
+    """Find the peak of the memory in each CUDA stream, at each location of a step.
 
     Returns:
-        Largest number of bytes that were allocated in a stream, by (stream, location).
+        Largest number of bytes that were allocated in a stream, by (stream, location). CPU memory
+        that CPU offload uses counts as the stream `OFFLOADED`.
     """
-    allocated = defaultdict[int, int](int)
-    peaks = defaultdict[tuple[int, Location], int](int)
+    allocated = defaultdict[int | str, int](int)
+    peaks = defaultdict[tuple[int | str, Location], int](int)
     for location, entry in log:
-        if isinstance(entry, Allocation) and entry.storage.kind != OFFLOADED:
-            stream = entry.storage.stream
+        if isinstance(entry, Allocation):
+            storage = entry.storage
+            stream = OFFLOADED if storage.kind == OFFLOADED else storage.stream
             allocated[stream] += entry.change
             peaks[stream, location] = max(peaks[stream, location], allocated[stream])
     return peaks
@@ -314,7 +298,7 @@ def _replay_allocations(log: Iterable[LogEntry], allocator: CachingAllocator) ->
     """Replay the allocations of a step on a simulated allocator, which predicts reserved memory."""
     for location, entry in log:
         if isinstance(entry, Work):
-            if entry.op.removeprefix("aten.") in MATMULS:
+            if entry.op in MATMULS:
                 allocator.run_matmul()
             continue
 
@@ -542,7 +526,12 @@ def _skip_microbatches(
     skipper = _MicrobatchSkipper(counter, skipped, last_loss=torch.zeros(()))
     with ExitStack() as stack:
         for stage in stages:
-            stack.enter_context(override(stage, **skipper.list_replacements(stage)))
+            methods: dict[str, Any] = dict(UNANIMOUS_SHAPE_VOTE)  # no other ranks can vote
+            for name in PIPELINE_ACTIONS:
+                methods[name] = partial(skipper.run_action, stage, name, getattr(stage, name))
+            for name in PIPELINE_RECEIVES:
+                methods[name] = partial(skipper.run_receive, stage, name, getattr(stage, name))
+            stack.enter_context(override(stage, **methods))
         yield
 
 
@@ -559,22 +548,15 @@ class _MicrobatchSkipper:
         skipped: Indices of the skipped microbatches.
         last_loss: Loss of the last microbatch that ran, or 0 before the first one. It is also the
             loss of skipped microbatches.
+        recordings: Latest log entries of each method, by its name and the index of the stage.
     """
 
     counter: Counter
     skipped: range
     last_loss: Tensor
+    recordings: dict[tuple[str, int], list[LogEntry]] = field(default_factory=dict)
 
-    def list_replacements(self, stage: PipelineStage) -> dict[str, Any]:
-        """Return a mapping from the names of methods to their replacement functions."""
-        replacements = dict(UNANIMOUS_SHAPE_VOTE)  # other ranks do not exist, so they cannot vote
-        for name in PIPELINE_ACTIONS:
-            replacements[name] = partial(self._run_action, stage, name, getattr(stage, name))
-        for name in PIPELINE_RECEIVES:
-            replacements[name] = partial(self._run_receive, stage, name, getattr(stage, name))
-        return replacements
-
-    def _run_action(
+    def run_action(
         self,
         stage: PipelineStage,
         name: str,
@@ -599,33 +581,24 @@ class _MicrobatchSkipper:
             args: Further arguments of the method.
             kwargs: Keyword arguments of the method.
         """
-        recording = (name, stage.stage_index)
+        key = (name, stage.stage_index)
+        returns_loss = name == "forward_one_chunk" and stage.is_last
         self.counter.location = Location(PIPELINE_ACTIONS[name], "stage", stage.stage_index)
         if microbatch in self.skipped:
-            self.counter.stop_recording()  # of the previous action
-            self.counter.repeat_recording(recording)
-            return self._choose_skipped_result(stage, name)
+            self.counter.recording = None  # of the previous action
+            self.counter.log += self.recordings.get(key, [])
+            if returns_loss:
+                return self.last_loss
+            # There is nothing to send. torch does not use the results of the other methods.
+            return [] if name.endswith("send_ops") else None
 
-        self.counter.start_recording(recording)
+        self.counter.recording = self.recordings[key] = []
         result = method(microbatch, *args, **kwargs)
-        if name == "forward_one_chunk" and stage.is_last:
+        if returns_loss:
             self.last_loss = result.detach()
         return result
 
-    def _choose_skipped_result(self, stage: PipelineStage, name: str) -> Any:
-        """Return a result that torch accepts in place of the result of a skipped method.
-
-        Args:
-            stage: The pipeline stage.
-            name: Name of the method, one of `PIPELINE_ACTIONS`.
-        """
-        if name == "forward_one_chunk" and stage.is_last:
-            return self.last_loss
-        if name.endswith("send_ops"):
-            return []  # nothing to send
-        return None  # torch does not use the results of the other methods
-
-    def _run_receive(
+    def run_receive(
         self, stage: PipelineStage, name: str, method: Callable[..., Any], microbatch: int
     ) -> list[Any]:
         """List the receive operations of a microbatch, unless it is skipped.
@@ -640,11 +613,14 @@ class _MicrobatchSkipper:
             method: The original method.
             microbatch: Index of the microbatch.
         """
-        recording = (name, stage.stage_index)
+        key = (name, stage.stage_index)
         if microbatch in self.skipped:
-            self.counter.repeat_recording(recording)
+            self.counter.log += self.recordings.get(key, [])
             return []  # nothing to receive
         # For a skipped microbatch, the action and the receive each log their recording again. If
         # the recording of the action included these allocations, they would be logged twice.
-        with self.counter.record_separately(recording):
-            return method(microbatch)
+        action_recording = self.counter.recording
+        self.counter.recording = self.recordings[key] = []
+        operations = method(microbatch)
+        self.counter.recording = action_recording
+        return operations

@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import record_function
 
-from titanlite.config.run import V_SHAPED, Run, stage_rank, with_keys
+from titanlite.config.run import V_SHAPED, Run, with_keys
 from titanlite.observe.flops import num_params
 from titanlite.observe.gpus import Gpu
 from titanlite.parallel import float8
@@ -27,7 +27,7 @@ from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.plan.allocator import CUBLAS_WORKSPACES
 from titanlite.plan.compiled import simulate_compiler
-from titanlite.plan.counter import KINDS, Work
+from titanlite.plan.counter import KINDS, OFFLOADED, Work
 from titanlite.plan.override import override
 from titanlite.plan.simulate import simulate_gpu, simulate_mxfp8, simulate_ranks
 from titanlite.plan.step_counts import DEVICE, StepCounts, count_step
@@ -59,7 +59,7 @@ class RankTrace:
             optimizer state.
         work: All kernels and collectives.
         reserved: Bytes that the torch allocator reserves on a GPU, including cuBLAS workspaces.
-            Equal to `peak` on a CPU.
+            Not used on a CPU.
     """
 
     rank: int
@@ -75,7 +75,6 @@ def trace_run(
     run: Run,
     gpu: Gpu | None = None,
     map_function: Apply = map,
-    whole: bool = False,
 ) -> tuple[RankTrace, ...]:
     """Trace one optimizer step on each kind of pipeline rank.
 
@@ -86,8 +85,6 @@ def trace_run(
         run: The validated job and the number of ranks. Neither data nor GPUs are needed.
         gpu: The GPU of each rank. None means a CPU.
         map_function: `map`, or the `map` method of a process pool to trace in parallel.
-        whole: Run all blocks and microbatches on all pipeline ranks. This gives the same counts,
-            but takes longer.
 
     Returns:
         One trace per kind of pipeline rank.
@@ -112,18 +109,15 @@ def trace_run(
     # Choose the blocks to run. On a GPU, run all blocks of a small model; see
     # `MAX_REPLAYED_BLOCKS`.
     is_small = run.degrees.pipeline == 1 and run.arch.n_layers <= MAX_REPLAYED_BLOCKS
-    runs_all_blocks = whole or (on_gpu and is_small)
-    num_removed = 0 if runs_all_blocks else _count_removable_blocks(run)
+    num_removed = 0 if on_gpu and is_small else _count_removable_blocks(run)
 
     # Count the work of each rank in a short model, and again in a model with one more block in each
     # pipeline stage. The difference is the cost of these blocks.
-    ranks = _choose_ranks(run, whole)
+    ranks = _choose_ranks(run)
     runs = [_remove_blocks(run, num_removed)]
     if num_removed:
         runs.append(_remove_blocks(run, num_removed - 1))
-    count_rank = partial(
-        _count_rank, on_gpu=on_gpu, has_float8=has_float8, run_all_microbatches=whole
-    )
+    count_rank = partial(_count_rank, on_gpu=on_gpu, has_float8=has_float8)
     shortened_runs, traced_ranks = zip(*product(runs, ranks), strict=True)
     results = list(map_function(count_rank, shortened_runs, traced_ranks))
 
@@ -133,53 +127,46 @@ def trace_run(
         if num_removed:
             longer_counts = results[len(ranks) + i]
             counts = _extrapolate(counts, longer_counts, num_removed)
-        traces.append(_summarize(rank, counts, on_gpu))
+        traces.append(_summarize(rank, counts))
     return tuple(traces)
 
 
-def _choose_ranks(run: Run, whole: bool) -> list[int]:
+def _choose_ranks(run: Run) -> list[int]:
     """Choose the ranks to trace: the first pipeline rank of each kind.
 
     Pipeline ranks are of the same kind if their stages are alike. The first rank of a kind holds
-    the most microbatches at a time, so it needs the most memory.
-
-    Args:
-        run: The validated job and the number of ranks.
-        whole: Choose every pipeline rank. A V-shaped schedule has the same effect.
+    the most microbatches at a time, so it needs the most memory. With a V-shaped schedule, choose
+    every pipeline rank.
     """
     num_pipeline_ranks = run.degrees.pipeline
     schedule = run.job.parallelism.pipeline_parallel_schedule
     # Consecutive ranks hold the same pipeline stages. Only the first of them is traced.
     ranks_per_stage = run.world_size // num_pipeline_ranks
     first_ranks = [rank * ranks_per_stage for rank in range(num_pipeline_ranks)]
-    if whole or schedule in V_SHAPED:
+    if schedule in V_SHAPED:
         return first_ranks
 
-    kinds = _describe_pipeline_ranks(run)
-    return [rank for i, rank in enumerate(first_ranks) if kinds[i] not in kinds[:i]]
+    first_of_kind: dict[Any, int] = {}
+    for pipeline_rank, rank in enumerate(first_ranks):
+        first_of_kind.setdefault(_describe_stages(run, pipeline_rank), rank)
+    return list(first_of_kind.values())
 
 
-def _describe_pipeline_ranks(run: Run) -> list[list[Any]]:
-    """Describe the stages of each pipeline rank.
+def _describe_stages(run: Run, pipeline_rank: int) -> tuple[Any, ...]:
+    """Describe the stages of a pipeline rank, for a schedule that is not V-shaped.
 
     Ranks with equal descriptions do the same work in a step, so only one of them is traced.
 
     Returns:
-        For each pipeline rank, one description per stage.
+        Whether the rank has the embedding, whether it has the output layer, and for each stage, the
+        blocks with full attention.
     """
     num_pipeline_ranks = run.degrees.pipeline
-    num_stages = len(run.stages)
-    schedule = run.job.parallelism.pipeline_parallel_schedule
-    descriptions: list[list[Any]] = [[] for _ in range(num_pipeline_ranks)]
-    for stage, blocks in enumerate(run.stages):
-        description = {
-            "full attention": [run.arch.is_full_attention(block) for block in blocks],
-            "embedding": stage == 0,
-            "output": stage == num_stages - 1,
-        }
-        pipeline_rank = stage_rank(stage, num_stages, num_pipeline_ranks, schedule)
-        descriptions[pipeline_rank].append(description)
-    return descriptions
+    has_embedding = pipeline_rank == 0
+    has_output = pipeline_rank == num_pipeline_ranks - 1
+    stages = run.stages[pipeline_rank::num_pipeline_ranks]  # stages are assigned round-robin
+    full_attention = tuple(tuple(map(run.arch.is_full_attention, blocks)) for blocks in stages)
+    return has_embedding, has_output, full_attention
 
 
 def _count_removable_blocks(run: Run) -> int:
@@ -249,9 +236,7 @@ def _remove_blocks(run: Run, num_removed: int) -> Run:
     return with_keys(run, settings)
 
 
-def _count_rank(
-    run: Run, rank: int, on_gpu: bool, has_float8: bool, run_all_microbatches: bool
-) -> StepCounts:
+def _count_rank(run: Run, rank: int, on_gpu: bool, has_float8: bool) -> StepCounts:
     """Run a training step of a simulated rank on fake tensors and count its memory and work.
 
     Args:
@@ -259,7 +244,6 @@ def _count_rank(
         rank: Rank to simulate.
         on_gpu: Whether the rank has a GPU.
         has_float8: Whether the GPU supports the FP8 recipe of the job.
-        run_all_microbatches: Run all microbatches instead of repeating the counts of one.
     """
     uses_mxfp8 = run.job.float8.recipe_name == "mxfp8"
     with (
@@ -283,7 +267,7 @@ def _count_rank(
         # Leave the fake mode here, because the constructor of AdamW8bit reads its constants.
         train_step = TrainStep(run, mesh, sharded, DEVICE)
         with fake_mode:
-            return count_step(run, mesh, sharded, train_step, run_all_microbatches)
+            return count_step(run, mesh, sharded, train_step)
 
 
 def _extrapolate(short: StepCounts, longer: StepCounts, num_removed: int) -> StepCounts:
@@ -298,39 +282,48 @@ def _extrapolate(short: StepCounts, longer: StepCounts, num_removed: int) -> Ste
         num_removed: Number of blocks that were removed from each stage to get the short model.
     """
 
-    def extrapolate(short_count: Any, longer_count: Any) -> Any:
-        if isinstance(short_count, dict):
-            return {key: extrapolate(short_count[key], longer_count[key]) for key in short_count}
-        return short_count + num_removed * (longer_count - short_count)
+    def extrapolate(counts: dict[Any, Any], longer_counts: dict[Any, Any]) -> dict[Any, Any]:
+        return {
+            key: count + num_removed * (longer_counts[key] - count) for key, count in counts.items()
+        }
 
     return StepCounts(
         peaks=extrapolate(short.peaks, longer.peaks),
-        offloaded_peak=extrapolate(short.offloaded_peak, longer.offloaded_peak),
         stream_peaks=extrapolate(short.stream_peaks, longer.stream_peaks),
         work=extrapolate(short.work, longer.work),
         reserved=None,  # not linear
     )
 
 
-def _summarize(rank: int, counts: StepCounts, on_gpu: bool) -> RankTrace:
+def _summarize(rank: int, counts: StepCounts) -> RankTrace:
     """Convert the counts of a rank to a trace with its peak memory, reserved memory and work.
 
     Args:
         rank: The traced rank.
         counts: Counts for all blocks of the rank.
-        on_gpu: Whether the rank has a GPU.
     """
     location, sizes = max(counts.peaks.items(), key=lambda peak: peak[1].sum())
-    peak_bytes = int(sizes.sum())
     is_in_block = location.name == "block"
+
+    stream_peaks = defaultdict[int | str, int](int)
+    for (stream, _location), size in counts.stream_peaks.items():
+        stream_peaks[stream] = max(stream_peaks[stream], size)
+    cpu_peak = stream_peaks.pop(OFFLOADED, 0)
+
+    reserved = counts.reserved
+    if reserved is None:  # the allocations were not replayed on a simulated allocator
+        # The allocator does not reuse memory across CUDA streams, so their peaks add up.
+        allocated = sum(stream_peaks.values())
+        reserved = int((1 + FRAGMENTATION) * allocated) + CUBLAS_WORKSPACES
+
     return RankTrace(
         rank=rank,
-        peak=peak_bytes,
+        peak=int(sizes.sum()),
         moment=f"{location.phase} of a block" if is_in_block else location.name,
         kinds=dict(zip(KINDS, sizes.tolist(), strict=True)),
-        cpu_peak=counts.offloaded_peak,
+        cpu_peak=cpu_peak,
         work=tuple(_list_work(counts)),
-        reserved=_predict_reserved(counts) if on_gpu else peak_bytes,
+        reserved=reserved,
     )
 
 
@@ -339,19 +332,3 @@ def _list_work(counts: StepCounts) -> Iterator[Work]:
     for kind, amounts in counts.work.items():
         count, flops, num_bytes = amounts.tolist()
         yield kind._replace(count=count, flops=flops, bytes=num_bytes)
-
-
-def _predict_reserved(counts: StepCounts) -> int:
-    """Return how many bytes the caching allocator of a GPU reserves.
-
-    If the allocations were not replayed on a simulated allocator, estimate the number.
-    """
-    if counts.reserved is not None:
-        return counts.reserved
-
-    # The allocator does not reuse memory across CUDA streams, so the peaks of all streams add up.
-    highest_peaks = defaultdict[int, int](int)
-    for (stream, _location), size in counts.stream_peaks.items():
-        highest_peaks[stream] = max(highest_peaks[stream], size)
-    allocated = sum(highest_peaks.values())
-    return int((1 + FRAGMENTATION) * allocated) + CUBLAS_WORKSPACES

@@ -191,7 +191,12 @@ def compare_gradients(
     Returns:
         One check for each parameter.
     """
-    minimum_norms = _minimum_norms(reference)
+    # Relative to a gradient that is nearly zero, any rounding error is large. For such a gradient,
+    # use the norm that it would have if its elements were 0.1% of the root mean square of all
+    # gradients.
+    minimum_total = SMALL_GRADIENT * total_norm(reference.values())
+    num_elements = sum(gradient.numel() for gradient in reference.values())
+
     checks = []
     for name, expected in reference.items():
         if name not in gradients:
@@ -199,24 +204,9 @@ def compare_gradients(
             checks.append(Check("gradient", step, name, math.inf, 0.0, hint))
             continue
 
-        minimum_norm = minimum_norms[name]  # used instead of the norm of a tiny gradient
+        minimum_norm = minimum_total * math.sqrt(expected.numel() / num_elements)
         error = relative_error(gradients[name], expected, minimum_norm)
         error_of_one_rank = relative_error(one_rank[name], expected, minimum_norm)
         tolerance = gradient_tolerance(run, error_of_one_rank)
         checks.append(Check("gradient", step, name, error, tolerance))
     return checks
-
-
-def _minimum_norms(gradients: NamedTensors) -> dict[str, float]:
-    """Return the smallest norm by which a gradient error is divided, by parameter name.
-
-    Relative to a gradient that is nearly zero, any rounding error is large. For such a gradient,
-    use the norm that it would have if its elements were 0.1% of the root mean square of all
-    gradients.
-    """
-    minimum_total = SMALL_GRADIENT * total_norm(gradients.values())
-    num_elements = sum(gradient.numel() for gradient in gradients.values())
-    return {
-        name: minimum_total * math.sqrt(gradient.numel() / num_elements)
-        for name, gradient in gradients.items()
-    }

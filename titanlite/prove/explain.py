@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,7 +120,7 @@ def explain_factor(value: Tensor, expected: Tensor, run: Run) -> str:
     return explain_ratio(ratio, run)
 
 
-def describe_names(failed: Sequence[str], names: Sequence[str], run: Run) -> str:
+def describe_names(failed: Sequence[str], names: Iterable[str]) -> str:
     """Describe which parameters differ, for the message of a failed check.
 
     For example, "only parameters of the kind attention.wq.weight differ".
@@ -128,7 +128,6 @@ def describe_names(failed: Sequence[str], names: Sequence[str], run: Run) -> str
     Args:
         failed: Names of the parameters that differ.
         names: Names of all parameters.
-        run: The run, which assigns parameters to pipeline stages.
     """
     correct = set(names).difference(failed)
     if not correct:
@@ -139,23 +138,12 @@ def describe_names(failed: Sequence[str], names: Sequence[str], run: Run) -> str
     if kinds.isdisjoint(remove_block_number(name) for name in correct):
         return f"only parameters of the kind {', '.join(sorted(kinds))} differ"
 
-    # Check whether all parameters of some pipeline stages differ.
-    stages = {_find_stage(name, run) for name in failed}
-    are_whole_stages = stages.isdisjoint(_find_stage(name, run) for name in correct)
-    if run.degrees.pipeline > 1 and are_whole_stages:
-        noun = "stage" if len(stages) == 1 else "stages"
-        return f"only the parameters of pipeline {noun} {_join(stages)} differ"
-
-    return f"only {_list_first_names(failed)} differ"
-
-
-def _list_first_names(names: Sequence[str]) -> str:
-    """Return names as text, such as "a, b, c and 2 others"."""
-    text = ", ".join(names[:MAX_NAMES])
-    num_others = len(names) - MAX_NAMES
-    if num_others <= 0:
-        return text
-    return f"{text} and {format_count(num_others, 'other')}"
+    # For example, "only a, b, c and 2 others differ".
+    listed = ", ".join(failed[:MAX_NAMES])
+    num_others = len(failed) - MAX_NAMES
+    if num_others > 0:
+        listed += f" and {format_count(num_others, 'other')}"
+    return f"only {listed} differ"
 
 
 def remove_block_number(name: str) -> str:
@@ -164,14 +152,6 @@ def remove_block_number(name: str) -> str:
     For example, "layers.3.attention.wq.weight" becomes "attention.wq.weight".
     """
     return re.sub(r"^layers\.\d+\.", "", name)
-
-
-def _find_stage(name: str, run: Run) -> int:
-    """Return the index of the pipeline stage that holds a parameter."""
-    match = re.match(r"layers\.(\d+)\.", name)
-    if match is None:
-        return 0 if "embeddings" in name else len(run.stages) - 1
-    return next(i for i, blocks in enumerate(run.stages) if int(match[1]) in blocks)
 
 
 def explain_gradient(
@@ -196,7 +176,7 @@ def explain_gradient(
         sequences: Fields of the global batch, such as "input_ids", each of shape (sequences, T).
         compute_gradients: `ReferenceTrainer.compute_gradients` for the weights before the step.
     """
-    where = describe_names(failed, list(expected), run)
+    where = describe_names(failed, expected)
     failed_with_gradient = [name for name in failed if name in gradients]
     if not failed_with_gradient:
         return f"{where}: they have no gradient"
@@ -246,10 +226,9 @@ def _find_cause(
 
     # Check whether a typical mistake leads to the same wrong gradient.
     tolerance = FIT_TOLERANCE * (wrong - right).norm()
-    for mistake in _imitate_mistakes(run, sequences):
-        gradient = compute_gradient(mistake.sequences, **mistake.options)
+    for mistake, gradient in _imitate_mistakes(run, sequences, compute_gradient):
         if (gradient - wrong).norm() < tolerance:
-            return mistake.description
+            return mistake
 
     # Check whether some sequences are missing or counted too often.
     sequence_weights, gradient = _fit_sequences(wrong, sequences, compute_gradient)
@@ -279,47 +258,39 @@ def _fit_sequences(
     return weights.tolist(), matrix @ weights
 
 
-class TypicalMistake(NamedTuple):
-    """A typical mistake in training code, and how to reproduce it.
-
-    Attributes:
-        description: The mistake, for example "the sliding window is ignored".
-        sequences: The global batch, as changed by the mistake.
-        options: Keyword arguments of `ReferenceTrainer.compute_gradients` that make the mistake.
-    """
-
-    description: str
-    sequences: NamedTensors
-    options: Mapping[str, bool] = {}
-
-
-def _imitate_mistakes(run: Run, sequences: NamedTensors) -> Iterator[TypicalMistake]:
-    """Yield the typical mistakes, such as wrong positions, that can occur in a run.
+def _imitate_mistakes(
+    run: Run, sequences: NamedTensors, compute_gradient: Callable[..., Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Make each typical mistake, such as wrong positions, that can occur in a run.
 
     Args:
         run: The tested run on several ranks.
         sequences: Fields of the correct global batch, each of shape (sequences, T).
+        compute_gradient: Computes the gradient of a batch, shape (elements,), without parallelism.
+
+    Yields:
+        A description, for example "the sliding window is ignored", and the wrong gradient.
     """
     ids = sequences["input_ids"]
     seq_len = ids.shape[1]
     positions = torch.arange(seq_len).expand_as(ids)
     if "document_ids" in sequences:
         without_ids = {key: value for key, value in sequences.items() if key != "document_ids"}
-        yield TypicalMistake("tokens attend to other documents", without_ids)
+        yield "tokens attend to other documents", compute_gradient(without_ids)
         changed = sequences | {"positions": positions}
-        yield TypicalMistake("positions do not restart at documents", changed)
+        yield "positions do not restart at documents", compute_gradient(changed)
     elif run.degrees.context > 1:
         changed = sequences | {"positions": positions % (seq_len // run.degrees.context)}
-        yield TypicalMistake("positions restart in each context-parallel rank", changed)
+        yield "positions restart in each context-parallel rank", compute_gradient(changed)
 
     if run.microbatches > 1:
         labels = sequences["labels"].roll(run.global_microbatch_size, 0)
         changed = sequences | {"labels": labels}
-        yield TypicalMistake("the labels belong to another microbatch", changed)
+        yield "the labels belong to another microbatch", compute_gradient(changed)
     if run.arch.sliding_window:
-        yield TypicalMistake("the sliding window is ignored", sequences, {"use_window": False})
+        yield "the sliding window is ignored", compute_gradient(sequences, use_window=False)
     if run.job.training.z_loss:
-        yield TypicalMistake("the z-loss is left out", sequences, {"use_z_loss": False})
+        yield "the z-loss is left out", compute_gradient(sequences, use_z_loss=False)
 
 
 def _list_suspects(run: Run) -> str:

@@ -16,12 +16,12 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,9 @@ import torch.distributed as dist
 from titanlite.checkpoint.find import load_newest
 from titanlite.checkpoint.huggingface import checkpoint_weights, export_hf, hf_weights
 from titanlite.checkpoint.live_state import AVERAGES, to_plain
+from titanlite.config.certificate import Certificate, hash_job, read_versions
 from titanlite.config.run import Run, with_keys
+from titanlite.config.schema import JobConfig
 from titanlite.hooks.records import describe_code
 from titanlite.load_run import check_run
 from titanlite.model.formats import has_hf_family
@@ -65,6 +67,8 @@ from titanlite.prove.record import (
     turn_dropout_off,
 )
 from titanlite.prove.reference import FORMULAS, ReferenceTrainer, expected_update
+from titanlite.prove.report import describe_first_difference, summarize_checks
+from titanlite.prove.shrink import SmallJob
 from titanlite.runtime.logging import LOGGER_NAME
 from titanlite.runtime.process import STORE
 from titanlite.runtime.world import gathered, process_group
@@ -77,40 +81,6 @@ LOG_FILE = "prove.log"
 EXPORTED_WEIGHTS = "exported weights"  # name of a check
 
 
-class Proof(NamedTuple):
-    """Result of `titanlite prove`: all comparisons, and how they were made.
-
-    Attributes:
-        run: The small run that was trained, with its compute dtype.
-        checks: All comparisons, in the order of the computation.
-        device: Name of the GPU or CPU, such as "NVIDIA H100".
-        optimizer_reference: Source of the expected updates, such as "plain formulas in float64".
-        commit: Git commit of titanlite, or "" if unknown.
-        not_kept: Properties of the original job that the proof does not cover, one sentence each.
-    """
-
-    run: Run
-    checks: list[Check]
-    device: str
-    optimizer_reference: str
-    commit: str
-    not_kept: list[str]
-
-
-class RecordedRun(NamedTuple):
-    """The tested run, after all ranks have trained it and recorded each step in files.
-
-    Attributes:
-        run: The run, in which each option "auto" is replaced by the value that was used.
-        folder: Temporary folder with the record files of all ranks.
-        device_name: Name of the GPU of rank 0, such as "NVIDIA H100", or "CPU".
-    """
-
-    run: Run
-    folder: Path
-    device_name: str
-
-
 @dataclass
 class TestedStep:
     """Records of all ranks for one training step, and the unsharded tensors of this step.
@@ -120,14 +90,11 @@ class TestedStep:
         gradients: Unsharded gradients before clipping, by parameter name.
         state: Unsharded weights, optimizer state and hook tensors after the step, by their names in
             a checkpoint.
-        unscaled_state: The initial state, before `Recorder.amplify_weights` scaled the matrices.
-            Empty except in the record before the first step.
     """
 
     ranks: list[StepRecord]
-    gradients: NamedTensors = field(default_factory=dict)
-    state: NamedTensors = field(default_factory=dict)
-    unscaled_state: NamedTensors = field(default_factory=dict)
+    gradients: NamedTensors
+    state: NamedTensors
 
     @property
     def weights(self) -> NamedTensors:
@@ -176,12 +143,12 @@ def _combine_records(records: list[StepRecord]) -> TestedStep:
     Only the first rank of each pipeline stage has recorded unsharded tensors. Together, these ranks
     have recorded all tensors of the model.
     """
-    step = TestedStep(records)
+    gradients: NamedTensors = {}
+    state: NamedTensors = {}
     for record in records:
-        step.gradients.update(record.gradients.unsharded)
-        step.state.update(record.state.unsharded)
-        step.unscaled_state.update(record.unscaled_state.unsharded)
-    return step
+        gradients |= record.gradients.unsharded
+        state |= record.state.unsharded
+    return TestedStep(records, gradients, state)
 
 
 class StepRepeater(Recorder):
@@ -239,50 +206,37 @@ def make_one_rank_run(run: Run, dump_folder: Path, recompute: bool = False) -> R
     return check_run(with_keys(run, settings).job, world_size=1)
 
 
-def prove(run: Run, out: Path) -> Proof | None:
-    """Train a small run on several ranks, and compare every step with a reference on one rank.
+def prove(job: JobConfig, small_job: SmallJob, out: Path) -> Certificate | None:
+    """Train a small job on several ranks, and compare every step with a reference on one rank.
 
-    All ranks must call this together.
+    The small job is also resumed from its checkpoint. All ranks must call this together, before
+    they have a process group.
 
     Args:
-        run: The tested run on several ranks.
+        job: The original job.
+        small_job: The small version of the job, and how it differs.
         out: Existing folder for temporary files and the log, which all ranks share.
 
     Returns:
-        The comparisons on rank 0, and None on all other ranks.
+        The certificate on rank 0, and None on all other ranks.
     """
     log_file = (out / LOG_FILE).open("a", encoding="utf-8")
     # When `stack` is closed, it deletes the temporary files.
     with log_file, redirect_stdout(log_file), redirect_stderr(log_file), ExitStack() as stack:
-        recorded = _train_on_all_ranks(run, out, stack)
-        if recorded is None:  # only rank 0 makes the comparisons
+        with process_group(small_job.run.job) as device:
+            is_first_rank = dist.get_rank() == 0
+            device_name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+            folder = _create_shared_folder(out, stack)
+            # Replace options "auto", so that the later run on one rank computes in the same way.
+            run = settle_compute_dtype(small_job.run, device)
+            run = run.resolve_attention_backend(on_gpu=device.type == "cuda")
+            run = with_keys(run, {"job.dump_folder": str(folder / "layout")})
+            train_and_resume(run, device, folder)
+
+        if not is_first_rank:  # only rank 0 makes the comparisons
             return None
-        checks = compare_with_one_rank(recorded.run, recorded.folder)
-    return _build_proof(recorded.run, checks, recorded.device_name)
-
-
-def _train_on_all_ranks(run: Run, out: Path, stack: ExitStack) -> RecordedRun | None:
-    """Train a run, resume it from its checkpoint, and record each step in files.
-
-    All ranks must call this together, before they have a process group.
-
-    Args:
-        run: The run to train.
-        out: Existing folder that all ranks share.
-        stack: Exit stack. When it is closed, rank 0 deletes the record files.
-
-    Returns:
-        The recorded run on rank 0, and None on all other ranks.
-    """
-    with process_group(run.job) as device:
-        device_name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
-        folder = _create_shared_folder(out, stack)
-        # Replace the options "auto", so that the later run on one rank computes in the same way.
-        run = settle_compute_dtype(run, device)
-        run = run.resolve_attention_backend(on_gpu=device.type == "cuda")
-        run = with_keys(run, {"job.dump_folder": str(folder / "layout")})
-        train_and_resume(run, device, folder)
-        return RecordedRun(run, folder, device_name) if dist.get_rank() == 0 else None
+        checks = compare_with_one_rank(run, folder)
+    return _make_certificate(job, small_job, run, checks, device_name)
 
 
 def _leave_launched_ranks() -> None:
@@ -319,18 +273,39 @@ def _exit_on_signals() -> None:
         signal.signal(number, lambda number, _frame: sys.exit(128 + number))
 
 
-def _build_proof(run: Run, checks: list[Check], device_name: str) -> Proof:
-    """Create the result of `titanlite prove`, including a list of what its checks do not cover."""
+def _make_certificate(
+    job: JobConfig, small_job: SmallJob, run: Run, checks: list[Check], device_name: str
+) -> Certificate:
+    """Create the certificate of a job, which states whether its layout computes correct results.
+
+    Args:
+        job: The original job.
+        small_job: The small version of the job, and how it differs.
+        run: The small run that was trained, with its compute dtype.
+        checks: All comparisons with the expected results, in the order of the computation.
+        device_name: Name of the GPU of rank 0, such as "NVIDIA H100", or "CPU".
+    """
+    precision = run.job.training.mixed_precision_param
+    if run.job.float8.enable:
+        precision = "float8"
     optimizer_reference = "the same optimizer on one rank"
     if run.job.optimizer.name in FORMULAS:
         optimizer_reference = "plain formulas in float64"
-    return Proof(
-        run,
-        checks,
+    return Certificate(
+        proven=all(check.has_passed for check in checks),
+        first_difference=describe_first_difference(checks),
+        job_hash=hash_job(job),
+        job=job.job.config_file or "",  # "" for a job without a file
+        time=time.time(),
+        layout=asdict(run.degrees),
+        precision=precision,
         device=device_name,
         optimizer_reference=optimizer_reference,
+        versions=read_versions(),
         commit=describe_code().get("commit", ""),
-        not_kept=_list_untested(run, checks),
+        changes=small_job.changes,
+        not_kept=[*small_job.not_kept, *_list_untested(run, checks)],
+        rows=summarize_checks(checks),
     )
 
 
@@ -403,8 +378,7 @@ def _compare_steps(
         reference: Model that computes the expected values in float64.
     """
     before = tested_steps[0]
-    initial_weights = select(before.unscaled_state, MODEL)
-    yield from compare_bitwise("initial weights", 0, initial_weights, reference.initial)
+    yield from compare_bitwise("initial weights", 0, before.weights, reference.initial)
     yield from compare_replicas(run, 0, "replicas of weights", before, kind="state")
 
     for step in range(1, run.job.training.steps + 1):

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titanlite.checkpoint.live_state import LiveState, to_local, to_plain
 from titanlite.config.registry import resolve
@@ -27,11 +26,11 @@ from titanlite.config.run import Run
 from titanlite.data.batch import RankBatch
 from titanlite.hooks.hook import Hook
 from titanlite.hooks.hook_state import hook_tensors
-from titanlite.model.llama import INIT_STD
+from titanlite.model.llama import INIT_STD, Llama
 from titanlite.model.microbatch import Microbatch
 from titanlite.optim.adamw import shard_slices
+from titanlite.optim.clip import is_fp8_wrapper
 from titanlite.parallel.activation_checkpoint import draws_random_numbers
-from titanlite.train.step import StepResult
 from titanlite.train.trainer import Trainer
 
 NamedTensors = dict[str, Tensor]
@@ -70,8 +69,6 @@ class StepRecord:
     """Values that one rank has recorded in one step.
 
     Attributes:
-        unscaled_state: The initial state, before `Recorder.amplify_weights` scales the matrices.
-            Empty except in the record before the first step.
         sequences: Fields of the sequences that the rank has read, such as "input_ids", each of
             shape (sequences, T).
         gradients: Gradients before clipping, by parameter name.
@@ -82,7 +79,6 @@ class StepRecord:
         grad_norm: Logged gradient norm.
     """
 
-    unscaled_state: Snapshot = field(default_factory=Snapshot)
     sequences: NamedTensors = field(default_factory=dict)
     gradients: Snapshot = field(default_factory=Snapshot)
     state: Snapshot = field(default_factory=Snapshot)
@@ -126,23 +122,10 @@ class Recorder(Hook):
         """Record the weights and the optimizer state before the first step."""
         self.record = self.steps[step] = StepRecord(state=self.snapshot_state())
 
-    @torch.no_grad()
     def amplify_weights(self) -> None:
-        """Multiply the matrices of all blocks by a power of two, and record the new initial state.
-
-        With the usual small initial weights, attention is nearly uniform, so a wrong mask or
-        position would hardly change the loss. Keep the previous state in
-        `StepRecord.unscaled_state`.
-        """
-        model = self.trainer.model
-        # The standard deviation INIT_STD becomes about 1 / sqrt(dim). A matmul then keeps the scale
-        # of its inputs.
-        exponent = -math.log2(INIT_STD * math.sqrt(model.arch.dim))
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 2 and name.startswith("layers."):
-                to_plain(parameter).mul_(2.0 ** round(exponent))
+        """Amplify the initial weights; see `amplify`. Record them in place of the original ones."""
+        amplify(self.trainer.model)
         self.trainer.train_step.precompute_scales()
-        self.record.unscaled_state = self.record.state
         self.record.state = self.snapshot_state()
 
     def before_step(self, step: int) -> None:
@@ -159,21 +142,18 @@ class Recorder(Hook):
         self.record.gradients = self._snapshot(gradients)
 
     def train_and_record(self) -> None:
-        """Train one step, then record its loss, its gradient norm and the resulting state."""
+        """Train one step, then record its loss, its gradient norm, and the state and FP8 scales."""
         entry = self.trainer.step()
         assert entry is not None  # every step is logged
         self.record.loss = entry.loss
         self.record.grad_norm = entry.grad_norm
         self.record.state = self.snapshot_state()
+        self.record.scales = _float8_scales(self.trainer)
 
     def train_and_record_until(self, last_step: int) -> None:
         """Train and record all steps up to `last_step`."""
         while self.trainer.steps_done < last_step:
             self.train_and_record()
-
-    def after_step(self, step: int, result: StepResult) -> None:
-        """Record the FP8 scales of the updated weights."""
-        self.record.scales = _float8_scales(self.trainer)
 
     def snapshot_state(self) -> Snapshot:
         """Record the current weights, optimizer state and tensors of hooks in a snapshot."""
@@ -192,11 +172,30 @@ class Recorder(Hook):
             tensor = to_plain(tensor)
             shard = to_local(tensor).contiguous().cpu()
             content = shard.flatten().view(torch.uint8).numpy().tobytes()
-            snapshot.digests[ShardKey(name, _bounds(tensor))] = hashlib.sha256(content).hexdigest()
-            whole = tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else shard
+            whole = shard
+            bounds: tuple[tuple[int, int], ...] = ()
+            if isinstance(tensor, DTensor):
+                whole = tensor.full_tensor().cpu()
+                bounds = tuple((part.start, part.stop) for part in shard_slices(tensor))
+            snapshot.digests[ShardKey(name, bounds)] = hashlib.sha256(content).hexdigest()
             if self._keeps_unsharded:
                 snapshot.unsharded[name] = whole.clone()
         return snapshot
+
+
+@torch.no_grad()
+def amplify(model: Llama) -> None:
+    """Multiply the matrices of all blocks by a power of two, which causes no rounding errors.
+
+    With the usual small initial weights, attention is nearly uniform, so a wrong mask or position
+    would hardly change the loss.
+    """
+    # The standard deviation INIT_STD becomes about 1 / sqrt(dim). A matmul then keeps the scale of
+    # its inputs.
+    exponent = -math.log2(INIT_STD * math.sqrt(model.arch.dim))
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and name.startswith("layers."):
+            to_plain(parameter).mul_(2.0 ** round(exponent))
 
 
 def stack_sequences(microbatches: list[Microbatch]) -> NamedTensors:
@@ -263,13 +262,6 @@ def has_random_numbers(run: Run) -> bool:
     return draws_random_numbers(resolve(run.arch.model))
 
 
-def _bounds(tensor: Tensor) -> tuple[tuple[int, int], ...]:
-    """Return where this rank's shard lies within the unsharded tensor; see `ShardKey.bounds`."""
-    if not isinstance(tensor, DTensor):
-        return ()
-    return tuple((part.start, part.stop) for part in shard_slices(tensor))
-
-
 def _float8_scales(trainer: Trainer) -> NamedTensors:
     """Return the precomputed FP8 scales of weights, by parameter name.
 
@@ -281,7 +273,7 @@ def _float8_scales(trainer: Trainer) -> NamedTensors:
     for name, parameter in trainer.model.named_parameters():
         # `to_local` would return a copy of the torchao wrapper without the scale.
         shard = _inner_tensors(parameter)[0] if isinstance(parameter, DTensor) else parameter
-        if is_traceable_wrapper_subclass(shard):
+        if is_fp8_wrapper(shard):
             # The wrapper contains the weight and, if it is precomputed, the scale.
             for scale in _inner_tensors(shard)[1:]:
                 scales[name] = scale.detach().cpu().clone()

@@ -24,7 +24,7 @@ from titanlite.model.llama import Llama
 from titanlite.model.microbatch import IGNORE_INDEX
 from titanlite.optim.losses import LossRecipe
 from titanlite.optim.schedule import learning_rate_at
-from titanlite.prove.record import NamedTensors, stack_sequences
+from titanlite.prove.record import NamedTensors, amplify, stack_sequences
 
 EPS32 = torch.finfo(torch.float32).eps
 
@@ -61,7 +61,7 @@ class ReferenceTrainer:
     The model runs on the CPU, without parallelism or dropout.
 
     Attributes:
-        initial: Initial weights in the dtype of the run, by parameter name.
+        initial: Amplified initial weights in the dtype of the run, by parameter name.
         trainable: Names of the parameters that need a gradient.
     """
 
@@ -81,6 +81,7 @@ class ReferenceTrainer:
         model.init_weights(training.seed, device=device)
         # Convert the weights to both dtypes in turn, because training also rounds them twice.
         model.to(getattr(torch, training.init_dtype)).to(getattr(torch, training.dtype))
+        amplify(model)
         self.initial = {name: p.detach().cpu() for name, p in model.named_parameters()}
         self.trainable = [name for name, p in model.named_parameters() if p.requires_grad]
         self.model = model.cpu().double()

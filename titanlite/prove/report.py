@@ -1,4 +1,4 @@
-"""Convert the comparisons of a proof to a certificate, and format it."""
+"""Summarize the comparisons of a proof, and write and format its certificate."""
 
 from __future__ import annotations
 
@@ -6,18 +6,14 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlite.config.certificate import Certificate, Row, hash_job, read_versions
+from titanlite.config.certificate import Certificate, Row
 from titanlite.config.files import write_output
 
 if TYPE_CHECKING:
-    from titanlite.config.schema import JobConfig
     from titanlite.prove.checks import Check
-    from titanlite.prove.prove import Proof
-    from titanlite.prove.shrink import SmallJob
 
 
 def summarize_checks(checks: Sequence[Check]) -> list[Row]:
@@ -65,37 +61,6 @@ def describe_first_difference(checks: Sequence[Check]) -> str:
         size = f"error {first.error:.2g}, tolerance {first.tolerance:.2g}"
     hint = f": {first.hint}" if first.hint else ""
     return f"First difference at step {first.step}: {first.name} of {first.subject} ({size}){hint}."
-
-
-def make_certificate(job: JobConfig, small_job: SmallJob, proof: Proof) -> Certificate:
-    """Create the certificate of a job, which states whether its layout computes correct results.
-
-    Args:
-        job: The original job.
-        small_job: The small version of the job that was trained, and how it differs.
-        proof: Comparisons of the trained small job with the expected results.
-    """
-    checks = proof.checks
-    trained_job = proof.run.job
-    precision = trained_job.training.mixed_precision_param
-    if trained_job.float8.enable:
-        precision = "float8"
-    return Certificate(
-        proven=all(check.has_passed for check in checks),
-        first_difference=describe_first_difference(checks),
-        job_hash=hash_job(job),
-        job=job.job.config_file or "",  # "" for a job without a file
-        time=time.time(),
-        layout=asdict(proof.run.degrees),
-        precision=precision,
-        device=proof.device,
-        optimizer_reference=proof.optimizer_reference,
-        versions=read_versions(),
-        commit=proof.commit,
-        changes=small_job.changes,
-        not_kept=[*small_job.not_kept, *proof.not_kept],
-        rows=summarize_checks(checks),
-    )
 
 
 def write_certificate(certificate: Certificate, folder: Path) -> Path:

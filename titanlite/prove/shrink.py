@@ -14,6 +14,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,23 +77,13 @@ def parse_original(argv: Sequence[str]) -> JobConfig:
     if parsed.mistakes:
         raise parsed.error(parsed.mistakes)
 
-    # Check the degrees, with as few ranks as possible.
-    run = Run(parsed.job, _smallest_world_size(parsed.job))
+    run = Run(parsed.job)
     problems = list(check_tensor_sizes(run))
     if run.degrees.pipeline > 1:
         problems += check_stages(run)
     if problems:
         raise parsed.error([make_mistake(run, problem) for problem in problems])
     return parsed.job
-
-
-def _smallest_world_size(job: JobConfig) -> int:
-    """Return the smallest number of ranks for a job, which is the product of its parallel degrees.
-
-    A degree of -1, which means all remaining ranks, counts as 1.
-    """
-    degrees = [value for name, value in job.parallelism if name.endswith("_degree")]
-    return math.prod(max(degree, 1) for degree in degrees)
 
 
 def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> SmallJob:
@@ -273,7 +264,8 @@ def _shrink_training(small: JobConfig, original: Run, steps: int) -> JobConfig:
     divisor = sequence_divisor(degrees)
     seq_len = divisor * math.ceil(min(job.training.seq_len, SEQ_LEN) / divisor)
     local_batch_size = min(2, job.training.local_batch_size)
-    num_microbatches = 2 if _accumulates_gradients(job) else 1
+    # Without a number of ranks, a data-parallel degree of -1 (all remaining ranks) counts as 1.
+    num_microbatches = 2 if Run(job).microbatches > 1 else 1
     if degrees.pipeline > 1:
         num_microbatches = 2 * degrees.pipeline  # so that microbatches overlap
     small = small.with_section(
@@ -303,14 +295,6 @@ def _shrink_training(small: JobConfig, original: Run, steps: int) -> JobConfig:
     return small.with_section(
         "lr_scheduler", warmup_steps=warmup_steps, total_steps=None, decay_steps=None
     )
-
-
-def _accumulates_gradients(job: JobConfig) -> bool:
-    """Return whether a training step of the job consists of several microbatches."""
-    replicas = job.parallelism.data_parallel_replicate_degree
-    shards = max(1, job.parallelism.data_parallel_shard_degree)
-    num_sequences = job.training.local_batch_size * replicas * shards  # in a single microbatch
-    return job.training.global_batch_size > num_sequences
 
 
 def _drop_missing_names(small: JobConfig) -> tuple[JobConfig, list[str]]:
@@ -364,25 +348,9 @@ def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
     if problem:
         notes.append(f"[dataset]: a toy text is read instead, because {problem}.")
         write_output(out / TOY_TEXT, _make_toy_text().encode())
-        small = _replace_data(small, out / TOY_TEXT)
+        toy_source = TextSource(source="jsonl", path=str(out / TOY_TEXT))
+        small = small.with_section("dataset", **dict(toy_source), sources=(), max_epochs=0)
     return small, notes
-
-
-def _replace_data(job: JobConfig, path: Path) -> JobConfig:
-    """Return a copy of a job whose training data is a single JSON Lines file."""
-    return job.with_section(
-        "dataset",
-        source="jsonl",
-        path=str(path),
-        sources=(),
-        text_column="text",
-        token_dtype=None,
-        loss_mask_column=None,
-        max_epochs=0,
-        streaming=False,
-        config=None,
-        split="train",
-    )
 
 
 def _find_data_problem(dataset: Dataset) -> str:
@@ -393,25 +361,14 @@ def _find_data_problem(dataset: Dataset) -> str:
     if dataset.document_mask or dataset.packing != "concat":
         return "the small sequences need shorter documents"
     for source in dataset.sources or (dataset,):
-        problem = _find_source_problem(source)
-        if problem:
-            return problem
-    return ""
-
-
-def _find_source_problem(source: TextSource) -> str:
-    """Return why a job with a small vocabulary cannot read a text source, or "" if it can.
-
-    For example, "the data is not on this machine".
-    """
-    if source.source in ("huggingface", "c4") or as_url(source.path or "") is not None:
-        return "the data is not on this machine"
-    if source.source in ("shards", "tokens"):
-        return f"the token ids of {source.source} need the whole vocabulary"
-    try:
-        find_files(source)
-    except UserError:
-        return f"{source.path} does not exist"
+        if source.source in ("huggingface", "c4") or as_url(source.path or "") is not None:
+            return "the data is not on this machine"
+        if source.source in ("shards", "tokens"):
+            return f"the token ids of {source.source} need the whole vocabulary"
+        try:
+            find_files(source)
+        except UserError:
+            return f"{source.path} does not exist"
     return ""
 
 
@@ -473,6 +430,4 @@ def _flat_options(run: Run) -> dict[str, Any]:
 
     Take the sizes of the model from its architecture, because the job may not set them.
     """
-    arch = run.arch
-    model = {name: getattr(arch, name) for name in Model.model_fields if hasattr(arch, name)}
-    return flatten(run.job.model_dump(mode="json") | {"model": model})
+    return flatten(run.job.model_dump(mode="json") | {"model": asdict(run.arch)})

@@ -70,10 +70,11 @@ def make_page(folders: Sequence[Path]) -> str:
         UserError: If a folder is not the output folder of a run.
     """
     script = "".join(map(_read_static, SCRIPTS))
+    digest = hashlib.sha256(script.encode()).digest()
     data = json.dumps(page_data(folders), separators=(",", ":"), allow_nan=False)
     contents = {
         # The Content-Security-Policy of the page allows only this hash, so no other script runs.
-        "hash": _hash_script(script),
+        "hash": f"'sha256-{base64.b64encode(digest).decode()}'",
         "style": _read_static("uPlot.min.css") + _read_static("page.css"),
         # Escape "<", so that "</script>" in a text from a run does not end the script element.
         "data": data.replace("<", "\\u003c"),
@@ -83,12 +84,6 @@ def make_page(folders: Sequence[Path]) -> str:
     # The template contains @hash@, @style@, @data@ and @script@.
     template = _read_static("page.html")
     return re.sub("@([a-z]+)@", lambda match: contents[match[1]], template)
-
-
-def _hash_script(script: str) -> str:
-    """Return the source "'sha256-DIGEST'", which allows a script in a Content-Security-Policy."""
-    digest = hashlib.sha256(script.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 def page_data(folders: Sequence[Path]) -> JsonObject:
@@ -194,7 +189,7 @@ def _read_run(folder: Path, num_runs: int) -> JsonObject:
             are kept for each one.
     """
     status = read_status(folder)  # error messages show the folder as the user wrote it
-    folder = Path(os.path.expanduser(folder)).resolve()
+    folder = folder.resolve()
     problems: list[str] = []
     metrics = make_columns(read_metrics(folder, problems))
     _remove_equal_curves(metrics)  # such as the maximum loss over all ranks in a run on one rank

@@ -62,13 +62,8 @@ METRIC_FORMATS = {
     "grad_norm": "grad_norm {:.3f}",
     "lr": "lr {:.2e}",
 }
-STATE_COLORS = {
-    "stopped": "yellow",
-    "stale": "yellow",
-    "rejected": "red",
-    "failed": "red",
-    "crashed": "red",
-}
+STATE_COLORS = {"running": "green", "finished": "green", "stopped": "yellow", "stale": "yellow"}
+"""Color of each state that is not an error. Errors are red."""
 
 
 @dataclass
@@ -136,7 +131,7 @@ class RunStatus:
         from rich.text import Text
 
         text = Text("\n".join(self.to_lines()), no_wrap=True, overflow="ellipsis")
-        text.stylize(f"bold {STATE_COLORS.get(self.state, 'green')}", 0, len(self.state))
+        text.stylize(f"bold {STATE_COLORS.get(self.state, 'red')}", 0, len(self.state))
         return text
 
 
@@ -152,7 +147,10 @@ def sparkline(values: Sequence[float], width: int) -> str:
     if not values:
         return ""
 
-    means = _average_neighbors(values, min(width, len(values)))
+    # Divide the values into groups of about the same size, and draw the mean of each group.
+    num_means = min(width, len(values))
+    ends = [i * len(values) // num_means for i in range(num_means + 1)]
+    means = [fmean(values[start:end]) for start, end in pairwise(ends)]
     low = min(means)
     span = max(means) - low
     if span == 0:
@@ -160,15 +158,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
     blocks = "▁▂▃▄▅▆▇█"  # the lowest value is drawn as block 0, and the highest as block 7
     heights = [round((mean - low) / span * 7) for mean in means]
     return "".join(blocks[height] for height in heights)
-
-
-def _average_neighbors(values: Sequence[float], num_means: int) -> list[float]:
-    """Divide values into `num_means` groups of adjacent values and return the mean of each group.
-
-    The groups have about the same size.
-    """
-    ends = [i * len(values) // num_means for i in range(num_means + 1)]
-    return [fmean(values[start:end]) for start, end in pairwise(ends)]
 
 
 def read_json_lines(
@@ -305,7 +294,6 @@ def read_status(folder: Path) -> RunStatus:
     Raises:
         UserError: If the folder is not the output folder of a run.
     """
-    folder = Path(os.path.expanduser(folder))
     if not _is_run(folder):
         problem = "is not the output folder of a run" if folder.is_dir() else "does not exist"
         raise UserError(f"{folder} {problem}. List the runs with `titanlite runs FOLDER`.")
@@ -315,10 +303,13 @@ def read_status(folder: Path) -> RunStatus:
     metrics = [get_numbers(entry) for entry in read_metrics(folder, problems, TAIL_BYTES)]
     numbers = metrics[-1] if metrics else {}
     events = _read_last_events(folder, problems)
+    starts_and_ends = [event for event in events if event.get("event") in (*STARTS, *ENDS)]
 
     last_update = _find_last_update(numbers, events)
-    state, exit_reason = _find_state(numbers, events, last_update)
-    _remove_outdated_eta(numbers, events)
+    state, exit_reason = _find_state(numbers, events, starts_and_ends, last_update)
+    # If the run started or ended after it logged the ETA, the ETA is outdated.
+    if starts_and_ends and starts_and_ends[-1]["time"] > numbers.get("time", 0.0):
+        numbers.pop("eta", None)
     return RunStatus(
         title=_make_title(folder, config),
         total_steps=_get_total_steps(config),
@@ -382,18 +373,6 @@ def _find_last_update(numbers: dict[str, float], events: Sequence[JsonObject]) -
     return float(max(times)) or None
 
 
-def _list_starts_and_ends(events: Sequence[JsonObject]) -> list[JsonObject]:
-    """Return the events that record a start or an end of the run, oldest first."""
-    return [event for event in events if event.get("event") in (*STARTS, *ENDS)]
-
-
-def _remove_outdated_eta(numbers: dict[str, float], events: Sequence[JsonObject]) -> None:
-    """Remove the ETA from the metrics if the run started or ended after logging them."""
-    starts_and_ends = _list_starts_and_ends(events)
-    if starts_and_ends and starts_and_ends[-1]["time"] > numbers.get("time", 0.0):
-        numbers.pop("eta", None)
-
-
 def _find_step(numbers: dict[str, float], events: Sequence[JsonObject]) -> int:
     """Return the number of completed steps, which is the highest step since the last start.
 
@@ -413,16 +392,19 @@ def _find_step(numbers: dict[str, float], events: Sequence[JsonObject]) -> int:
 
 
 def _find_state(
-    numbers: dict[str, float], events: Sequence[JsonObject], last_update: float | None
+    numbers: dict[str, float],
+    events: Sequence[JsonObject],
+    starts_and_ends: Sequence[JsonObject],
+    last_update: float | None,
 ) -> StateAndReason:
     """Return the state of a run, such as "running" or "failed", and the reason for it.
 
     Args:
         numbers: Metrics of the last log step.
         events: Last events of the run, oldest first.
+        starts_and_ends: Events that record a start or an end of the run, oldest first.
         last_update: Unix time of the last line that the run wrote, or None if unknown.
     """
-    starts_and_ends = _list_starts_and_ends(events)
     last_kind = events[-1].get("event") if events else None
     if last_kind in ENDS:
         return _describe_end(starts_and_ends)
@@ -434,7 +416,9 @@ def _find_state(
 
     start = starts_and_ends[-1] if starts_and_ends else {}
     if start.get("host") == socket.gethostname():
-        return _check_process(start)
+        if _is_alive(start.get("process"), start["time"]):
+            return "running", ""
+        return "crashed", "its process was killed, or the node went down"
 
     # A run on another node is stale after five minutes or, if longer, ten steps without an update.
     ten_steps = 10 * numbers.get("step_time", 0.0)
@@ -442,17 +426,6 @@ def _find_state(
         return "running", ""
     rounded_age = timedelta(seconds=round(age))
     return "stale", f"no end was recorded, and the last update was {rounded_age} ago"
-
-
-def _check_process(start: JsonObject) -> StateAndReason:
-    """Return the state of a run on this node, depending on whether its process still exists.
-
-    Args:
-        start: Event of the last start.
-    """
-    if _is_alive(start.get("process"), start["time"]):
-        return "running", ""
-    return "crashed", "its process was killed, or the node went down"
 
 
 def _describe_end(starts_and_ends: Sequence[JsonObject]) -> StateAndReason:
@@ -571,7 +544,6 @@ def list_runs(folder: Path) -> list[JsonObject]:
     Raises:
         UserError: If there is no run in the folder.
     """
-    folder = Path(os.path.expanduser(folder))
     paths = _find_runs(folder)
     if not paths:
         raise UserError(f"{folder} contains no runs. Pass a folder with output folders of runs.")

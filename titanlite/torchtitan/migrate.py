@@ -280,8 +280,14 @@ class Migration:
                 self._set_default(f"{section}.streaming", True)
         elif is_c4:
             self._carry_over(f"{section}.source", "c4", name_key)
-        elif name == "c4_test":
-            self._replace_c4_test(section, name_key)
+        elif name == "c4_test":  # titanlite does not include this small part of C4
+            self._set_default(f"{section}.source", "python_stdlib")
+            self._report_lost(
+                name_key,
+                "c4_test is a file of the torchtitan repository. The new job trains on "
+                'python_stdlib instead. To train on c4_test, set source = "jsonl" and path = '
+                '".../tests/assets/c4_test/data.json".',
+            )
         else:
             raise UserError(
                 f"{name_key} = {format_value(name)}: torchtitan has c4, c4_test and c4_validation. "
@@ -290,19 +296,6 @@ class Migration:
 
         if name == "c4_validation":
             self._set_default(f"{section}.split", "validation")
-
-    def _replace_c4_test(self, section: str, name_key: str) -> None:
-        """Replace the torchtitan dataset c4_test, a small part of C4, with python_stdlib.
-
-        titanlite does not include c4_test.
-        """
-        self._set_default(f"{section}.source", "python_stdlib")
-        self._report_lost(
-            name_key,
-            "c4_test is a file of the torchtitan repository. The new job trains on python_stdlib "
-            'instead. To train on c4_test, set source = "jsonl" and path = '
-            '".../tests/assets/c4_test/data.json".',
-        )
 
     def _shorten_warmup(self) -> None:
         """Shorten a warmup that is longer than the schedule, as torchtitan does."""

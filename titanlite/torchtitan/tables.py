@@ -68,16 +68,15 @@ _LLAMA3 = {
     "70B": FLAVORS["70b"],
     "405B": FLAVORS["405b"],
 }
-# Flavors of llama3 in which tokens attend only to tokens of the same document.
-_WITH_DOCUMENT_MASK = {
+FLAVORS_WITH_DOCUMENT_MASK = {
     "debugmodel_flex_attn": _LLAMA3["debugmodel"],
     "debugmodel_varlen_attn": _LLAMA3["debugmodel"],
     "8B_flex": _LLAMA3["8B"],
     "8B_varlen": _LLAMA3["8B"],
 }
-FLAVORS_WITH_DOCUMENT_MASK = frozenset(_WITH_DOCUMENT_MASK)
+"""Flavors of llama3 in which tokens attend only to tokens of the same document."""
 TORCHTITAN_FLAVORS: dict[str, dict[str, Architecture]] = {
-    "llama3": _LLAMA3 | _WITH_DOCUMENT_MASK,
+    "llama3": _LLAMA3 | FLAVORS_WITH_DOCUMENT_MASK,
     "qwen3": {
         "0.6B": FLAVORS["qwen3-0.6b"],
         "1.7B": FLAVORS["qwen3-1.7b"],
