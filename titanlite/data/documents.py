@@ -127,17 +127,13 @@ class DocumentTokenizer:
         is_held_out = text_hash < self.holdout * 2**64
         return is_held_out == self.is_validation
 
-    def explain_bad_record(self, record: BadRecord, *, proposes_skip: bool = True) -> BadRecord:
-        """Return a copy of the error that names the job file options to change.
-
-        Args:
-            record: The error for the record.
-            proposes_skip: Whether to also propose skipping records that cannot be read.
-        """
+    def explain_bad_record(self, record: BadRecord) -> BadRecord:
+        """Return a copy of the error that names the job file options to change."""
         problem = str(record).replace("Set text_column", f"Set {self.section}.text_column")
-        if proposes_skip:
-            problem += f'. To skip such records, set {self.section}.on_bad_record = "skip"'
-        return BadRecord(f"{problem}.")
+        return BadRecord(
+            f"{problem}. To convert the file, see docs/guides/convert_data.md. "
+            f'To skip such records, set {self.section}.on_bad_record = "skip".'
+        )
 
 
 def source_specs(dataset: Dataset) -> tuple[DataSource | Dataset, ...]:

@@ -190,8 +190,7 @@ class TextWindows:
             for text in source:
                 assert not isinstance(text, Prepared)
                 if isinstance(text, BadRecord):
-                    problem = str(text).replace("(text_column)", "(--text-column)")
-                    raise BadRecord(problem.replace("Set text_column", "Set --text-column"))
+                    raise BadRecord(str(text).replace("Set text_column", "Set --text-column"))
                 yield from self._windows_of(text)
 
     def _windows_of(self, text: str) -> Iterator[Window]:
