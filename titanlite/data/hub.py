@@ -9,7 +9,6 @@ size of a file.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 import re
@@ -56,6 +55,9 @@ _MODEL_FILES = (  # in download order: a folder that contains config.json is com
     "config.json",
 )
 _MAX_PAGES = 1000  # limit for listing a repository; the Hub lists 1,000 files per page
+_REMEDY = (
+    "Run the command again, set a mirror with HF_ENDPOINT, or use a local copy with --from FOLDER."
+)
 # OWNER/NAME, but not the path of a tokenizer file
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+(?<!\.json)(?<!\.model)")
 
@@ -219,11 +221,6 @@ class HubFiles:
         # Arguments with which huggingface_hub finds the repository. `_list_hub` adds "revision".
         repo_type = "dataset" if kind == "data" else "model"
         self._repo_options: dict[str, Any] = {"repo_type": repo_type}
-        mirror = "HF_ENDPOINT" if kind == "model" else "--from URL"
-        self._remedy = (
-            f"Run the command again, set a mirror with {mirror}, or use a local copy with "
-            "--from FOLDER."
-        )
 
         entries = self._list_hub() if self._folder is None else _list_folder(self._folder)
         pattern = include or preset.get("files", "*")
@@ -295,7 +292,7 @@ class HubFiles:
         if not entry.matches(path):
             raise UserError(
                 f"{self.repo}: {entry.path} does not have the size ({entry.size:,} bytes) and "
-                f"checksum that the Hub lists, and was discarded. {self._remedy}"
+                f"checksum that the Hub lists, and was discarded. {_REMEDY}"
             )
         target.parent.mkdir(parents=True, exist_ok=True)
         os.rename(path, target)
@@ -331,7 +328,7 @@ class HubFiles:
         while query:
             # Stop if a link leads back to an earlier page.
             if query in previous_queries or len(previous_queries) == _MAX_PAGES:
-                raise UserError(f"{url}: the list of files does not end. {self._remedy}")
+                raise UserError(f"{url}: the list of files does not end. {_REMEDY}")
             previous_queries.add(query)
             entries, query = self._request_page(url, query)
             yield from entries
@@ -354,9 +351,7 @@ class HubFiles:
             entries = _FileList.model_validate_json(response.content).root
         except ValidationError as failure:
             cause = shorten(explain_error(_FileList, failure))
-            raise UserError(
-                f"{url}: the list of files is malformed: {cause}. {self._remedy}"
-            ) from None
+            raise UserError(f"{url}: the list of files is malformed: {cause}. {_REMEDY}") from None
 
         # Use only the query of the next link, so that it cannot lead to another host.
         next_link = response.links.get("next", {}).get("url", "")
@@ -373,7 +368,7 @@ class HubFiles:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.utils import tqdm
 
-        problem = f"{self.repo}: {entry.path} is longer than {entry.size:,} bytes. {self._remedy}"
+        problem = f"{self.repo}: {entry.path} is longer than {entry.size:,} bytes. {_REMEDY}"
 
         # The library cannot limit the size of a download. However, it reports the received bytes to
         # a progress bar, and an exception in the progress bar ends the download.
@@ -409,29 +404,17 @@ class HubFiles:
         except UserError:
             raise
         except Exception as error:  # the client and its HTTP library have a dozen exception types
-            raise UserError(self._explain(error)) from None
+            from huggingface_hub import constants
 
-    def _explain(self, error: Exception) -> str:
-        """Return an error message with the cause of a huggingface_hub exception and a remedy."""
-        from huggingface_hub import constants
-        from huggingface_hub.utils import GatedRepoError, RepositoryNotFoundError
-
-        hub = (self._origin or constants.ENDPOINT).rstrip("/")
-        prefix = "datasets/" if self._kind == "data" else ""
-        page = f"{hub}/{prefix}{self.repo}"
-        login = (
-            f"create a token on {hub}/settings/tokens and pass it with `hf auth login` or HF_TOKEN"
-        )
-        if isinstance(error, GatedRepoError):
-            return f"{self.repo}: you must accept its license on {page}, then {login}."
-        if isinstance(error, RepositoryNotFoundError):
-            return f"{page} does not exist or is private. If it is private, {login}."
-
-        text = str(error.__cause__ or error) or repr(error)
-        cause = shorten(one_line(text)).rstrip(".")
-        if "No space left" in cause:
-            return f"{self.repo}: {cause}. Free some space, or choose another folder with --out."
-        return f"{page} cannot be downloaded: {cause}. {self._remedy}"
+            hub = (self._origin or constants.ENDPOINT).rstrip("/")
+            prefix = "datasets/" if self._kind == "data" else ""
+            text = str(error.__cause__ or error) or repr(error)
+            cause = shorten(one_line(text)).rstrip(".")
+            raise UserError(
+                f"{hub}/{prefix}{self.repo} cannot be downloaded: {cause}. If it is gated or "
+                "private, accept its license on this page, then create a token on "
+                f"{hub}/settings/tokens and pass it with `hf auth login` or HF_TOKEN. {_REMEDY}"
+            ) from None
 
 
 def _choose_suffix(kind: str, names: Sequence[str]) -> str:
@@ -483,7 +466,7 @@ def _find_preset(kind: str, name: str) -> Mapping[str, Any]:
         name: Name in hub.toml, OWNER/NAME of a repository, or the URL of its page.
 
     Raises:
-        UserError: If `name` has none of these forms. The message proposes a similar name.
+        UserError: If `name` has none of these forms. The message lists the known names.
     """
     presets = load_presets().get(kind, {})  # there are none for models
     if name in presets:
@@ -496,21 +479,6 @@ def _find_preset(kind: str, name: str) -> Mapping[str, Any]:
         return {"repo": repo}
 
     raise UserError(
-        f"titanlite get {kind} {repo}: unknown name; {_propose_name(kind, repo)} "
-        "You can also pass the OWNER/NAME of any repository on the Hub."
+        f"titanlite get {kind} {repo}: unknown name. Known names are {', '.join(presets)}. You can "
+        "also pass the OWNER/NAME of any repository on the Hub."
     )
-
-
-def _propose_name(kind: str, name: str) -> str:
-    """Propose known names, as a clause of the error message about an unknown name.
-
-    Propose the most similar name in hub.toml. If no name is similar, list all names of this `kind`,
-    such as "data".
-    """
-    kind_of_name: dict[str, str] = {}
-    for known_kind, presets in load_presets().items():
-        kind_of_name |= dict.fromkeys(presets, known_kind)
-    similar = difflib.get_close_matches(name.lower(), kind_of_name, n=1)
-    if similar:
-        return f"did you mean `titanlite get {kind_of_name[similar[0]]} {similar[0]}`?"
-    return f"known names are {', '.join(load_presets().get(kind, ()))}."
