@@ -74,32 +74,21 @@ def load_checkpoint(
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    model_device = torch.device(device)
     tokenizer_path = None if tokenizer is None else Path(tokenizer)
 
-    # Load the newest checkpoint or, if it is damaged, the one before it.
-    load = partial(_load_step, torch.device(device), ema, tokenizer_path)
+    # `load_newest` calls this for the newest step and, if that is damaged, for older steps.
+    def load_step(step_folder: Path) -> LoadedCheckpoint:
+        job = read_job(step_folder, tokenizer_path)
+        run = Run(job)
+        loaded_tokenizer = load_tokenizer(run.tokenizer_path, job)
+        model = _create_model(run, model_device)
+        load_weights(step_folder, model, averaged=ema)
+        check_tokenizer(step_folder, loaded_tokenizer, job.tokenizer.path, run.arch.vocab_size)
+        return LoadedCheckpoint(step_folder, job, loaded_tokenizer, model.eval())
+
     check = partial(check_checkpoint, verified_on_load=True)
-    return load_newest(Path(folder), load, check=check, log=note)
-
-
-def _load_step(
-    device: torch.device, ema: bool, tokenizer_path: Path | None, step_folder: Path
-) -> LoadedCheckpoint:
-    """Load the model and the tokenizer from one step folder.
-
-    Args:
-        device: Device for the model.
-        ema: Whether to use the exponential moving average of the weights.
-        tokenizer_path: Tokenizer file, or None to use the tokenizer of the checkpoint.
-        step_folder: A step folder that has passed `check_checkpoint`.
-    """
-    job = read_job(step_folder, tokenizer_path)
-    run = Run(job)
-    tokenizer = load_tokenizer(run.tokenizer_path, job)
-    model = _create_model(run, device)
-    load_weights(step_folder, model, averaged=ema)
-    check_tokenizer(step_folder, tokenizer, job.tokenizer.path, run.arch.vocab_size)
-    return LoadedCheckpoint(step_folder, job, tokenizer, model.eval())
+    return load_newest(Path(folder), load_step, check=check, log=note)
 
 
 def _create_model(run: Run, device: torch.device) -> Llama:
