@@ -323,6 +323,8 @@ class HubFiles:
         Raises:
             UserError: If a page is malformed, or the list does not end.
         """
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+
         query = "recursive=true"
         previous_queries: set[str] = set()
         while query:
@@ -330,32 +332,20 @@ class HubFiles:
             if query in previous_queries or len(previous_queries) == _MAX_PAGES:
                 raise UserError(f"{url}: the list of files does not end. {_REMEDY}")
             previous_queries.add(query)
-            entries, query = self._request_page(url, query)
+
+            response = http_backoff("GET", f"{url}?{query}", headers=build_hf_headers())
+            hf_raise_for_status(response)
+            try:
+                entries = _FileList.model_validate_json(response.content).root
+            except ValidationError as failure:
+                cause = shorten(explain_error(_FileList, failure))
+                problem = f"{url}: the list of files is malformed: {cause}. {_REMEDY}"
+                raise UserError(problem) from None
             yield from entries
 
-    def _request_page(self, url: str, query: str) -> tuple[list[TreeEntry], str]:
-        """Request one page of a list of files from the Hub.
-
-        Args:
-            url: URL of the list, without a query.
-            query: Query string that selects the page, such as "recursive=true".
-
-        Returns:
-            The entries of the page, and the query string of the next page ("" after the last page).
-        """
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
-
-        response = http_backoff("GET", f"{url}?{query}", headers=build_hf_headers())
-        hf_raise_for_status(response)
-        try:
-            entries = _FileList.model_validate_json(response.content).root
-        except ValidationError as failure:
-            cause = shorten(explain_error(_FileList, failure))
-            raise UserError(f"{url}: the list of files is malformed: {cause}. {_REMEDY}") from None
-
-        # Use only the query of the next link, so that it cannot lead to another host.
-        next_link = response.links.get("next", {}).get("url", "")
-        return entries, urlsplit(next_link).query
+            # Use only the query of the next link, so that it cannot lead to another host.
+            next_link = response.links.get("next", {}).get("url", "")
+            query = urlsplit(next_link).query
 
     def _download(self, entry: TreeEntry, folder: Path) -> Path:
         """Download a file into `folder`, and return its path.
