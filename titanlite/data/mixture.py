@@ -32,7 +32,9 @@ class Mixture:
     """
 
     def __init__(self, dataset: Dataset, global_batch_size: int) -> None:
-        check_weights(dataset)
+        # Report wrong weights now, rather than when their stage begins.
+        for start_step in (0, *(stage.start_step for stage in dataset.stages)):
+            find_weights(dataset, start_step)
         self._dataset = dataset
         self._global_batch_size = global_batch_size  # default, which a stage can override
         num_sources = max(1, len(dataset.sources))
@@ -141,43 +143,26 @@ def source_shares(dataset: Dataset, step: int) -> np.ndarray:
     return np.divide(weights, sum(weights)).astype(float)
 
 
-def check_weights(dataset: Dataset) -> None:
-    """Check that each list of weights has one weight per source, and not only zeros.
-
-    The rules of a job report the same mistakes with their lines in the job file. They do not run if
-    a program creates a `Loader` or trains a tokenizer (docs/reference/python.md).
-
-    Raises:
-        UserError: If a stage in [[dataset.stages]] has the wrong number of weights, or if all
-            weights of a stage or of the sources are 0.
-    """
-    initial = _initial_weights(dataset)
-    weights_by_step: list[tuple[int, Sequence[float]]] = [(0, initial)]
-    for stage in dataset.stages:
-        if stage.weights is not None:
-            weights_by_step.append((stage.start_step, stage.weights))
-
-    for start_step, weights in weights_by_step:
-        if len(weights) != len(initial) or not any(weights):
-            raise UserError(
-                f"dataset.stages: start_step = {start_step} has weights = {list(weights)}; "
-                f"expected {len(initial)} weights (one per source), at least one above 0."
-            )
-
-
 def find_weights(dataset: Dataset, step: int) -> list[int]:
     """Return the weights of the sources at index `step`, as integers in the same proportion.
 
     These are the weights in [[dataset.sources]], until a stage in [[dataset.stages]] sets others.
+
+    The rules of a job report wrong weights with their lines in the job file. They do not run if a
+    program creates a `Loader` (docs/reference/python.md).
+
+    Raises:
+        UserError: If there is not one weight per source, or all weights are 0.
     """
-    weights = dataset.get_stage_value("weights", step, _initial_weights(dataset))
-    return _to_integers(weights)
-
-
-def _initial_weights(dataset: Dataset) -> Sequence[float]:
-    """Return the weights of the sources before the first stage that sets others."""
     # Without [[dataset.sources]], [dataset] itself describes the only source.
-    return [source.weight for source in dataset.sources] or [1.0]
+    initial = [source.weight for source in dataset.sources] or [1.0]
+    weights = dataset.get_stage_value("weights", step, initial)
+    if len(weights) != len(initial) or not any(weights):
+        raise UserError(
+            f"dataset.stages: step {step} has weights = {list(weights)}; expected {len(initial)} "
+            "weights (one per source), at least one above 0."
+        )
+    return _to_integers(weights)
 
 
 def _to_integers(weights: Sequence[float]) -> list[int]:

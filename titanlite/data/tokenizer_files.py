@@ -24,7 +24,7 @@ from titanlite.config.files import find_write_problem, make_folder, write_output
 from titanlite.config.schema import Dataset, JobConfig
 from titanlite.data import tokenizer as formats
 from titanlite.data.documents import source_specs
-from titanlite.data.mixture import check_weights, find_weights
+from titanlite.data.mixture import find_weights
 from titanlite.data.shuffle import permuted
 from titanlite.data.sources.base import RandomAccess, Source, TokenSource
 from titanlite.data.sources.files import open_source
@@ -92,7 +92,6 @@ def train_tokenizer(
     if problem := find_write_problem(out.absolute()):
         raise UserError(f"cannot create {out}: {problem}")
 
-    check_weights(dataset)
     without_stages = dataset.model_copy(update={"stages": ()})
     weights = find_weights(without_stages, step=0)
     skip_bad = dataset.on_bad_record == "skip"
