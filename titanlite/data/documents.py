@@ -73,11 +73,8 @@ class DocumentTokenizer:
         Raises:
             BadRecord: If the record cannot be read and `skip_bad` is False.
         """
-        if isinstance(record, BadRecord):
-            if not self.skip_bad:
-                raise self.explain_bad_record(record)
-            return self._no_tokens
-        if not self._is_selected(record):
+        self.check_readable(record)
+        if isinstance(record, BadRecord) or not self._is_selected(record):
             return self._no_tokens
         if isinstance(record, Prepared):
             return record.tokens
@@ -122,10 +119,17 @@ class DocumentTokenizer:
         is_held_out = text_hash < self.holdout * 2**64
         return is_held_out == self.is_validation
 
-    def explain_bad_record(self, record: BadRecord) -> BadRecord:
-        """Return a copy of the error that names the job file options to change."""
+    def check_readable(self, record: Record) -> None:
+        """Raise an error if a record cannot be read, unless such records are skipped.
+
+        Raises:
+            BadRecord: If the record cannot be read and `skip_bad` is False. The message names the
+                options of the job file to change.
+        """
+        if not isinstance(record, BadRecord) or self.skip_bad:
+            return
         problem = str(record).replace("Set text_column", f"Set {self.section}.text_column")
-        return BadRecord(
+        raise BadRecord(
             f"{problem}. To convert the file, see docs/guides/convert_data.md. "
             f'To skip such records, set {self.section}.on_bad_record = "skip".'
         )
@@ -178,20 +182,8 @@ def inspect_source(source: Source, document_tokenizer: DocumentTokenizer, seq_le
     if num_tokens <= seq_len:
         raise UserError(_explain_too_little_text(source, document_tokenizer, num_tokens, seq_len))
     if isinstance(source, RandomAccess):
-        _check_random_records(source, document_tokenizer)
-
-
-def _check_random_records(source: RandomAccess, document_tokenizer: DocumentTokenizer) -> None:
-    """Check that a random sample of the records of a source can be read.
-
-    Raises:
-        BadRecord: If a record cannot be read, and `document_tokenizer` does not skip such records.
-        UserError: If a file is damaged.
-    """
-    for index in source.sample():
-        record = source.record(index)
-        if isinstance(record, BadRecord) and not document_tokenizer.skip_bad:
-            raise document_tokenizer.explain_bad_record(record)
+        for index in source.sample():
+            document_tokenizer.check_readable(source.record(index))
 
 
 def _count_tokens(source: Source, document_tokenizer: DocumentTokenizer, limit: int) -> int:
