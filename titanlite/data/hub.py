@@ -86,45 +86,22 @@ def propose_download(kind: str, path: str, vocab_size: int = 0) -> str:
         that downloads a part follows: ", and --include 'sample/10BT/000*' 2 GB of it". Empty if no
         command is known.
     """
-    name = _choose_download(kind, path, vocab_size)
-    if not name:
+    # List the possible names in order of preference: a folder of the path, the OWNER/NAME of a
+    # repository, a known tokenizer of the right size.
+    presets = load_presets()[kind]
+    names = [folder for folder in Path(path).parts if folder in presets]
+    if kind == "tokenizer":
+        if _REPOSITORY.fullmatch(path):
+            names.append(path)
+        names += [name for name, preset in presets.items() if preset["vocab_size"] == vocab_size]
+    if not names:
         return ""
 
-    proposal = f"; `titanlite get {kind} {name}` downloads it"
-    preset = load_presets()[kind].get(name, {})
+    proposal = f"; `titanlite get {kind} {names[0]}` downloads it"
+    preset = presets.get(names[0], {})
     if "part_option" in preset:
         proposal += f", and {preset['part_option']} {preset['part_size']} of it"
     return proposal
-
-
-def _choose_download(kind: str, path: str, vocab_size: int) -> str:
-    """Return the name with which `titanlite get` downloads a missing file.
-
-    For example, the path "data/c4/*.jsonl" gives "c4". Return "" if no name is known.
-
-    Args:
-        kind: "tokenizer" or "data".
-        path: Path of the missing file in the job, or OWNER/NAME of a tokenizer.
-        vocab_size: Vocabulary size of the model. If `path` contains no known name, choose a known
-            tokenizer of this size.
-    """
-    # A folder with a known name.
-    presets = load_presets()[kind]
-    for folder in Path(path).parts:
-        if folder in presets:
-            return folder
-    if kind != "tokenizer":
-        return ""
-
-    # The OWNER/NAME of a repository.
-    if _REPOSITORY.fullmatch(path):
-        return path
-
-    # A known tokenizer of the right size.
-    for name, preset in presets.items():
-        if preset["vocab_size"] == vocab_size:
-            return name
-    return ""
 
 
 class LfsPointer(BaseModel, strict=True, frozen=True):
