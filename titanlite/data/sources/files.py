@@ -31,7 +31,6 @@ from titanlite.data.sources.base import (
     Sequential,
     Source,
     add_column,
-    hash_samples,
 )
 from titanlite.data.sources.records import (
     MAX_LINE_BYTES,
@@ -218,7 +217,7 @@ class CompressedLines(Sequential):
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
         super().__init__(spec, files)
         self.parts = [(file, 0) for file in self.files]
-        self.fingerprint = hash_samples(self.files, self.column)
+        self.fingerprint = self.hash_samples()
 
     def raw(self, file: File, number: int) -> Iterator[tuple[str, bytes]]:
         """Yield the location and the content of each line that is not blank."""
@@ -267,7 +266,7 @@ class Parquet(Sequential):
                 self.num_documents += num_rows
                 if num_rows:
                     self.parts.append((file, group))
-        self.fingerprint = hash_samples(self.files, self.column)
+        self.fingerprint = self.hash_samples()
 
     def _open(self, file: File) -> Any:
         """Open a file as a `pyarrow.parquet.ParquetFile`."""
@@ -477,23 +476,14 @@ def find_files(spec: TextSource) -> list[Path]:
     if spec.source in _HUB_SOURCES:
         return []
 
-    pattern = _choose_pattern(spec.path, spec.source)
+    pattern = spec.path
+    if spec.source in _FILE_IN_FOLDER:  # the path is a folder
+        folder = pattern if storage.as_url(pattern) else glob.escape(pattern)
+        pattern = os.path.join(folder, _FILE_IN_FOLDER[spec.source])
     files = _find_matching_files(pattern)
     if spec.source in BUILTIN_SOURCES:  # a plugin may accept any files
         _check_files(files, pattern, spec.source)
     return files
-
-
-def _choose_pattern(path: str, source: str) -> str:
-    """Return the path or glob pattern of the files that a source reads.
-
-    This is usually `path`. For sources whose path is a folder, it is a file in this folder, such as
-    "FOLDER/manifest.json" for "shards".
-    """
-    if source not in _FILE_IN_FOLDER:
-        return path
-    folder = path if storage.as_url(path) else glob.escape(path)
-    return os.path.join(folder, _FILE_IN_FOLDER[source])
 
 
 def _find_matching_files(pattern: str) -> list[Any]:
@@ -530,8 +520,7 @@ def _check_files(files: list[Path], pattern: str, source: str) -> None:
     """
     if not files:
         raise UserError(_explain_no_match(pattern, source))
-    has_tables = any(file.suffix.lower() in _TABLES for file in files)
-    if has_tables and source in ("jsonl", "parquet"):
+    if source in ("jsonl", "parquet") and any(file.suffix.lower() in _TABLES for file in files):
         raise UserError("names a table of text. See docs/guides/convert_data.md to convert it")
     if source == "text" and has_compressed(files):
         raise UserError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from operator import index
@@ -200,7 +200,7 @@ def _parse_line(line: bytes) -> object:
 
 
 def check_column(
-    column: str, columns: Iterable[str], name: object, key: str = "text_column"
+    column: str, columns: Sequence[str], name: object, key: str = "text_column"
 ) -> None:
     """Check that a table, such as a Parquet file, has the column that a job selects.
 
@@ -213,7 +213,6 @@ def check_column(
     Raises:
         UserError: If the table has no such column.
     """
-    columns = list(columns)
     if column not in columns:
         raise UserError(f"{name}: {_explain_missing_field(column, columns, key)}.")
 

@@ -36,7 +36,6 @@ from titanlite.data.sources.base import (
     DocumentIndex,
     File,
     TokenSource,
-    hash_samples,
     make_file,
 )
 from titanlite.data.sources.records import Prepared, hash_bytes
@@ -114,7 +113,17 @@ class TokenFile:
         if self.num_tokens == 0:
             return np.array([], dtype=np.int64)
 
-        ends = self._find_token(tokenizer.eos_id) + 1
+        # Read the file in blocks.
+        ends_by_block = []
+        num_read = 0
+        with self.file.open(_SCAN_BYTES) as stream:
+            stream.seek(self.offset)
+            while block := stream.read(_SCAN_BYTES):
+                ids = np.frombuffer(block, self.dtype)
+                ends_by_block.append(num_read + 1 + np.flatnonzero(ids == tokenizer.eos_id))
+                num_read += len(ids)
+
+        ends = np.concatenate(ends_by_block)
         if len(ends) == 0:
             raise UserError(
                 f"{self.file.path} does not contain the id {tokenizer.eos_id}, "
@@ -123,18 +132,6 @@ class TokenFile:
         if ends[-1] < self.num_tokens:  # the last document has no EOS
             ends = np.append(ends, self.num_tokens)
         return ends
-
-    def _find_token(self, token: int) -> np.ndarray:
-        """Read the whole file in blocks, and return the indices at which `token` occurs."""
-        indices = []
-        num_read = 0
-        with self.file.open(_SCAN_BYTES) as stream:
-            stream.seek(self.offset)
-            while block := stream.read(_SCAN_BYTES):
-                ids = np.frombuffer(block, self.dtype)
-                indices.append(num_read + np.flatnonzero(ids == token))
-                num_read += len(ids)
-        return np.concatenate(indices)
 
 
 class TokenFiles(TokenSource):
@@ -174,15 +171,12 @@ class TokenFiles(TokenSource):
         self._index = DocumentIndex(self._token_files, self._ends)
         self.num_documents = self._index.num_documents
         self.num_units = self.num_documents
-        self.fingerprint = self._compute_fingerprint()
-        self._check_sample(tokenizer)
-
-    def _compute_fingerprint(self) -> str:
-        """Hash the positions at which documents end, and the beginning and end of each file."""
-        digest = xxhash.xxh3_128(hash_samples(self.files, self.column).encode())
+        # Hash the positions at which documents end, and the beginning and end of each file.
+        digest = xxhash.xxh3_128(self.hash_samples().encode())
         for tokens, ends in zip(self._token_files, self._ends, strict=True):
             digest.update(tokens.dtype.str.encode() + ends.tobytes())
-        return digest.hexdigest()
+        self.fingerprint = digest.hexdigest()
+        self._check_sample(tokenizer)
 
     def _check_sample(self, tokenizer: Tokenizer) -> None:
         """Read a sample of documents, and log a warning if none of them ends with EOS.
