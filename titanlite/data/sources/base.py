@@ -401,7 +401,7 @@ class DocumentIndex(Generic[T]):
 
     def __init__(self, files: Sequence[T], ends: Sequence[np.ndarray]) -> None:
         self._files = files
-        self._ends = ends
+        self.ends = ends
         # Index of the first document of each file, then the number of documents.
         self._first_documents = list(accumulate(map(len, ends), initial=0))
         self.num_documents = self._first_documents[-1]
@@ -409,7 +409,7 @@ class DocumentIndex(Generic[T]):
     def locate(self, index: int) -> tuple[T, int, int]:
         """Return the file that contains document `index`, and the document's start and end."""
         file = bisect_right(self._first_documents, index) - 1
-        ends = self._ends[file]
+        ends = self.ends[file]
         index_in_file = index - self._first_documents[file]
         start = int(ends[index_in_file - 1]) if index_in_file else 0
         return self._files[file], start, int(ends[index_in_file])

@@ -86,7 +86,7 @@ class FileSpans(RandomAccess):
         self._is_json = spec.source == "jsonl"
         max_bytes = _MAX_TEXT_BYTES if spec.source == "text" else _MAX_FILE_BYTES
         digest = xxhash.xxh3_128()
-        self._ends: list[np.ndarray] = []  # end offsets of the documents of each file
+        ends_by_file: list[np.ndarray] = []  # end offsets of the documents of each file
 
         for file in self.files:
             name = file.path.name
@@ -98,9 +98,9 @@ class FileSpans(RandomAccess):
                     ends = _find_line_ends(stream, digest)
                 else:
                     ends = _find_text_ends(stream, digest, max_bytes)
-                self._ends.append(np.fromiter(ends, dtype=np.int64))
+                ends_by_file.append(np.fromiter(ends, dtype=np.int64))
 
-        self._index = DocumentIndex(self.files, self._ends)
+        self._index = DocumentIndex(self.files, ends_by_file)
         self.num_documents = self._index.num_documents
         self.num_units = self.num_documents
         self.fingerprint = digest.hexdigest()
@@ -109,7 +109,7 @@ class FileSpans(RandomAccess):
 
     def sizes(self) -> np.ndarray:
         """Return the size of each document in bytes."""
-        return np.concatenate([np.diff(ends, prepend=0) for ends in self._ends])
+        return np.concatenate([np.diff(ends, prepend=0) for ends in self._index.ends])
 
     def where(self, part: int, number: int) -> str:
         """Return the file and the byte range of document `number`, for messages."""

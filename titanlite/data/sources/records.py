@@ -188,8 +188,7 @@ def _parse_line(line: bytes) -> object:
         ValueError: If the line is too long or is not valid JSON in UTF-8.
     """
     if len(line) > MAX_LINE_BYTES:
-        limit = f"{MAX_LINE_BYTES >> 20} MiB"
-        raise ValueError(f"the line is longer than {limit}. Divide the document or the array")
+        raise ValueError(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB. Divide it")
 
     # With the line end, an error at the end would be reported in column 1 of the next line.
     line = line.rstrip()

@@ -32,12 +32,7 @@ import xxhash
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import TextSource
-from titanlite.data.sources.base import (
-    DocumentIndex,
-    File,
-    TokenSource,
-    make_file,
-)
+from titanlite.data.sources.base import DocumentIndex, File, TokenSource, make_file
 from titanlite.data.sources.records import Prepared, hash_bytes
 from titanlite.data.tokenizer import Tokenizer
 
@@ -78,8 +73,7 @@ class TokenFile:
         self.num_tokens, remainder = divmod(size - self.offset, self.dtype.itemsize)
         if remainder:
             raise ValueError(f"{size:,} bytes do not divide into ids of type {self.dtype}")
-        if self.index is not None:
-            assert self.ends is not None
+        if self.index is not None and self.ends is not None:
             # Each document begins where the previous one ends, and the first one at token 0.
             # Comparing the bounds, unlike subtracting them, cannot overflow for a damaged index.
             bounds = np.append(0, self.ends)
@@ -167,13 +161,13 @@ class TokenFiles(TokenSource):
         self._vocab_size = tokenizer.vocab_size
         self._tokenizer_path = tokenizer.path
         self._has_holdout = holdout > 0
-        self._ends = [tokens.find_ends(tokenizer) for tokens in self._token_files]
-        self._index = DocumentIndex(self._token_files, self._ends)
+        ends_by_file = [tokens.find_ends(tokenizer) for tokens in self._token_files]
+        self._index = DocumentIndex(self._token_files, ends_by_file)
         self.num_documents = self._index.num_documents
         self.num_units = self.num_documents
         # Hash the positions at which documents end, and the beginning and end of each file.
         digest = xxhash.xxh3_128(self.hash_samples().encode())
-        for tokens, ends in zip(self._token_files, self._ends, strict=True):
+        for tokens, ends in zip(self._token_files, ends_by_file, strict=True):
             digest.update(tokens.dtype.str.encode() + ends.tobytes())
         self.fingerprint = digest.hexdigest()
         self._check_sample(tokenizer)
@@ -312,8 +306,7 @@ def _open_numpy_array(file: File, stream: BinaryIO) -> TokenFile:
         raise ValueError("its NumPy header is damaged") from None
 
     if dtype.kind not in "iu" or len(shape) != 1:
-        array = f"{dtype} of shape {shape}"
-        raise ValueError(f"its header describes {array}, which is not a list of ids")
+        raise ValueError(f"its header is not for a list of ids, but for {dtype} of shape {shape}")
     tokens = TokenFile(file, dtype, stream.tell())
     if tokens.num_tokens != shape[0]:
         count = f"{tokens.num_tokens:,}"
