@@ -249,7 +249,7 @@ class Shards(TokenSource):
         return self._folder / f"{entry.name}.{suffix}"
 
     def _open_tokens(self, entry: ShardEntry) -> File:
-        """Return the .bin file of a shard, and check that it has the size that the manifest states.
+        """Open the .bin file of a shard, and check that it has the size that the manifest states.
 
         Raises:
             UserError: If the size differs.
