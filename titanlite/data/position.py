@@ -122,33 +122,33 @@ def restore_position(saved: dict[str, Any], data: PackedDataset, on_change: str)
     counts = data.mixture.counts
     new_positions = []
     for saved_source, source, count in zip(saved["sources"], data.sources, counts, strict=True):
-        has_changed = saved_source["fingerprint"] != source.fingerprint
-        new_positions.append(_restore_streams(saved_source["streams"], count, has_changed))
+        positions = _restore_streams(saved_source["streams"], count)
+        if saved_source["fingerprint"] != source.fingerprint:
+            positions = [_move_to_beginning(position) for position in positions]
+        new_positions.append(positions)
     data.positions = new_positions
 
 
-def _restore_streams(
-    saved: list[list[int]], num_sequences: int, has_changed: bool
-) -> list[StreamPosition]:
+def _restore_streams(saved: list[list[int]], num_sequences: int) -> list[StreamPosition]:
     """Convert the saved stream positions of a source to `StreamPosition` objects.
 
     Args:
         saved: For each stream, the 3 fields of `DocumentPosition`, and the offset.
         num_sequences: Number of sequences that all streams together have yielded.
-        has_changed: Whether the contents of the source have changed. If so, return the beginning of
-            each document or part (such as a file).
     """
     positions = []
     for stream, fields in enumerate(saved):
         # Streams take turns. For example, of 10 sequences, stream 1 of 4 has yielded 1, 5 and 9.
         num_yielded = len(range(stream, num_sequences, len(saved)))
         *document_fields, offset = fields
-        document = DocumentPosition(*document_fields)
-        if has_changed:
-            document = DocumentPosition(document.index_in_stream)
-            offset = 0
-        positions.append(StreamPosition(num_yielded, document, offset))
+        positions.append(StreamPosition(num_yielded, DocumentPosition(*document_fields), offset))
     return positions
+
+
+def _move_to_beginning(position: StreamPosition) -> StreamPosition:
+    """Return the beginning of the document or part (such as a file) that contains a position."""
+    beginning = DocumentPosition(position.document.index_in_stream)
+    return StreamPosition(position.num_sequences, beginning)
 
 
 def measure_progress(data: PackedDataset) -> dict[str, dict[str, float]]:
