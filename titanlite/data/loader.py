@@ -131,14 +131,18 @@ class Loader:
             return  # already started
 
         num_workers = self._job.dataset.num_workers
-        shard = ReaderShard(self._data_rank, self._data_degree, num_workers=max(1, num_workers))
-        if num_workers == 0:  # read all sequences of this rank in this process
+        if num_workers == 0:
+            # Read all sequences of this rank in this process.
+            shard = ReaderShard(self._data_rank, self._data_degree)
             self._readers = [SequenceReader(self._data, shard)]
             return
-        self._readers = [
-            Worker(self._data, shard._replace(worker=i), self._job, self._is_stopping)
-            for i in range(num_workers)
-        ]
+
+        # Divide the sequences of this rank among the workers.
+        workers = []
+        for i in range(num_workers):
+            shard = ReaderShard(self._data_rank, self._data_degree, i, num_workers)
+            workers.append(Worker(self._data, shard, self._job, self._is_stopping))
+        self._readers = workers
 
     def next_global_batch(self) -> RankBatch:
         """Return this rank's microbatches for the next optimizer step, and advance by one step.
