@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from itertools import chain, pairwise
 
 import numpy as np
 
@@ -93,12 +92,14 @@ class DocumentTokenizer:
         Each range is tokenized separately, so that no token crosses its bounds. BOS counts if the
         first character does, and EOS if the last one does. In an empty text, both count.
         """
-        bounds = [0, *chain.from_iterable(text.trained_ranges), len(text)]
         parts = []
-        for i, (start, end) in enumerate(pairwise(bounds)):
-            part = self._encode_text(text[start:end])
-            is_trained = i % 2 == 1  # every second part is one of the ranges
-            parts.append(part if is_trained else mark_ignored(part))
+        last_end = 0
+        for start, end in text.trained_ranges:
+            parts.append(mark_ignored(self._encode_text(text[last_end:start])))
+            parts.append(self._encode_text(text[start:end]))
+            last_end = end
+        parts.append(mark_ignored(self._encode_text(text[last_end:])))
+
         tokens = np.concatenate(parts)
         _, is_ignored = remove_marks(tokens)
         bos = mark_ignored(self._bos) if is_ignored[:1].any() else self._bos
