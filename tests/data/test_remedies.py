@@ -97,7 +97,7 @@ def test_a_source_whose_records_are_all_skipped_is_an_error_with_the_reason(tmp_
 
     message = check(capsys, f"{JSONL} {file} --dataset.on_bad_record skip", code=2)
 
-    assert "Skipped records: 400." in message
+    assert "400 records were skipped" in message
     assert "no field 'text'" in message
 
 
@@ -107,7 +107,7 @@ def test_a_source_with_skipped_and_empty_records_is_an_error_with_both_reasons(t
 
     message = check(capsys, f"{JSONL} {file} --dataset.on_bad_record skip", code=2)
 
-    assert "Skipped records: 1." in message
+    assert "1 records were skipped" in message
     assert "line 2" in message
 
 
@@ -117,7 +117,7 @@ def test_a_holdout_without_a_document_is_an_error_that_names_it(holdout, tmp_pat
     file.write_text("".join(json.dumps({"text": f"{i} {WORDS}"}) + "\n" for i in range(400)))
     options = f"{JSONL} {file} --validation.freq 2 --validation.holdout"
 
-    assert "or validation.holdout" in check(capsys, f"{options} {holdout}", code=2)
+    assert "change validation.holdout" in check(capsys, f"{options} {holdout}", code=2)
     assert "OK" in check(capsys, f"{options} 0.1")
 
 

@@ -180,16 +180,7 @@ def inspect_source(source: Source, document_tokenizer: DocumentTokenizer, seq_le
         source.check(document_tokenizer.tokenizer, document_tokenizer.holdout)
     num_tokens = _count_tokens(source, document_tokenizer, seq_len)
     if num_tokens <= seq_len:
-        documents = "held-out documents" if document_tokenizer.is_validation else "documents"
-        problem = (
-            f"{source.name}: the {documents} contain {num_tokens:,} tokens, fewer than the "
-            f"required {seq_len + 1:,}. Add text, lower training.seq_len, or change text_column or "
-            "validation.holdout."
-        )
-        skipped = [record for record in source if isinstance(record, BadRecord)]
-        if skipped:
-            problem += f" Skipped records: {len(skipped):,}. The first one: {skipped[0]}."
-        raise UserError(problem)
+        raise UserError(_explain_too_little_text(source, document_tokenizer, num_tokens, seq_len))
     if isinstance(source, RandomAccess):
         for index in source.sample():
             document_tokenizer.check_readable(source.record(index))
@@ -208,6 +199,33 @@ def _count_tokens(source: Source, document_tokenizer: DocumentTokenizer, limit: 
         if num_tokens > limit:
             break
     return num_tokens
+
+
+def _explain_too_little_text(
+    source: Source, document_tokenizer: DocumentTokenizer, num_tokens: int, seq_len: int
+) -> str:
+    """Return an error message for a source with fewer tokens than one sequence needs.
+
+    Args:
+        source: Source whose name the message contains.
+        document_tokenizer: Selects the split (training or held out) whose tokens were counted.
+        num_tokens: Number of tokens in this split.
+        seq_len: Length of a sequence. The split must have at least `seq_len` + 1 tokens, because
+            labels are shifted by one.
+    """
+    documents = "the documents"
+    remedy = "Add text, set text_column to another field, lower training.seq_len"
+    if document_tokenizer.holdout:
+        documents += f" in this split (validation.holdout = {document_tokenizer.holdout})"
+        remedy += ", change validation.holdout"
+    problem = (
+        f"{source.name}: {documents} contain {num_tokens:,} tokens, fewer than the required "
+        f"{seq_len + 1:,}. {remedy}, or choose other files."
+    )
+    skipped = [record for record in source if isinstance(record, BadRecord)]
+    if skipped:
+        problem += f" {len(skipped):,} records were skipped. The first one: {skipped[0]}."
+    return problem
 
 
 def log_skipped_records(reasons: list[str]) -> None:
