@@ -93,7 +93,7 @@ def test_a_preset_job_names_the_downloads_that_it_needs(
 
     assert len(commands) == 2
     assert all(" ".join(command.split()[:3]) in before for command in commands)
-    assert ("titanlite get tokenizer" in after) == is_toy_tokenizer
+    assert ("titanlite get tokenizer llama3" in after) == is_toy_tokenizer
 
 
 def test_a_dry_run_lists_files_and_downloads_none(hub, capsys):
@@ -241,7 +241,7 @@ SHARDS = f"{DEBUG} --dataset.source shards --dataset.path shards"
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("llama_8b.toml --world-size 8", ["data", "tokenizer"]),
+        ("llama_8b.toml --world-size 8", ["data", "tokenizer llama3"]),
         (DEBUG, []),
         (f"{DEBUG} --training.steps 40000", ["data"]),
         (f"{DEBUG} --training.steps 40000 --dataset.max_epochs 30", []),
@@ -250,7 +250,7 @@ SHARDS = f"{DEBUG} --dataset.source shards --dataset.path shards"
         (SHARDS, ["data"]),
         (f"{SHARDS} --training.steps 1", []),
         (f"{DEBUG} --model.vocab_size 65408", []),
-        (f"{DEBUG} --model.vocab_size 65536", ["tokenizer"]),
+        (f"{DEBUG} --model.vocab_size 65536", ["tokenizer gpt2"]),
     ],
 )
 def test_check_warns_that_a_run_trains_on_a_toy(tmp_path, monkeypatch, arguments, expected, capsys):
@@ -263,7 +263,7 @@ def test_check_warns_that_a_run_trains_on_a_toy(tmp_path, monkeypatch, arguments
 
     output = run(capsys, check)
 
-    downloads = re.findall(r"titanlite get (data|tokenizer)", output)
+    downloads = re.findall(r"titanlite get (data|tokenizer \S+)", output)
     assert sorted(downloads) == expected
 
     if steps := re.search(r"--training.steps (\d+)$", output, re.MULTILINE):

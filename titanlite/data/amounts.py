@@ -16,6 +16,7 @@ from titanlite.config.run import Run
 from titanlite.config.schema import TextSource
 from titanlite.config.storage import as_url
 from titanlite.data.documents import DocumentTokenizer, inspect_source, source_specs
+from titanlite.data.hub import load_presets
 from titanlite.data.mixture import source_shares
 from titanlite.data.sources.base import File, RandomAccess, RemoteFile, Source
 from titanlite.data.sources.files import find_files, has_compressed, open_quickly
@@ -261,6 +262,15 @@ def _explain_small_vocabulary(run: Run, tokenizer: Tokenizer) -> list[str]:
     return [
         f"{run.job.tokenizer.path} has {tokenizer.vocab_size:,} tokens, but the model has "
         f"{num_embeddings:,}",
-        "(model.vocab_size), so most of its embeddings are never trained. To list larger ones:",
-        "    titanlite get tokenizer",
+        "(model.vocab_size), so most of its embeddings are never trained. To get a tokenizer:",
+        f"    titanlite get tokenizer {_propose_tokenizer(num_embeddings)}",
     ]
+
+
+def _propose_tokenizer(num_embeddings: int) -> str:
+    """Return the name of a known tokenizer with at most `num_embeddings` ids, such as "gpt2"."""
+    proposal = "gpt2"
+    for name, preset in load_presets()["tokenizer"].items():  # those with more ids come later
+        if preset["vocab_size"] <= num_embeddings:
+            proposal = name
+    return proposal
