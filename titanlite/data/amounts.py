@@ -6,7 +6,7 @@ This module does not import torch, so `titanlite check` starts quickly.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from titanlite.data.hub import load_presets
 from titanlite.data.mixture import source_shares
 from titanlite.data.sources.base import File, RandomAccess, RemoteFile, Source
 from titanlite.data.sources.files import find_files, has_compressed, open_quickly
+from titanlite.data.sources.records import Record
 from titanlite.data.tokenizer import Tokenizer
 
 # Up to this many epochs, repeated text teaches almost as much as new text: "Scaling
@@ -52,11 +53,8 @@ def measure_source(source: Source, tokenizer: Tokenizer) -> SourceSize:
     if source.num_tokens:
         return SourceSize(source.describe(), source.num_tokens)
 
-    is_random = isinstance(source, RandomAccess)
-    records = (
-        map(source.record, source.sample()) if is_random else islice(source, _SAMPLE_DOCUMENTS)
-    )
-    texts = [record for record in records if isinstance(record, str)]
+    sample = _read_sample(source)
+    texts = sample.texts
     _warn_of_lost_characters(source, tokenizer, texts)
     num_bytes = sum(len(text.encode()) for text in texts)
     num_tokens = sum(len(tokenizer.encode_array(text)) for text in texts)
@@ -64,26 +62,41 @@ def measure_source(source: Source, tokenizer: Tokenizer) -> SourceSize:
 
     # Extrapolate from the sample, in which each document also has BOS and EOS.
     num_tokens += 2 * len(texts)
-    sample_size, source_size = _compare_sizes(source, texts)
-    estimate = num_tokens * source_size // max(1, sample_size)
+    estimate = num_tokens * sample.source_size // max(1, sample.size)
     return SourceSize(source.describe(), estimate or None, bytes_per_token)
 
 
-def _compare_sizes(source: Source, texts: list[str]) -> tuple[int, int]:
-    """Return the sizes of a sample and of the whole source, in the same unit.
+class _Sample(NamedTuple):
+    """Texts of a sample of a source, and the sizes of the sample and the source.
 
-    The unit is bytes, documents or characters. The second size is 0 if it is unknown.
-
-    Args:
-        source: The source.
-        texts: Texts of the sample, without unreadable and tokenized documents.
+    Both sizes have the same unit: bytes, documents or characters.
     """
+
+    texts: list[str]
+    """Texts of the sampled documents, except unreadable and tokenized documents."""
+    size: int
+    """Size of the sample."""
+    source_size: int
+    """Size of the source, or 0 if it is unknown."""
+
+
+def _read_sample(source: Source) -> _Sample:
+    """Read up to 64 documents of a source: random ones if possible, otherwise the first ones."""
     if isinstance(source, RandomAccess):
+        indices = source.sample()
+        texts = _select_texts(map(source.record, indices))
         document_sizes = source.sizes()  # includes unreadable documents
-        return int(document_sizes[source.sample()].sum()), int(document_sizes.sum())
+        return _Sample(texts, int(document_sizes[indices].sum()), int(document_sizes.sum()))
+
+    texts = _select_texts(islice(source, _SAMPLE_DOCUMENTS))
     if source.num_documents is not None:
-        return len(texts), source.num_documents
-    return sum(len(text) for text in texts), _count_characters(source)
+        return _Sample(texts, len(texts), source.num_documents)
+    return _Sample(texts, sum(len(text) for text in texts), _count_characters(source))
+
+
+def _select_texts(records: Iterable[Record]) -> list[str]:
+    """Return the records that are text, and drop unreadable and tokenized records."""
+    return [record for record in records if isinstance(record, str)]
 
 
 def _warn_of_lost_characters(source: Source, tokenizer: Tokenizer, texts: list[str]) -> None:
