@@ -339,26 +339,28 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._hash_bpe(pattern, ranks, special)
 
     @contextmanager
-    def _convert_errors(self, action: str) -> Iterator[None]:
+    def _convert_errors(self, action: str, remedy: str = "") -> Iterator[None]:
         """Convert exceptions and Rust panics of the tokenizers library to UserError.
 
         Args:
             action: Action of the `with` block, for the error message, such as "encode a text".
+            remedy: Sentence to append to the message, which proposes how to fix the problem.
         """
         try:
             yield
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:  # a panic is not an Exception
+            if "Regex search" in str(error):
+                remedy = "Simplify the patterns of its pre_tokenizer and normalizer."
             cause = shorten(str(error)).rstrip(".")
-            raise UserError(
-                f"{self.path}: the tokenizers library cannot {action}: {cause}. Use another "
-                "tokenizer, such as one with a byte-level vocabulary and simple patterns."
-            ) from None
+            problem = f"{self.path}: the tokenizers library cannot {action}: {cause}."
+            raise UserError(f"{problem} {remedy}".rstrip()) from None
 
     def _encode_piece(self, text: str) -> np.ndarray:
         text.encode()  # raises UnicodeEncodeError; the library would raise TypeError
-        with self._convert_errors("encode a text"):
+        remedy = "Use a tokenizer with byte fallback or a byte-level vocabulary."
+        with self._convert_errors("encode a text", remedy):
             # Unlike `encode`, this function releases the global interpreter lock.
             encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
             return np.array(encodings[0].ids, dtype=np.uint32)
