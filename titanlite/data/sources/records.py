@@ -5,10 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from itertools import chain
-from operator import index
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -155,7 +152,7 @@ def extract_text(raw: object, column: str, mask_column: str | None) -> str | Mas
     return masked_text
 
 
-def _parse_mask(mask: Any, column: str, length: int) -> list[tuple[int, int]]:
+def _parse_mask(mask: object, column: str, length: int) -> list[tuple[int, int]]:
     """Check a loss mask, and return the ranges of characters that count as (start, end) tuples.
 
     Args:
@@ -166,19 +163,31 @@ def _parse_mask(mask: Any, column: str, length: int) -> list[tuple[int, int]]:
     Raises:
         ValueError: If the mask is not a list of ascending ranges within the text.
     """
+    expectation = (
+        f"field {column!r} (loss_mask_column) must be a list of [start, end] in ascending order, "
+        f"within the {length:,} characters of the text; it contains"
+    )
+    if not isinstance(mask, list):
+        raise ValueError(f"{expectation} {shorten(repr(mask))}")
+
     ranges = []
-    is_valid = False
-    with suppress(TypeError, ValueError):  # raised for an item that is not a pair of integers
-        ranges = [(index(start), index(end)) for start, end in mask]
-        bounds = [0, *chain.from_iterable(ranges), length]
-        is_valid = isinstance(mask, list) and bounds == sorted(bounds)
-    if not is_valid:
-        raise ValueError(
-            f"field {column!r} (loss_mask_column) must be a list of [start, end] in ascending "
-            f"order, within the {length:,} characters of the text; it contains "
-            f"{shorten(repr(mask))}"
-        )
+    last_end = 0
+    for item in mask:
+        if not _is_range(item, last_end, length):
+            raise ValueError(f"{expectation} {shorten(repr(item))}")
+        start, end = item
+        ranges.append((start, end))
+        last_end = end
     return ranges
+
+
+def _is_range(item: object, min_start: int, max_end: int) -> TypeGuard[tuple[int, int]]:
+    """Return whether `item` is [start, end] with `min_start` <= start <= end <= `max_end`."""
+    if not isinstance(item, list | tuple) or len(item) != 2:
+        return False
+    start, end = item
+    are_integers = isinstance(start, int) and isinstance(end, int)
+    return are_integers and min_start <= start <= end <= max_end
 
 
 def _parse_line(line: bytes) -> object:
