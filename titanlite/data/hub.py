@@ -371,17 +371,23 @@ class HubFiles:
         except UserError:
             raise
         except Exception as error:  # the client and its HTTP library have a dozen exception types
-            from huggingface_hub import constants
+            raise UserError(self._explain(error)) from None
 
-            hub = (self._origin or constants.ENDPOINT).rstrip("/")
-            prefix = "datasets/" if self._kind == "data" else ""
-            text = str(error.__cause__ or error) or repr(error)
-            cause = shorten(one_line(text)).rstrip(".")
-            raise UserError(
-                f"{hub}/{prefix}{self.repo} cannot be downloaded: {cause}. If it is gated or "
-                "private, accept its license on this page, then create a token on "
-                f"{hub}/settings/tokens and pass it with `hf auth login` or HF_TOKEN. {_REMEDY}"
-            ) from None
+    def _explain(self, error: Exception) -> str:
+        """Return an error message with the cause of a huggingface_hub exception and remedies."""
+        from huggingface_hub import constants
+
+        text = str(error.__cause__ or error) or repr(error)
+        cause = shorten(one_line(text)).rstrip(".")
+        if "No space left" in cause:
+            return f"{self.repo}: {cause}. Free some space, or choose another folder with --out."
+        hub = (self._origin or constants.ENDPOINT).rstrip("/")
+        prefix = "datasets/" if self._kind == "data" else ""
+        return (
+            f"{hub}/{prefix}{self.repo} cannot be downloaded: {cause}. Check that the page exists. "
+            "If it is gated or private, accept its license there, then create a token on "
+            f"{hub}/settings/tokens and pass it with `hf auth login` or HF_TOKEN. {_REMEDY}"
+        )
 
 
 def _choose_suffix(kind: str, names: Sequence[str]) -> str:
