@@ -182,7 +182,8 @@ class Shards(TokenSource):
         if holdout == 0:
             return
 
-        if self._manifest.format == 1:  # which has no .hash files
+        has_hashes = self._manifest.format >= 2
+        if not has_hashes:
             raise UserError(
                 f"{self.name} was prepared by an older titanlite without the hashes that "
                 "validation.holdout needs. Prepare it again, or set a source in [validation]."

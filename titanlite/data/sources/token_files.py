@@ -73,7 +73,8 @@ class TokenFile:
         self.num_tokens, remainder = divmod(size - self.offset, self.dtype.itemsize)
         if remainder:
             raise ValueError(f"{size:,} bytes do not divide into ids of type {self.dtype}")
-        if self.index is not None and self.ends is not None:
+        if self.index is not None:
+            assert self.ends is not None
             # Each document begins where the previous one ends, and the first one at token 0.
             # Comparing the bounds, unlike subtracting them, cannot overflow for a damaged index.
             bounds = np.append(0, self.ends)
@@ -107,17 +108,7 @@ class TokenFile:
         if self.num_tokens == 0:
             return np.array([], dtype=np.int64)
 
-        # Read the file in blocks.
-        ends_by_block = []
-        num_read = 0
-        with self.file.open(_SCAN_BYTES) as stream:
-            stream.seek(self.offset)
-            while block := stream.read(_SCAN_BYTES):
-                ids = np.frombuffer(block, self.dtype)
-                ends_by_block.append(num_read + 1 + np.flatnonzero(ids == tokenizer.eos_id))
-                num_read += len(ids)
-
-        ends = np.concatenate(ends_by_block)
+        ends = self._find_token(tokenizer.eos_id) + 1
         if len(ends) == 0:
             raise UserError(
                 f"{self.file.path} does not contain the id {tokenizer.eos_id}, "
@@ -126,6 +117,18 @@ class TokenFile:
         if ends[-1] < self.num_tokens:  # the last document has no EOS
             ends = np.append(ends, self.num_tokens)
         return ends
+
+    def _find_token(self, token: int) -> np.ndarray:
+        """Read the whole file in blocks, and return the indices at which `token` occurs."""
+        indices = []
+        num_read = 0
+        with self.file.open(_SCAN_BYTES) as stream:
+            stream.seek(self.offset)
+            while block := stream.read(_SCAN_BYTES):
+                ids = np.frombuffer(block, self.dtype)
+                indices.append(num_read + np.flatnonzero(ids == token))
+                num_read += len(ids)
+        return np.concatenate(indices)
 
 
 class TokenFiles(TokenSource):
@@ -306,7 +309,8 @@ def _open_numpy_array(file: File, stream: BinaryIO) -> TokenFile:
         raise ValueError("its NumPy header is damaged") from None
 
     if dtype.kind not in "iu" or len(shape) != 1:
-        raise ValueError(f"its header is not for a list of ids, but for {dtype} of shape {shape}")
+        array = f"{dtype} of shape {shape}"
+        raise ValueError(f"its header describes {array}, which is not a list of ids")
     tokens = TokenFile(file, dtype, stream.tell())
     if tokens.num_tokens != shape[0]:
         count = f"{tokens.num_tokens:,}"
