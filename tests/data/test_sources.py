@@ -147,7 +147,7 @@ BAD_LINES = {
     b'{"text": ': "column 9",
     b'{"text": ' + b"[" * 100_000: "",
     b"[1]": "must be a JSON object",
-    b'{"body": "x", "id": 1}': "no field 'text'. Set text_column to one of 'body', 'id'",
+    b'{"body": "x", "id": 1}': "no field 'text'. Set text_column to one of 'body'",
     b'{"text": null}': "must be a string",
     b'{"text": "\xff"}': "0xff",
     rb'{"text": "x\ud83d"}': "\\ud83d",

@@ -13,7 +13,14 @@ from titanlite.config.schema import Dataset, DataSource, JobConfig
 from titanlite.data.packing import mark_ignored, remove_marks
 from titanlite.data.sources.base import RandomAccess, Source, TokenSource
 from titanlite.data.sources.files import open_source
-from titanlite.data.sources.records import BadRecord, MaskedText, Prepared, Record, hash_text
+from titanlite.data.sources.records import (
+    CONVERSION_REMEDY,
+    BadRecord,
+    MaskedText,
+    Prepared,
+    Record,
+    hash_text,
+)
 from titanlite.data.tokenizer import Tokenizer
 
 
@@ -130,8 +137,8 @@ class DocumentTokenizer:
             return
         problem = str(record).replace("Set text_column", f"Set {self.section}.text_column")
         raise BadRecord(
-            f"{problem}. To convert the file, see docs/guides/convert_data.md. "
-            f'To skip such records, set {self.section}.on_bad_record = "skip".'
+            f"{problem}. {CONVERSION_REMEDY} If only a few records are bad, set "
+            f'{self.section}.on_bad_record = "skip" to skip them.'
         )
 
 
@@ -217,7 +224,7 @@ def _explain_too_little_text(
     remedy = "Add text, set text_column to another field, lower training.seq_len"
     if document_tokenizer.holdout:
         documents += f" in this split (validation.holdout = {document_tokenizer.holdout})"
-        remedy += ", change validation.holdout"
+        remedy += ", change validation.holdout, set validation.source"
     problem = (
         f"{source.name}: {documents} contain {num_tokens:,} tokens, fewer than the required "
         f"{seq_len + 1:,}. {remedy}, or choose other files."

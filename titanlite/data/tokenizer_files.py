@@ -27,7 +27,7 @@ from titanlite.data.mixture import find_weights
 from titanlite.data.shuffle import permuted
 from titanlite.data.sources.base import RandomAccess, Source, TokenSource
 from titanlite.data.sources.files import open_source
-from titanlite.data.sources.records import BadRecord, Prepared
+from titanlite.data.sources.records import CONVERSION_REMEDY, BadRecord, Prepared
 from titanlite.data.tokenizer import (
     CONFIG,
     LLAMA3_PATTERN,
@@ -155,7 +155,7 @@ def _read_texts(source: Source, max_bytes: int, skip_bad: bool) -> Iterator[str]
             raise not_text
         if isinstance(record, BadRecord):
             if not skip_bad:
-                raise record
+                raise BadRecord(f"{record}. {CONVERSION_REMEDY}")
             continue
         num_bytes += len(record.encode())
         yield record

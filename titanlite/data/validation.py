@@ -27,7 +27,7 @@ from titanlite.data.batch import (
 from titanlite.data.documents import DocumentTokenizer, log_skipped_records
 from titanlite.data.packing import PackedSequence
 from titanlite.data.sources.base import Source
-from titanlite.data.sources.records import BadRecord, Prepared
+from titanlite.data.sources.records import CONVERSION_REMEDY, BadRecord, Prepared
 from titanlite.data.stream import OutOfData, PackedDataset, SequenceReader
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
@@ -190,7 +190,8 @@ class TextWindows:
             for text in source:
                 assert not isinstance(text, Prepared)
                 if isinstance(text, BadRecord):
-                    raise BadRecord(str(text).replace("Set text_column", "Set --text-column"))
+                    problem = str(text).replace("Set text_column", "Set --text-column")
+                    raise BadRecord(f"{problem}. {CONVERSION_REMEDY}")
                 yield from self._windows_of(text)
 
     def _windows_of(self, text: str) -> Iterator[Window]:

@@ -520,7 +520,8 @@ def _check_files(files: list[Path], pattern: str, source: str) -> None:
     """
     if not files:
         raise UserError(_explain_no_match(pattern, source))
-    if source in ("jsonl", "parquet") and any(file.suffix.lower() in _TABLES for file in files):
+    has_tables = any(file.suffix.lower() in _TABLES for file in files)
+    if has_tables and source in ("jsonl", "parquet"):
         raise UserError("names a table of text. See docs/guides/convert_data.md to convert it")
     if source == "text" and has_compressed(files):
         raise UserError(
@@ -558,7 +559,7 @@ def find_markup(files: Sequence[Path]) -> str:
         return ""
     return (
         'contains JSON, HTML or tables, and source "text" trains on their markup. '
-        "See docs/guides/convert_data.md to convert it."
+        'Set source = "jsonl" for JSON Lines, or see docs/guides/convert_data.md to convert it.'
     )
 
 

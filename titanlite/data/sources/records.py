@@ -14,6 +14,7 @@ from titanlite.config.mistakes import shorten
 
 MAX_LINE_BYTES = 1 << 28  # a small compressed file can contain a JSON line of any length
 _SKIP_BYTES = 1 << 20  # the rest of a longer line is skipped in pieces of this size
+CONVERSION_REMEDY = "To convert the file, see docs/guides/convert_data.md."
 
 
 class BadRecord(UserError):
@@ -137,7 +138,8 @@ def extract_text(raw: object, column: str, mask_column: str | None) -> str | Mas
         kind = type(record).__name__
         raise ValueError(f"each line must be a JSON object, this one is a {kind}")
     if column not in record:
-        raise ValueError(_explain_missing_field(column, record))
+        text_fields = [name for name, value in record.items() if isinstance(value, str)]
+        raise ValueError(_explain_missing_field(column, text_fields))
 
     text = record[column]
     if not isinstance(text, str):
@@ -197,14 +199,18 @@ def _parse_line(line: bytes) -> object:
         ValueError: If the line is too long or is not valid JSON in UTF-8.
     """
     if len(line) > MAX_LINE_BYTES:
-        raise ValueError(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB. Divide it")
+        limit = f"{MAX_LINE_BYTES >> 20} MiB"
+        raise ValueError(f"the line is longer than {limit}. Divide the document or the array")
 
     # With the line end, an error at the end would be reported in column 1 of the next line.
     line = line.rstrip()
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON in column {error.colno}: {error.msg}") from None
+        problem = f"not valid JSON in column {error.colno}: {error.msg}"
+        if not line.startswith((b"{", b"[")):
+            problem += '. To read plain text, set source = "text"'
+        raise ValueError(problem) from None
 
 
 def check_column(
@@ -226,5 +232,14 @@ def check_column(
 
 
 def _explain_missing_field(column: str, fields: Iterable[str], key: str = "text_column") -> str:
-    """Return an error message: option `key` selects a `column` that is not among `fields`."""
-    return f"no field {column!r}. Set {key} to one of {', '.join(map(repr, fields))}"
+    """Return an error message for a missing field.
+
+    Args:
+        column: Name of the field, which is the value of `key`.
+        fields: Names of the fields that can be selected instead.
+        key: Option that selects the field.
+    """
+    names = ", ".join(map(repr, fields))
+    if not names:
+        return f"no field {column!r}, and no other field contains text"
+    return f"no field {column!r}. Set {key} to one of {names}"
