@@ -14,7 +14,7 @@ from titanlite.config.mistakes import shorten
 
 MAX_LINE_BYTES = 1 << 28  # a small compressed file can contain a JSON line of any length
 _SKIP_BYTES = 1 << 20  # the rest of a longer line is skipped in pieces of this size
-CONVERSION_REMEDY = "To convert the file, see docs/guides/convert_data.md."
+CONVERSION_REMEDY = "For files in other formats, see docs/guides/convert_data.md."
 
 
 class BadRecord(UserError):
