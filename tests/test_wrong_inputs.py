@@ -348,7 +348,7 @@ prepare --out x --workers 1 --dataset.source jsonl --dataset.path text.jsonl \
 {LOOK} text --dataset.path binary.txt => binary.txt
 {LOOK} shards --dataset.path broken_shards => broken_shards
 {LOOK} arrow --dataset.path no_arrow => no_arrow
-{SHOW} short.jsonl => fewer than one
+{SHOW} short.jsonl => fewer than the
 {PREPARE} text.jsonl --out run/checkpoint/step-00000010/x => step-00000010
 {PREPARE} text.jsonl --out /proc/x => /proc/x
 data list => list

@@ -26,9 +26,9 @@ def job_file(tmp_path, monkeypatch) -> Path:
     ("options", "named"),
     [
         ("--optimizer.lr 0.5", "optimizer.lr = 0.5"),
-        (f"{TEXT} records.txt", "records.txt: contains JSON"),
-        (f"{TEXT} pages.txt", "pages.txt: contains HTML"),
-        (f"{TEXT} table.csv", "table.csv: is a table"),
+        (f"{TEXT} records.txt", "records.txt: contains JSON, HTML or tables"),
+        (f"{TEXT} pages.txt", "pages.txt: contains JSON, HTML or tables"),
+        (f"{TEXT} table.csv", "table.csv: contains JSON, HTML or tables"),
     ],
     ids=["high learning rate", "JSON as text", "HTML as text", "CSV as text"],
 )

@@ -33,7 +33,6 @@ from titanlite.config.flavors import Architecture
 from titanlite.config.schema import Dataset, DataStage
 from titanlite.data.loader import OutOfData
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.data.tokenizer_files import train_tokenizer
 from titanlite.model.attention import document_mask
 from titanlite.model.llama import Llama
 
@@ -387,15 +386,13 @@ def test_stages_change_the_weights_and_each_sequence_has_one_source(tmp_path):
     ids=["only zeros", "too few in a stage", "too many in a stage"],
 )
 def test_a_program_cannot_read_a_mixture_with_wrong_weights(tmp_path, weights, stage_weights):
-    """The rules of a job do not run before `Loader` and `train_tokenizer`."""
+    """The rules of a job do not run before `Loader`."""
     path = write_jsonl(tmp_path / "a.jsonl", some_texts(90))
     stages = (DataStage(start_step=4, weights=stage_weights),)
     dataset = make_mixture(*((path, weight) for weight in weights), stages=stages)
 
     with pytest.raises(UserError, match=r"dataset\.stages.* expected 2 weights"):
         make_loader(dataset)
-    with pytest.raises(UserError, match=r"dataset\.stages.* expected 2 weights"):
-        train_tokenizer(dataset, tmp_path / "tokenizer", vocab_size=600)
 
 
 CHANGES = {

@@ -202,12 +202,11 @@ def test_ctrl_c_stops_a_download_and_the_same_command_resumes_it(hub):
 
 
 FAILURES = """
-tokenizer gpt-2 => did you mean `titanlite get tokenizer gpt2`
-data gpt2 => titanlite get tokenizer gpt2
+tokenizer gpt-2 => gpt2, llama3
 data zzz => tinystories
 tokens gpt2 => tokenizer
 data nobody/nothing --from {hub} => nobody/nothing
-tokenizer llama3 --from {hub} => meta-llama/Llama-3.1-8B, then create a token on
+tokenizer llama3 --from {hub} => meta-llama/Llama-3.1-8B cannot be downloaded
 data me/mine --include *.csv --from {hub} => train.csv
 data c4 --from http://127.0.0.1:9 => --from FOLDER
 data c4 --from nowhere => --from nowhere

@@ -1,4 +1,4 @@
-"""Errors about unreadable data propose a remedy, and the remedy works for this data."""
+"""Errors about unreadable data name a remedy, and the remedy works for this data."""
 
 import errno
 import json
@@ -8,14 +8,13 @@ import sys
 from unittest.mock import Mock
 
 import pytest
-from data_helpers import write_jsonl
+from data_helpers import ROOT, write_jsonl
 from small_runs import run_program
 
 SMALL = "check --training.seq_len 64 --training.steps 4 --training.global_batch_size 8"
 JSONL = "--dataset.source jsonl --dataset.path"
 WORDS = "grüße " * 40
 CHAT = [{"role": "user", "content": WORDS}, {"role": "assistant", "content": WORDS}]
-SHARED = [{"from": "human", "value": WORDS}, {"from": "gpt", "value": WORDS}]
 
 
 def json_lines(record):
@@ -28,8 +27,7 @@ FILES = {
     "a.csv": ("id,text\n" + ROWS).encode(),
     "a.tsv": ("id,text\n" + ROWS).replace(",", "\t").encode(),
     "chat.jsonl": json_lines({"messages": CHAT}).encode(),
-    "shared.jsonl": json_lines({"conversations": SHARED}).encode(),
-    "alpaca.jsonl": json_lines({"instruction": WORDS, "in put": "", "output": WORDS}).encode(),
+    "alpaca.jsonl": json_lines({"instruction": WORDS, "input": "", "output": WORDS}).encode(),
     "array.jsonl": json.dumps([{"text": WORDS}] * 400).encode(),
     "pretty.jsonl": json.dumps([{"text": WORDS}] * 400, indent=1).encode(),
     "objects.jsonl": (json.dumps({"text": WORDS}, indent=1) * 400).encode(),
@@ -45,18 +43,33 @@ def check(run_command):
     return lambda options, code=0: run_command(f"{SMALL} {options}", code)
 
 
-@pytest.mark.parametrize(("name", "content"), FILES.items(), ids=FILES)
-def test_the_command_that_a_message_names_converts_the_file(
-    name, content, tmp_path, monkeypatch, check
+# Part of the command in the guide that converts each file
+CONVERSIONS = {
+    "a.csv": "newlines_in_values=True)",
+    "a.tsv": "delimiter=",
+    "chat.jsonl": ".messages[]",
+    "alpaca.jsonl": ".instruction",
+    "array.jsonl": "'.[]'",
+    "pretty.jsonl": "'.[]'",
+    "objects.jsonl": "jq -c . ",
+    "latin1.jsonl": "-f LATIN1",
+    "utf16.jsonl": "-f UTF-16",
+    "latin1.txt": "-f LATIN1",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_message_names_the_guide_whose_command_converts_the_file(
+    name, tmp_path, monkeypatch, check
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / name).write_bytes(content)
+    (tmp_path / name).write_bytes(FILES[name])
     source = JSONL.replace("jsonl", "text") if name.endswith("txt") else JSONL
     message = check(f"{source} {name}", code=2)
-    (command,) = re.findall("`([^`]+)`", message)
-    # In UTF-16 files, only the first line is a bad record, so skipping it is also suggested.
-    if not name.startswith("utf16"):
-        assert "on_bad_record" not in message
+    (guide,) = re.findall(r"see (docs/\S+\.md)", message, re.IGNORECASE)
+    commands = re.findall("^(?:jq|python|iconv) .*", (ROOT / guide).read_text(), re.MULTILINE)
+    (command,) = [command for command in commands if CONVERSIONS[name] in command]
+    command = re.sub("^python ", f"{sys.executable} ", command)
     command = command.replace("FILE", name).replace("NEW", "new")
     subprocess.run(command, shell=True, check=True)
 
@@ -66,25 +79,42 @@ def test_the_command_that_a_message_names_converts_the_file(
     check(f"{source} {made}")
 
 
-@pytest.mark.parametrize("column", ["instruction", "output"])
-def test_a_column_that_a_message_names_has_text(column, tmp_path, check):
+def test_a_column_that_a_message_names_has_text(tmp_path, check):
     file = tmp_path / "alpaca.jsonl"
     file.write_bytes(FILES[file.name])
     message = check(f"{JSONL} {file}", code=2)
 
-    assert re.search(rf"Set dataset.text_column to .*'{column}'", message)
-    assert check(f"{JSONL} {file} --dataset.text_column {column}")
+    assert "Set dataset.text_column to one of 'instruction', 'input', 'output'" in message
+    assert check(f"{JSONL} {file} --dataset.text_column output")
+
+
+def test_a_source_whose_records_are_all_skipped_is_an_error_with_the_reason(tmp_path, check):
+    file = tmp_path / "chat.jsonl"
+    file.write_bytes(FILES[file.name])
+
+    message = check(f"{JSONL} {file} --dataset.on_bad_record skip", code=2)
+
+    assert "400 records were skipped" in message
+    assert "no field 'text'" in message
+
+
+def test_a_source_with_skipped_and_empty_records_is_an_error_with_both_reasons(tmp_path, check):
+    file = tmp_path / "empty.jsonl"
+    file.write_text('{"text": ""}\n{"text": 5}\n{"text": ""}\n')
+
+    message = check(f"{JSONL} {file} --dataset.on_bad_record skip", code=2)
+
+    assert "1 records were skipped" in message
+    assert "line 2" in message
 
 
 @pytest.mark.parametrize("holdout", ["1e-4", "1e-9", "0.999999"])
-def test_a_holdout_without_a_document_names_one_that_has_enough(holdout, tmp_path, check):
+def test_a_holdout_without_a_document_is_an_error_that_names_it(holdout, tmp_path, check):
     file = write_jsonl(tmp_path / "text.jsonl", [f"{i} {WORDS}" for i in range(400)])
     options = f"{JSONL} {file} --validation.freq 2 --validation.holdout"
 
-    message = check(f"{options} {holdout}", code=2)
-
-    (enough,) = re.findall(r"validation.holdout to ([\d.]+)", message)
-    assert "OK" in check(f"{options} {enough}")
+    assert "change validation.holdout" in check(f"{options} {holdout}", code=2)
+    assert "OK" in check(f"{options} 0.1")
 
 
 def test_models_of_the_hub_are_valid_flavors(check, tmp_path, monkeypatch):

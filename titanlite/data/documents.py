@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,12 +13,15 @@ from titanlite.config.schema import Dataset, DataSource, JobConfig
 from titanlite.data.packing import mark_ignored, remove_marks
 from titanlite.data.sources.base import RandomAccess, Source, TokenSource
 from titanlite.data.sources.files import open_source
-from titanlite.data.sources.records import BadRecord, MaskedText, Prepared, Record, hash_text
+from titanlite.data.sources.records import (
+    CONVERSION_REMEDY,
+    BadRecord,
+    MaskedText,
+    Prepared,
+    Record,
+    hash_text,
+)
 from titanlite.data.tokenizer import Tokenizer
-
-_SAMPLE_DOCUMENTS = 64
-# Values of validation.holdout that an error message can propose.
-_HOLDOUTS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
 
 @dataclass
@@ -78,11 +80,8 @@ class DocumentTokenizer:
         Raises:
             BadRecord: If the record cannot be read and `skip_bad` is False.
         """
-        if isinstance(record, BadRecord):
-            if not self.skip_bad:
-                raise self.explain_bad_record(record)
-            return self._no_tokens
-        if not self._is_selected(record):
+        self.check_readable(record)
+        if isinstance(record, BadRecord) or not self._is_selected(record):
             return self._no_tokens
         if isinstance(record, Prepared):
             return record.tokens
@@ -127,17 +126,20 @@ class DocumentTokenizer:
         is_held_out = text_hash < self.holdout * 2**64
         return is_held_out == self.is_validation
 
-    def explain_bad_record(self, record: BadRecord, *, proposes_skip: bool = True) -> BadRecord:
-        """Return a copy of the error that names the job file options to change.
+    def check_readable(self, record: Record) -> None:
+        """Raise an error if a record cannot be read, unless such records are skipped.
 
-        Args:
-            record: The error for the record.
-            proposes_skip: Whether to also propose skipping records that cannot be read.
+        Raises:
+            BadRecord: If the record cannot be read and `skip_bad` is False. The message names the
+                options of the job file to change.
         """
+        if not isinstance(record, BadRecord) or self.skip_bad:
+            return
         problem = str(record).replace("Set text_column", f"Set {self.section}.text_column")
-        if proposes_skip:
-            problem += f'. To skip such records, set {self.section}.on_bad_record = "skip"'
-        return BadRecord(f"{problem}.")
+        raise BadRecord(
+            f"{problem}. {CONVERSION_REMEDY} If only a few records are bad, set "
+            f'{self.section}.on_bad_record = "skip" to skip them.'
+        )
 
 
 def source_specs(dataset: Dataset) -> tuple[DataSource | Dataset, ...]:
@@ -183,42 +185,12 @@ def inspect_source(source: Source, document_tokenizer: DocumentTokenizer, seq_le
     """
     if isinstance(source, TokenSource):
         source.check(document_tokenizer.tokenizer, document_tokenizer.holdout)
-    if not document_tokenizer.skip_bad:
-        _check_first_records(source, document_tokenizer)
-
     num_tokens = _count_tokens(source, document_tokenizer, seq_len)
-    if num_tokens == 0:
-        _check_for_text(source, document_tokenizer)
     if num_tokens <= seq_len:
         raise UserError(_explain_too_little_text(source, document_tokenizer, num_tokens, seq_len))
     if isinstance(source, RandomAccess):
-        _check_random_records(source, document_tokenizer)
-
-
-def _check_first_records(source: Source, document_tokenizer: DocumentTokenizer) -> None:
-    """Check that at least one of the first 64 records of a source can be read.
-
-    Raises:
-        BadRecord: If none of them can be read. An option such as text_column is then probably
-            wrong, so the message does not propose skipping bad records.
-    """
-    records = islice(source, _SAMPLE_DOCUMENTS)
-    first = next(records, None)
-    if isinstance(first, BadRecord) and all(isinstance(record, BadRecord) for record in records):
-        raise document_tokenizer.explain_bad_record(first, proposes_skip=False)
-
-
-def _check_random_records(source: RandomAccess, document_tokenizer: DocumentTokenizer) -> None:
-    """Check that a random sample of the records of a source can be read.
-
-    Raises:
-        BadRecord: If a record cannot be read, and `document_tokenizer` does not skip such records.
-        UserError: If a file is damaged.
-    """
-    for index in source.sample():
-        record = source.record(index)
-        if isinstance(record, BadRecord) and not document_tokenizer.skip_bad:
-            raise document_tokenizer.explain_bad_record(record)
+        for index in source.sample():
+            document_tokenizer.check_readable(source.record(index))
 
 
 def _count_tokens(source: Source, document_tokenizer: DocumentTokenizer, limit: int) -> int:
@@ -236,28 +208,6 @@ def _count_tokens(source: Source, document_tokenizer: DocumentTokenizer, limit: 
     return num_tokens
 
 
-def _check_for_text(source: Source, document_tokenizer: DocumentTokenizer) -> None:
-    """Check that a source contains text, in case its selected split has no tokens.
-
-    Raises:
-        UserError: If no document of either split contains text. The message counts skipped records.
-    """
-    both_splits = replace(document_tokenizer, holdout=0.0)
-    if _count_tokens(source, both_splits, limit=0) > 0:
-        return
-
-    skipped = [record for record in source if isinstance(record, BadRecord)]
-    if skipped:
-        raise UserError(
-            f"{source.name}: no record contains text, and {len(skipped):,} are skipped. The first "
-            f"one skipped: {skipped[0]}."
-        )
-    raise UserError(
-        f"{source.name}: the documents contain no text. Choose other files. "
-        "If they have several fields, set text_column."
-    )
-
-
 def _explain_too_little_text(
     source: Source, document_tokenizer: DocumentTokenizer, num_tokens: int, seq_len: int
 ) -> str:
@@ -270,32 +220,19 @@ def _explain_too_little_text(
         seq_len: Length of a sequence. The split must have at least `seq_len` + 1 tokens, because
             labels are shifted by one.
     """
-    holdout = document_tokenizer.holdout
-    if holdout > 0:
-        documents = f"the documents in this split (validation.holdout = {holdout})"
-        remedy = _propose_holdout(source, document_tokenizer, seq_len)
-    else:
-        documents = "the documents"
-        remedy = "Lower training.seq_len or add text."
-    return (
-        f"{source.name}: {documents} contain {num_tokens:,} tokens, fewer than one sequence "
-        f"(training.seq_len = {seq_len:,}). {remedy}"
+    documents = "the documents"
+    remedy = "Add text, set text_column to another field, lower training.seq_len"
+    if document_tokenizer.holdout:
+        documents += f" in this split (validation.holdout = {document_tokenizer.holdout})"
+        remedy += ", change validation.holdout, set validation.source"
+    problem = (
+        f"{source.name}: {documents} contain {num_tokens:,} tokens, fewer than the required "
+        f"{seq_len + 1:,}. {remedy}, or choose other files."
     )
-
-
-def _propose_holdout(source: Source, document_tokenizer: DocumentTokenizer, seq_len: int) -> str:
-    """Propose a value of validation.holdout, as the last sentence of an error message.
-
-    With this value, training and validation each have enough text for one sequence. If there is no
-    such value, propose adding text.
-    """
-    for holdout in _HOLDOUTS:
-        training = replace(document_tokenizer, holdout=holdout, is_validation=False)
-        validation = replace(training, is_validation=True)
-        splits = (training, validation)
-        if all(_count_tokens(source, split, seq_len) > seq_len for split in splits):
-            return f"Set validation.holdout to {holdout}, or set a validation.source."
-    return "Add text, or lower training.seq_len."
+    skipped = [record for record in source if isinstance(record, BadRecord)]
+    if skipped:
+        problem += f" {len(skipped):,} records were skipped. The first one: {skipped[0]}."
+    return problem
 
 
 def log_skipped_records(reasons: list[str]) -> None:

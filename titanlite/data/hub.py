@@ -9,7 +9,6 @@ size of a file.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 import re
@@ -56,6 +55,9 @@ _MODEL_FILES = (  # in download order: a folder that contains config.json is com
     "config.json",
 )
 _MAX_PAGES = 1000  # limit for listing a repository; the Hub lists 1,000 files per page
+_REMEDY = (
+    "Run the command again, set a mirror with HF_ENDPOINT, or use a local copy with --from FOLDER."
+)
 # OWNER/NAME, but not the path of a tokenizer file
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+(?<!\.json)(?<!\.model)")
 
@@ -84,45 +86,22 @@ def propose_download(kind: str, path: str, vocab_size: int = 0) -> str:
         that downloads a part follows: ", and --include 'sample/10BT/000*' 2 GB of it". Empty if no
         command is known.
     """
-    name = _choose_download(kind, path, vocab_size)
-    if not name:
+    # List the possible names in order of preference: a folder of the path, the OWNER/NAME of a
+    # repository, a known tokenizer of the right size.
+    presets = load_presets()[kind]
+    names = [folder for folder in Path(path).parts if folder in presets]
+    if kind == "tokenizer":
+        if _REPOSITORY.fullmatch(path):
+            names.append(path)
+        names += [name for name, preset in presets.items() if preset["vocab_size"] == vocab_size]
+    if not names:
         return ""
 
-    proposal = f"; `titanlite get {kind} {name}` downloads it"
-    preset = load_presets()[kind].get(name, {})
+    proposal = f"; `titanlite get {kind} {names[0]}` downloads it"
+    preset = presets.get(names[0], {})
     if "part_option" in preset:
         proposal += f", and {preset['part_option']} {preset['part_size']} of it"
     return proposal
-
-
-def _choose_download(kind: str, path: str, vocab_size: int) -> str:
-    """Return the name with which `titanlite get` downloads a missing file.
-
-    For example, the path "data/c4/*.jsonl" gives "c4". Return "" if no name is known.
-
-    Args:
-        kind: "tokenizer" or "data".
-        path: Path of the missing file in the job, or OWNER/NAME of a tokenizer.
-        vocab_size: Vocabulary size of the model. If `path` contains no known name, choose a known
-            tokenizer of this size.
-    """
-    # A folder with a known name.
-    presets = load_presets()[kind]
-    for folder in Path(path).parts:
-        if folder in presets:
-            return folder
-    if kind != "tokenizer":
-        return ""
-
-    # The OWNER/NAME of a repository.
-    if _REPOSITORY.fullmatch(path):
-        return path
-
-    # A known tokenizer of the right size.
-    for name, preset in presets.items():
-        if preset["vocab_size"] == vocab_size:
-            return name
-    return ""
 
 
 class LfsPointer(BaseModel, strict=True, frozen=True):
@@ -219,11 +198,6 @@ class HubFiles:
         # Arguments with which huggingface_hub finds the repository. `_list_hub` adds "revision".
         repo_type = "dataset" if kind == "data" else "model"
         self._repo_options: dict[str, Any] = {"repo_type": repo_type}
-        mirror = "HF_ENDPOINT" if kind == "model" else "--from URL"
-        self._remedy = (
-            f"Run the command again, set a mirror with {mirror}, or use a local copy with "
-            "--from FOLDER."
-        )
 
         entries = self._list_hub() if self._folder is None else _list_folder(self._folder)
         pattern = include or preset.get("files", "*")
@@ -295,7 +269,7 @@ class HubFiles:
         if not entry.matches(path):
             raise UserError(
                 f"{self.repo}: {entry.path} does not have the size ({entry.size:,} bytes) and "
-                f"checksum that the Hub lists, and was discarded. {self._remedy}"
+                f"checksum that the Hub lists, and was discarded. {_REMEDY}"
             )
         target.parent.mkdir(parents=True, exist_ok=True)
         os.rename(path, target)
@@ -326,41 +300,29 @@ class HubFiles:
         Raises:
             UserError: If a page is malformed, or the list does not end.
         """
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+
         query = "recursive=true"
         previous_queries: set[str] = set()
         while query:
             # Stop if a link leads back to an earlier page.
             if query in previous_queries or len(previous_queries) == _MAX_PAGES:
-                raise UserError(f"{url}: the list of files does not end. {self._remedy}")
+                raise UserError(f"{url}: the list of files does not end. {_REMEDY}")
             previous_queries.add(query)
-            entries, query = self._request_page(url, query)
+
+            response = http_backoff("GET", f"{url}?{query}", headers=build_hf_headers())
+            hf_raise_for_status(response)
+            try:
+                entries = _FileList.model_validate_json(response.content).root
+            except ValidationError as failure:
+                cause = shorten(explain_error(_FileList, failure))
+                problem = f"{url}: the list of files is malformed: {cause}. {_REMEDY}"
+                raise UserError(problem) from None
             yield from entries
 
-    def _request_page(self, url: str, query: str) -> tuple[list[TreeEntry], str]:
-        """Request one page of a list of files from the Hub.
-
-        Args:
-            url: URL of the list, without a query.
-            query: Query string that selects the page, such as "recursive=true".
-
-        Returns:
-            The entries of the page, and the query string of the next page ("" after the last page).
-        """
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
-
-        response = http_backoff("GET", f"{url}?{query}", headers=build_hf_headers())
-        hf_raise_for_status(response)
-        try:
-            entries = _FileList.model_validate_json(response.content).root
-        except ValidationError as failure:
-            cause = shorten(explain_error(_FileList, failure))
-            raise UserError(
-                f"{url}: the list of files is malformed: {cause}. {self._remedy}"
-            ) from None
-
-        # Use only the query of the next link, so that it cannot lead to another host.
-        next_link = response.links.get("next", {}).get("url", "")
-        return entries, urlsplit(next_link).query
+            # Use only the query of the next link, so that it cannot lead to another host.
+            next_link = response.links.get("next", {}).get("url", "")
+            query = urlsplit(next_link).query
 
     def _download(self, entry: TreeEntry, folder: Path) -> Path:
         """Download a file into `folder`, and return its path.
@@ -373,7 +335,7 @@ class HubFiles:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.utils import tqdm
 
-        problem = f"{self.repo}: {entry.path} is longer than {entry.size:,} bytes. {self._remedy}"
+        problem = f"{self.repo}: {entry.path} is longer than {entry.size:,} bytes. {_REMEDY}"
 
         # The library cannot limit the size of a download. However, it reports the received bytes to
         # a progress bar, and an exception in the progress bar ends the download.
@@ -412,26 +374,20 @@ class HubFiles:
             raise UserError(self._explain(error)) from None
 
     def _explain(self, error: Exception) -> str:
-        """Return an error message with the cause of a huggingface_hub exception and a remedy."""
+        """Return an error message with the cause of a huggingface_hub exception and remedies."""
         from huggingface_hub import constants
-        from huggingface_hub.utils import GatedRepoError, RepositoryNotFoundError
-
-        hub = (self._origin or constants.ENDPOINT).rstrip("/")
-        prefix = "datasets/" if self._kind == "data" else ""
-        page = f"{hub}/{prefix}{self.repo}"
-        login = (
-            f"create a token on {hub}/settings/tokens and pass it with `hf auth login` or HF_TOKEN"
-        )
-        if isinstance(error, GatedRepoError):
-            return f"{self.repo}: you must accept its license on {page}, then {login}."
-        if isinstance(error, RepositoryNotFoundError):
-            return f"{page} does not exist or is private. If it is private, {login}."
 
         text = str(error.__cause__ or error) or repr(error)
         cause = shorten(one_line(text)).rstrip(".")
         if "No space left" in cause:
             return f"{self.repo}: {cause}. Free some space, or choose another folder with --out."
-        return f"{page} cannot be downloaded: {cause}. {self._remedy}"
+        hub = (self._origin or constants.ENDPOINT).rstrip("/")
+        prefix = "datasets/" if self._kind == "data" else ""
+        return (
+            f"{hub}/{prefix}{self.repo} cannot be downloaded: {cause}. Check that the page exists. "
+            "If it is gated or private, accept its license there, then create a token on "
+            f"{hub}/settings/tokens and pass it with `hf auth login` or HF_TOKEN. {_REMEDY}"
+        )
 
 
 def _choose_suffix(kind: str, names: Sequence[str]) -> str:
@@ -483,7 +439,7 @@ def _find_preset(kind: str, name: str) -> Mapping[str, Any]:
         name: Name in hub.toml, OWNER/NAME of a repository, or the URL of its page.
 
     Raises:
-        UserError: If `name` has none of these forms. The message proposes a similar name.
+        UserError: If `name` has none of these forms. The message lists the known names.
     """
     presets = load_presets().get(kind, {})  # there are none for models
     if name in presets:
@@ -496,21 +452,6 @@ def _find_preset(kind: str, name: str) -> Mapping[str, Any]:
         return {"repo": repo}
 
     raise UserError(
-        f"titanlite get {kind} {repo}: unknown name; {_propose_name(kind, repo)} "
-        "You can also pass the OWNER/NAME of any repository on the Hub."
+        f"titanlite get {kind} {repo}: unknown name. Known names are {', '.join(presets)}. You can "
+        "also pass the OWNER/NAME of any repository on the Hub."
     )
-
-
-def _propose_name(kind: str, name: str) -> str:
-    """Propose known names, as a clause of the error message about an unknown name.
-
-    Propose the most similar name in hub.toml. If no name is similar, list all names of this `kind`,
-    such as "data".
-    """
-    kind_of_name: dict[str, str] = {}
-    for known_kind, presets in load_presets().items():
-        kind_of_name |= dict.fromkeys(presets, known_kind)
-    similar = difflib.get_close_matches(name.lower(), kind_of_name, n=1)
-    if similar:
-        return f"did you mean `titanlite get {kind_of_name[similar[0]]} {similar[0]}`?"
-    return f"known names are {', '.join(load_presets().get(kind, ()))}."

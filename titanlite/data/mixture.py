@@ -32,7 +32,9 @@ class Mixture:
     """
 
     def __init__(self, dataset: Dataset, global_batch_size: int) -> None:
-        check_weights(dataset)
+        # Report wrong weights now, rather than when their stage begins.
+        for start_step in (0, *(stage.start_step for stage in dataset.stages)):
+            find_weights(dataset, start_step)
         self._dataset = dataset
         self._global_batch_size = global_batch_size  # default, which a stage can override
         num_sources = max(1, len(dataset.sources))
@@ -83,29 +85,21 @@ class Mixture:
         if num_sources == 1:
             return 0
         m = 2 * num_sources - 2
-        candidates = self._find_lagging_sources(m)
-        multiple = math.lcm(*filter(None, self.weights))  # the weight of a candidate is not 0
-
-        def scaled_deadline(source: int) -> int:
-            # The deadline is (count + 1 - 1/m) * total_weight / weight sequences. Multiplying it by
-            # m * multiple / total_weight makes the deadlines of all candidates integers.
-            return (m * (self.stage_counts[source] + 1) - 1) * (multiple // self.weights[source])
-
-        return min(candidates, key=scaled_deadline)
-
-    def _find_lagging_sources(self, m: int) -> list[int]:
-        """Return the sources with a lag of at least 1/m. There is always such a source.
-
-        The lag is num_sequences * weight / total_weight - count.
-        """
         total_weight = sum(self.weights)
         num_sequences = sum(self.stage_counts) + 1  # including the next one
-        sources = []
+        multiple = math.lcm(*filter(None, self.weights))
+        candidates = []
         for source, (weight, count) in enumerate(zip(self.weights, self.stage_counts, strict=True)):
-            # Multiply both sides of lag >= 1/m by m * total_weight to compare integers, exactly.
+            # The lag is num_sequences * weight / total_weight - count. Multiply both sides of
+            # lag >= 1/m by m * total_weight to compare integers, exactly.
             if m * (num_sequences * weight - count * total_weight) >= total_weight:
-                sources.append(source)
-        return sources
+                # The deadline is (count + 1 - 1/m) * total_weight / weight sequences, where the
+                # weight of a candidate is not 0. Multiplying the deadlines of all candidates by
+                # m * multiple / total_weight makes them integers.
+                scaled_deadline = (m * (count + 1) - 1) * (multiple // weight)
+                candidates.append((scaled_deadline, source))
+        _, earliest = min(candidates)  # there is always a candidate
+        return earliest
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of the mixture as JSON values, to save in a checkpoint.
@@ -141,43 +135,26 @@ def source_shares(dataset: Dataset, step: int) -> np.ndarray:
     return np.divide(weights, sum(weights)).astype(float)
 
 
-def check_weights(dataset: Dataset) -> None:
-    """Check that each list of weights has one weight per source, and not only zeros.
-
-    The rules of a job report the same mistakes with their lines in the job file. They do not run if
-    a program creates a `Loader` or trains a tokenizer (docs/reference/python.md).
-
-    Raises:
-        UserError: If a stage in [[dataset.stages]] has the wrong number of weights, or if all
-            weights of a stage or of the sources are 0.
-    """
-    initial = _initial_weights(dataset)
-    weights_by_step: list[tuple[int, Sequence[float]]] = [(0, initial)]
-    for stage in dataset.stages:
-        if stage.weights is not None:
-            weights_by_step.append((stage.start_step, stage.weights))
-
-    for start_step, weights in weights_by_step:
-        if len(weights) != len(initial) or not any(weights):
-            raise UserError(
-                f"dataset.stages: start_step = {start_step} has weights = {list(weights)}; "
-                f"expected {len(initial)} weights (one per source), at least one above 0."
-            )
-
-
 def find_weights(dataset: Dataset, step: int) -> list[int]:
     """Return the weights of the sources at index `step`, as integers in the same proportion.
 
     These are the weights in [[dataset.sources]], until a stage in [[dataset.stages]] sets others.
+
+    The rules of a job report wrong weights with their lines in the job file. They do not run if a
+    program creates a `Loader` (docs/reference/python.md).
+
+    Raises:
+        UserError: If there is not one weight per source, or all weights are 0.
     """
-    weights = dataset.get_stage_value("weights", step, _initial_weights(dataset))
-    return _to_integers(weights)
-
-
-def _initial_weights(dataset: Dataset) -> Sequence[float]:
-    """Return the weights of the sources before the first stage that sets others."""
     # Without [[dataset.sources]], [dataset] itself describes the only source.
-    return [source.weight for source in dataset.sources] or [1.0]
+    initial = [source.weight for source in dataset.sources] or [1.0]
+    weights = dataset.get_stage_value("weights", step, initial)
+    if len(weights) != len(initial) or not any(weights):
+        raise UserError(
+            f"dataset.stages: step {step} has weights = {list(weights)}; expected {len(initial)} "
+            "weights (one per source), at least one above 0."
+        )
+    return _to_integers(weights)
 
 
 def _to_integers(weights: Sequence[float]) -> list[int]:

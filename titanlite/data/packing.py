@@ -239,19 +239,12 @@ def _pack_window(
     sequences = _place_segments(segments, length)
 
     num_tokens = sum(len(document.tokens) for document in documents)
-    shuffle_key = _make_shuffle_key(start, num_tokens)
+    turn, window, index = start
+    # Do not change the format of the key, because resumed runs must keep their data order.
+    shuffle_key = f"rows Place(turn={turn}, window={window}, index={index}) {num_tokens}"
     num_sequences = len(sequences)
     order = permuted(np.arange(num_sequences), num_sequences, shuffle_key)
     return [sequences[i] for i in order]
-
-
-def _make_shuffle_key(window_start: DocumentPosition, num_tokens: int) -> str:
-    """Return the shuffle key of a window, which consists of its position and number of tokens.
-
-    Do not change the format, because resumed runs must keep their data order.
-    """
-    turn, window, index = window_start
-    return f"rows Place(turn={turn}, window={window}, index={index}) {num_tokens}"
 
 
 def _read_windows(

@@ -136,11 +136,10 @@ def _restore_streams(saved: list[list[int]], num_sequences: int) -> list[StreamP
         saved: For each stream, the 3 fields of `DocumentPosition`, and the offset.
         num_sequences: Number of sequences that all streams together have yielded.
     """
-    # Streams take turns. For example, of 10 sequences, 4 streams have yielded 3, 3, 2 and 2.
-    num_rounds, remainder = divmod(num_sequences, len(saved))
     positions = []
     for stream, fields in enumerate(saved):
-        num_yielded = num_rounds + 1 if stream < remainder else num_rounds
+        # Streams take turns. For example, of 10 sequences, stream 1 of 4 has yielded 1, 5 and 9.
+        num_yielded = len(range(stream, num_sequences, len(saved)))
         *document_fields, offset = fields
         positions.append(StreamPosition(num_yielded, DocumentPosition(*document_fields), offset))
     return positions

@@ -149,6 +149,23 @@ class Tokenizer(ABC):
     def token_bytes(self, token: int) -> bytes:
         """Return the UTF-8 bytes that a token id represents, or the name of a special token."""
 
+    def _hash_bpe(
+        self, pattern: str, ranks: Mapping[bytes, int], special: Mapping[str, int]
+    ) -> str:
+        """Return the fingerprint of a byte-level BPE tokenizer that merges tokens like tiktoken.
+
+        Args:
+            pattern: Regular expression that splits texts.
+            ranks: Merge rank of each ordinary token, keyed by the bytes of the token.
+            special: Id of each special token, keyed by name.
+        """
+        digest = hashlib.sha256()
+        header = json.dumps([pattern, sorted(special.items()), self.bos_id, self.eos_id])
+        digest.update(header.encode())
+        for token, rank in sorted(ranks.items()):
+            digest.update(b"%d %d " % (rank, len(token)) + token)
+        return f"ids:{digest.hexdigest()}"
+
 
 class TiktokenTokenizer(Tokenizer):
     """A tokenizer in the tiktoken format, which Llama 3 uses for its `tokenizer.model`.
@@ -192,7 +209,7 @@ class TiktokenTokenizer(Tokenizer):
     @cached_property
     def fingerprints(self) -> tuple[str, ...]:
         """Hashes that identify this tokenizer in checkpoints and shards, the current one first."""
-        current = _hash_bpe(LLAMA3_PATTERN, self.ranks, self._special, self.bos_id, self.eos_id)
+        current = self._hash_bpe(LLAMA3_PATTERN, self.ranks, self._special)
         of_file = _sha256(b"tiktoken llama3 " + LLAMA3_PATTERN.encode() + self._raw)
         return current, of_file
 
@@ -319,7 +336,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 ranks[token_bytes] = rank
         except (KeyError, TypeError, IndexError):  # a converted file has all of these parts
             return None
-        return _hash_bpe(pattern, ranks, special, self.bos_id, self.eos_id)
+        return self._hash_bpe(pattern, ranks, special)
 
     @contextmanager
     def _convert_errors(self, action: str, remedy: str = "") -> Iterator[None]:
@@ -434,30 +451,6 @@ def _divide(text: str) -> Iterator[str]:
         yield text[start:cut]
         start = cut
     yield text[start:]
-
-
-def _hash_bpe(
-    pattern: str,
-    ranks: Mapping[bytes, int],
-    special: Mapping[str, int],
-    bos_id: int | None,
-    eos_id: int,
-) -> str:
-    """Return the fingerprint of a byte-level BPE tokenizer that merges tokens like tiktoken.
-
-    Args:
-        pattern: Regular expression that splits texts.
-        ranks: Merge rank of each ordinary token, keyed by the bytes of the token.
-        special: Id of each special token, keyed by name.
-        bos_id: Id that begins each document, or None.
-        eos_id: Id that ends each document.
-    """
-    digest = hashlib.sha256()
-    header = json.dumps([pattern, sorted(special.items()), bos_id, eos_id])
-    digest.update(header.encode())
-    for token, rank in sorted(ranks.items()):
-        digest.update(b"%d %d " % (rank, len(token)) + token)
-    return f"ids:{digest.hexdigest()}"
 
 
 def _sha256(content: bytes) -> str:

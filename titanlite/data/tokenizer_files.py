@@ -22,19 +22,21 @@ import numpy as np
 from titanlite.config.errors import UserError
 from titanlite.config.files import find_write_problem, make_folder, write_output
 from titanlite.config.schema import Dataset, JobConfig
-from titanlite.data import tokenizer as formats
 from titanlite.data.documents import source_specs
-from titanlite.data.mixture import check_weights, find_weights
+from titanlite.data.mixture import find_weights
 from titanlite.data.shuffle import permuted
 from titanlite.data.sources.base import RandomAccess, Source, TokenSource
 from titanlite.data.sources.files import open_source
-from titanlite.data.sources.records import BadRecord, Prepared
+from titanlite.data.sources.records import CONVERSION_REMEDY, BadRecord, Prepared
 from titanlite.data.tokenizer import (
+    CONFIG,
+    LLAMA3_PATTERN,
     HuggingFaceTokenizer,
     TiktokenTokenizer,
     Tokenizer,
     byte_level_symbols,
     llama3_special_tokens,
+    read_config,
 )
 
 _SAMPLE_DOCUMENTS = 256
@@ -92,7 +94,6 @@ def train_tokenizer(
     if problem := find_write_problem(out.absolute()):
         raise UserError(f"cannot create {out}: {problem}")
 
-    check_weights(dataset)
     without_stages = dataset.model_copy(update={"stages": ()})
     weights = find_weights(without_stages, step=0)
     skip_bad = dataset.on_bad_record == "skip"
@@ -154,7 +155,7 @@ def _read_texts(source: Source, max_bytes: int, skip_bad: bool) -> Iterator[str]
             raise not_text
         if isinstance(record, BadRecord):
             if not skip_bad:
-                raise record
+                raise BadRecord(f"{record}. {CONVERSION_REMEDY}")
             continue
         num_bytes += len(record.encode())
         yield record
@@ -200,7 +201,7 @@ def _create_pre_tokenizer() -> Any:
     """Create a pre-tokenizer that splits texts by the Llama 3 pattern and maps bytes to symbols."""
     from tokenizers import Regex, pre_tokenizers
 
-    split = pre_tokenizers.Split(Regex(formats.LLAMA3_PATTERN), behavior="isolated")
+    split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([split, to_bytes])
 
@@ -276,13 +277,13 @@ def write_tokenizer(tokenizer: Tokenizer, out: Path, max_seq_len: int) -> dict[s
         convert_tiktoken(tokenizer).save(str(out / "tokenizer.json"), pretty=False)
     else:
         shutil.copyfile(path, out / "tokenizer.json")
-        config = formats.read_config(path)  # can have more settings, such as a chat template
+        config = read_config(path)  # can have more settings, such as a chat template
     if not config:
         config = _create_config(tokenizer, ids, max_seq_len)
 
     # Text that looks like a special token is encoded as ordinary text, as in training.
     config["split_special_tokens"] = True
-    (out / formats.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     return ids
 
 

@@ -27,7 +27,7 @@ from titanlite.data.batch import (
 from titanlite.data.documents import DocumentTokenizer, log_skipped_records
 from titanlite.data.packing import PackedSequence
 from titanlite.data.sources.base import Source
-from titanlite.data.sources.records import BadRecord, Prepared
+from titanlite.data.sources.records import CONVERSION_REMEDY, BadRecord, Prepared
 from titanlite.data.stream import OutOfData, PackedDataset, SequenceReader
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
@@ -190,8 +190,8 @@ class TextWindows:
             for text in source:
                 assert not isinstance(text, Prepared)
                 if isinstance(text, BadRecord):
-                    problem = str(text).replace("(text_column)", "(--text-column)")
-                    raise BadRecord(problem.replace("Set text_column", "Set --text-column"))
+                    problem = str(text).replace("Set text_column", "Set --text-column")
+                    raise BadRecord(f"{problem}. {CONVERSION_REMEDY}")
                 yield from self._windows_of(text)
 
     def _windows_of(self, text: str) -> Iterator[Window]:
@@ -231,6 +231,7 @@ def window_batches(
         windows in `windows`. All ranks get the same number of microbatches with the same shapes.
     """
     batch_size = run.global_microbatch_size
+    local_batch_size = run.job.training.local_batch_size
     indexed_windows = enumerate(windows)  # pairs of index and window
     while chunk := list(islice(indexed_windows, SORTED_BATCHES * batch_size)):
         # Sort the windows of several microbatches by length, the longest first.
@@ -239,29 +240,12 @@ def window_batches(
         indices = []
         for start in range(0, len(chunk), batch_size):
             global_batch = chunk[start : start + batch_size]
-            microbatch, local_indices = _make_local_batch(global_batch, run, data_rank, device)
-            microbatches.append(microbatch)
-            indices.append(local_indices)
+            # All ranks pad their windows to the length of the longest one, which comes first.
+            _, longest = global_batch[0]
+            num_inputs = len(longest.tokens) - 1  # the last token is only a label
+            length = padded_length(run, num_inputs)
+            local_batch = global_batch[data_rank :: run.degrees.data]  # ranks take turns
+            local_windows = [window for _, window in local_batch]
+            microbatches.append(padded_microbatch(local_windows, local_batch_size, length, device))
+            indices.append([index for index, _ in local_batch])
         yield microbatches, indices
-
-
-def _make_local_batch(
-    global_batch: list[tuple[int, Window]], run: Run, data_rank: int, device: torch.device
-) -> tuple[Microbatch, list[int]]:
-    """Return this rank's microbatch of a global batch of windows, and the indices of its windows.
-
-    All ranks pad their windows to the length of the longest window in the global batch.
-
-    Args:
-        global_batch: Windows with their indices, the longest window first.
-        run: Run that sets the local batch size and the number of ranks.
-        data_rank: Index of this data-parallel rank.
-        device: Device of the microbatch.
-    """
-    _, longest = global_batch[0]
-    num_inputs = len(longest.tokens) - 1  # the last token is only a label
-    length = padded_length(run, num_inputs)
-    local_batch = global_batch[data_rank :: run.degrees.data]  # ranks take turns
-    windows = [window for _, window in local_batch]
-    microbatch = padded_microbatch(windows, run.job.training.local_batch_size, length, device)
-    return microbatch, [index for index, _ in local_batch]

@@ -246,6 +246,22 @@ class Source(ABC):
         for file in self.files:
             file.check()
 
+    def hash_samples(self) -> str:
+        """Compute a fingerprint of the files without reading them completely.
+
+        Hash the name of the text column, and for each file its name, its size, and its first and
+        last 64 KiB.
+        """
+        digest = xxhash.xxh3_128()
+        for file in self.files:
+            with file.open() as stream:
+                size = stream.seek(0, os.SEEK_END)
+                digest.update(f"{file.path.name} {size}\0".encode())
+                for start in (0, max(0, size - _SAMPLE_BYTES)):
+                    stream.seek(start)
+                    digest.update(stream.read(_SAMPLE_BYTES))
+        return add_column(digest.hexdigest(), self.column)
+
     @abstractmethod
     def documents(self, start: int = 0) -> Iterator[Record]:
         """Yield the documents in the order of the files, from index `start` on."""
@@ -385,7 +401,7 @@ class DocumentIndex(Generic[T]):
 
     def __init__(self, files: Sequence[T], ends: Sequence[np.ndarray]) -> None:
         self._files = files
-        self._ends = ends
+        self.ends = ends
         # Index of the first document of each file, then the number of documents.
         self._first_documents = list(accumulate(map(len, ends), initial=0))
         self.num_documents = self._first_documents[-1]
@@ -393,27 +409,10 @@ class DocumentIndex(Generic[T]):
     def locate(self, index: int) -> tuple[T, int, int]:
         """Return the file that contains document `index`, and the document's start and end."""
         file = bisect_right(self._first_documents, index) - 1
-        ends = self._ends[file]
+        ends = self.ends[file]
         index_in_file = index - self._first_documents[file]
         start = int(ends[index_in_file - 1]) if index_in_file else 0
         return self._files[file], start, int(ends[index_in_file])
-
-
-def hash_samples(files: list[File], column: str) -> str:
-    """Compute a fingerprint of files without reading them completely.
-
-    Hash the name of the text column, and for each file its name, its size, and its first and last
-    64 KiB.
-    """
-    digest = xxhash.xxh3_128()
-    for file in files:
-        with file.open() as stream:
-            size = stream.seek(0, os.SEEK_END)
-            digest.update(f"{file.path.name} {size}\0".encode())
-            for start in (0, max(0, size - _SAMPLE_BYTES)):
-                stream.seek(start)
-                digest.update(stream.read(_SAMPLE_BYTES))
-    return add_column(digest.hexdigest(), column)
 
 
 def add_column(fingerprint: str, column: str) -> str:

@@ -11,10 +11,7 @@ import logging
 import math
 import os
 import re
-import shlex
-import sys
 import sysconfig
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,7 +21,6 @@ import xxhash
 
 from titanlite.config import storage
 from titanlite.config.errors import UserError, one_line
-from titanlite.config.mistakes import format_value
 from titanlite.config.registry import SOURCES
 from titanlite.config.schema import DataSource, JobConfig, TextSource
 from titanlite.data.hub import SOURCE_OF_SUFFIX, propose_download
@@ -35,14 +31,12 @@ from titanlite.data.sources.base import (
     Sequential,
     Source,
     add_column,
-    hash_samples,
 )
 from titanlite.data.sources.records import (
     MAX_LINE_BYTES,
     BadRecord,
     Record,
     check_column,
-    explain_encoding,
     extract_text,
     parse_record,
     read_lines,
@@ -66,12 +60,7 @@ _SAMPLE_DOCUMENTS = 64
 _SAMPLE_FILES = 16  # number of files that are inspected for markup
 _HEAD_BYTES = 4096
 _BATCH_ROWS = 256
-_MARKUP_WARNINGS = {
-    "JSON": 'contains JSON records, and source "text" trains on their braces and keys. '
-    'Set source = "jsonl".',
-    "HTML": 'contains HTML, and source "text" trains on its tags. Extract the text first.',
-    "table": 'is a table, and source "text" trains on its separators and all columns.',
-}
+_MARKUP = re.compile(rb'\s*(\{\s*"[^"\n]*"\s*:|<(!doctype html|html|\?xml)\b)', re.IGNORECASE)
 _STDLIB = Path(sysconfig.get_paths()["stdlib"])
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -97,7 +86,7 @@ class FileSpans(RandomAccess):
         self._is_json = spec.source == "jsonl"
         max_bytes = _MAX_TEXT_BYTES if spec.source == "text" else _MAX_FILE_BYTES
         digest = xxhash.xxh3_128()
-        self._ends: list[np.ndarray] = []  # end offsets of the documents of each file
+        ends_by_file: list[np.ndarray] = []  # end offsets of the documents of each file
 
         for file in self.files:
             name = file.path.name
@@ -109,9 +98,9 @@ class FileSpans(RandomAccess):
                     ends = _find_line_ends(stream, digest)
                 else:
                     ends = _find_text_ends(stream, digest, max_bytes)
-                self._ends.append(np.fromiter(ends, dtype=np.int64))
+                ends_by_file.append(np.fromiter(ends, dtype=np.int64))
 
-        self._index = DocumentIndex(self.files, self._ends)
+        self._index = DocumentIndex(self.files, ends_by_file)
         self.num_documents = self._index.num_documents
         self.num_units = self.num_documents
         self.fingerprint = digest.hexdigest()
@@ -120,7 +109,7 @@ class FileSpans(RandomAccess):
 
     def sizes(self) -> np.ndarray:
         """Return the size of each document in bytes."""
-        return np.concatenate([np.diff(ends, prepend=0) for ends in self._ends])
+        return np.concatenate([np.diff(ends, prepend=0) for ends in self._index.ends])
 
     def where(self, part: int, number: int) -> str:
         """Return the file and the byte range of document `number`, for messages."""
@@ -139,7 +128,7 @@ class FileSpans(RandomAccess):
                 return raw.decode().removeprefix("\ufeff")  # the byte order mark
             except UnicodeDecodeError as error:
                 line = _count_lines(stream, start + error.start)
-                return BadRecord(f"{file.path}, line {line}: {explain_encoding(error)}")
+                return BadRecord(f"{file.path}, line {line}: {error}")
             except (ValueError, RecursionError) as error:
                 # Blank lines can precede the record, so report the last line of the range.
                 line = _count_lines(stream, end - 1)
@@ -228,7 +217,7 @@ class CompressedLines(Sequential):
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
         super().__init__(spec, files)
         self.parts = [(file, 0) for file in self.files]
-        self.fingerprint = hash_samples(self.files, self.column)
+        self.fingerprint = self.hash_samples()
 
     def raw(self, file: File, number: int) -> Iterator[tuple[str, bytes]]:
         """Yield the location and the content of each line that is not blank."""
@@ -277,7 +266,7 @@ class Parquet(Sequential):
                 self.num_documents += num_rows
                 if num_rows:
                     self.parts.append((file, group))
-        self.fingerprint = hash_samples(self.files, self.column)
+        self.fingerprint = self.hash_samples()
 
     def _open(self, file: File) -> Any:
         """Open a file as a `pyarrow.parquet.ParquetFile`."""
@@ -487,23 +476,14 @@ def find_files(spec: TextSource) -> list[Path]:
     if spec.source in _HUB_SOURCES:
         return []
 
-    pattern = _choose_pattern(spec.path, spec.source)
+    pattern = spec.path
+    if spec.source in _FILE_IN_FOLDER:  # the path is a folder
+        folder = pattern if storage.as_url(pattern) else glob.escape(pattern)
+        pattern = os.path.join(folder, _FILE_IN_FOLDER[spec.source])
     files = _find_matching_files(pattern)
     if spec.source in BUILTIN_SOURCES:  # a plugin may accept any files
         _check_files(files, pattern, spec.source)
     return files
-
-
-def _choose_pattern(path: str, source: str) -> str:
-    """Return the path or glob pattern of the files that a source reads.
-
-    This is usually `path`. For sources whose path is a folder, it is a file in this folder, such as
-    "FOLDER/manifest.json" for "shards".
-    """
-    if source not in _FILE_IN_FOLDER:
-        return path
-    folder = path if storage.as_url(path) else glob.escape(path)
-    return os.path.join(folder, _FILE_IN_FOLDER[source])
 
 
 def _find_matching_files(pattern: str) -> list[Any]:
@@ -540,9 +520,9 @@ def _check_files(files: list[Path], pattern: str, source: str) -> None:
     """
     if not files:
         raise UserError(_explain_no_match(pattern, source))
-    tables = [file for file in files if file.suffix.lower() in _TABLES]
-    if tables and source in ("jsonl", "parquet"):
-        raise UserError(f"names a table of text. {_propose_parquet(tables[0])}")
+    has_tables = any(file.suffix.lower() in _TABLES for file in files)
+    if has_tables and source in ("jsonl", "parquet"):
+        raise UserError("names a table of text. See docs/guides/convert_data.md to convert it")
     if source == "text" and has_compressed(files):
         raise UserError(
             'names a compressed file, but source "text" reads plain files only; decompress it'
@@ -552,21 +532,6 @@ def _check_files(files: list[Path], pattern: str, source: str) -> None:
 def has_compressed(files: list[Path]) -> bool:
     """Return whether any of the files ends with .gz or .zst."""
     return any(file.suffix in COMPRESSIONS for file in files)
-
-
-def _propose_parquet(file: Path) -> str:
-    """Return a sentence for an error message, with a command that converts a table to Parquet.
-
-    Args:
-        file: A .csv or .tsv file.
-    """
-    separator = r', delimiter="\t"' if file.suffix.lower() == ".tsv" else ""
-    options = f"csv.ParseOptions(newlines_in_values=True{separator})"
-    read = f"csv.read_csv({format_value(str(file))}, parse_options={options})"
-    write = f"parquet.write_table({read}, {format_value(str(file.with_suffix('.parquet')))})"
-    program = f"from pyarrow import csv, parquet; {write}"
-    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)}"
-    return f'To convert it, run `{command}`, then set source = "parquet"'
 
 
 def _find_stdlib_files() -> list[Path]:
@@ -584,35 +549,23 @@ def _find_stdlib_files() -> list[Path]:
 def find_markup(files: Sequence[Path]) -> str:
     """Return a warning if most of the text files contain JSON, HTML or tables, otherwise "".
 
-    Inspect a sample of the local files. The warning starts with a verb, such as "contains", so that
-    the caller can put the name of the source before it.
+    Inspect a sample of the local files. The warning starts with a verb, so that the caller can put
+    the name of the source before it.
     """
     step = max(1, len(files) // _SAMPLE_FILES)
     local_files = [file for file in files[::step] if isinstance(file, Path)]
-    if not local_files:
+    num_marked = sum(_has_markup(file) for file in local_files)
+    if num_marked <= len(local_files) / 2:
         return ""
-
-    # Find the most common markup, which can be "" for plain text.
-    counts = Counter(_detect_markup(file) for file in local_files)
-    markup, count = counts.most_common(1)[0]
-    if not markup or count <= len(local_files) / 2:
-        return ""
-    if markup == "table":
-        table = next(file for file in local_files if file.suffix.lower() in _TABLES)
-        return f"{_MARKUP_WARNINGS[markup]} {_propose_parquet(table)}."
-    return _MARKUP_WARNINGS[markup]
+    return (
+        'contains JSON, HTML or tables, and source "text" trains on their markup. '
+        'Set source = "jsonl" for JSON Lines, or see docs/guides/convert_data.md to convert it.'
+    )
 
 
-def _detect_markup(file: Path) -> str:
-    """Guess the markup of a file from its suffix and its first bytes.
-
-    Return "table", "JSON", "HTML", or "" for plain text.
-    """
+def _has_markup(file: Path) -> bool:
+    """Guess from the suffix and the first bytes of a file whether it is JSON, HTML or a table."""
     if file.suffix.lower() in _TABLES:
-        return "table"
+        return True
     with File(file).open() as stream:
-        head = stream.read(_HEAD_BYTES)
-    if re.match(rb'\s*\{\s*"[^"\n]*"\s*:', head):
-        return "JSON"
-    is_html = re.match(rb"\s*<(!doctype html|html|\?xml)\b", head, re.IGNORECASE)
-    return "HTML" if is_html else ""
+        return _MARKUP.match(stream.read(_HEAD_BYTES)) is not None

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-import shlex
-from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO, NamedTuple, TypeGuard
+from collections.abc import Iterable, Iterator, Sequence
+from typing import BinaryIO, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -16,10 +14,7 @@ from titanlite.config.mistakes import shorten
 
 MAX_LINE_BYTES = 1 << 28  # a small compressed file can contain a JSON line of any length
 _SKIP_BYTES = 1 << 20  # the rest of a longer line is skipped in pieces of this size
-_MAX_FIELDS = 8  # maximum number of fields that an error message lists
-_ROLE_FIELDS = ("role", "from")  # fields of chat messages
-_CONTENT_FIELDS = ("content", "value")
-_SPLIT_ARRAY = ". `jq -c '.[]' FILE > NEW.jsonl` writes each item of an array to its own line"
+CONVERSION_REMEDY = "For files in other formats, see docs/guides/convert_data.md."
 
 
 class BadRecord(UserError):
@@ -135,19 +130,21 @@ def extract_text(raw: object, column: str, mask_column: str | None) -> str | Mas
         The text. With `mask_column`, it is a `MaskedText`.
 
     Raises:
-        ValueError: If the text or the loss mask is missing or invalid. The message proposes a
-            remedy if one is known.
+        ValueError: If the text or the loss mask is missing or invalid.
         RecursionError: If the JSON is nested too deeply.
     """
     record = _parse_line(raw) if isinstance(raw, bytes) else raw
     if not isinstance(record, dict):
         kind = type(record).__name__
-        remedy = _SPLIT_ARRAY if isinstance(record, list) else ""
-        raise ValueError(f"each line must be a JSON object, this one is a {kind}{remedy}")
+        raise ValueError(f"each line must be a JSON object, this one is a {kind}")
+    if column not in record:
+        text_fields = [name for name, value in record.items() if isinstance(value, str)]
+        raise ValueError(_explain_missing_field(column, text_fields))
 
-    text = record.get(column)
+    text = record[column]
     if not isinstance(text, str):
-        raise ValueError(_explain_missing_text(record, column))
+        json_type = type(text).__name__.replace("NoneType", "null")
+        raise ValueError(f"field {column!r} must be a string, it is {json_type}")
     text.encode()  # raises for half of a surrogate pair, which a JSON escape can contain
     if mask_column is None:
         return text
@@ -199,8 +196,7 @@ def _parse_line(line: bytes) -> object:
     """Parse a line of JSON.
 
     Raises:
-        ValueError: If the line is too long or is not valid JSON in UTF-8. The message explains how
-            to convert the file.
+        ValueError: If the line is too long or is not valid JSON in UTF-8.
     """
     if len(line) > MAX_LINE_BYTES:
         limit = f"{MAX_LINE_BYTES >> 20} MiB"
@@ -210,46 +206,15 @@ def _parse_line(line: bytes) -> object:
     line = line.rstrip()
     try:
         return json.loads(line)
-    except UnicodeDecodeError as error:
-        raise ValueError(explain_encoding(error)) from None
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"not valid JSON in column {error.colno}: {error.msg}{_propose_remedy(line, error)}"
-        ) from None
-
-
-def _propose_remedy(line: bytes, error: json.JSONDecodeError) -> str:
-    """Propose how to read a file with a line that is not JSON, as the end of an error message.
-
-    For example, propose source = "text" for plain text. Return "" if no remedy is known.
-
-    Args:
-        line: The line, without its line end.
-        error: The error from parsing it.
-    """
-    if line.startswith(b"["):
-        return _SPLIT_ARRAY
-    if not line.startswith(b"{"):
-        return '. To read plain text, set source = "text"'
-    is_incomplete = error.pos >= len(error.doc)
-    if is_incomplete:
-        return ". If objects span lines, `jq -c . FILE > NEW.jsonl` writes one per line"
-    return ""
-
-
-def explain_encoding(error: UnicodeDecodeError) -> str:
-    """Return an error message for a file that is not UTF-8, with a command that converts it.
-
-    The command assumes UTF-16 if the first 64 bytes contain a zero byte, and otherwise Latin-1.
-    """
-    encoding = "UTF-16" if b"\0" in error.object[:64] else "LATIN1"  # as iconv calls it
-    name = "Latin-1" if encoding == "LATIN1" else encoding
-    convert = f"If it is {name}, `iconv -f {encoding} -t UTF-8 FILE > NEW` converts it"
-    return f"byte 0x{error.object[error.start]:02x} is not UTF-8. {convert}"
+        problem = f"not valid JSON in column {error.colno}: {error.msg}"
+        if not line.startswith((b"{", b"[")):
+            problem += '. To read plain text, set source = "text"'
+        raise ValueError(problem) from None
 
 
 def check_column(
-    column: str, columns: Iterable[str], name: object, key: str = "text_column"
+    column: str, columns: Sequence[str], name: object, key: str = "text_column"
 ) -> None:
     """Check that a table, such as a Parquet file, has the column that a job selects.
 
@@ -262,89 +227,19 @@ def check_column(
     Raises:
         UserError: If the table has no such column.
     """
-    columns = list(columns)
     if column not in columns:
-        raise UserError(
-            f"{name}: {_explain_missing_field(column, columns, key)}. Set {key} to one of them."
-        )
+        raise UserError(f"{name}: {_explain_missing_field(column, columns, key)}.")
 
 
 def _explain_missing_field(column: str, fields: Iterable[str], key: str = "text_column") -> str:
-    """Return an error message: option `key` selects a `column` that is not among `fields`."""
-    return f"no field {column!r} ({key}); there are: {', '.join(map(repr, fields))}"
-
-
-def _explain_missing_text(record: dict[str, Any], column: str) -> str:
-    """Return an error message for a record without text in the field `column`, with a remedy."""
-    problem = _explain_missing_field(column, record)
-    if column in record:
-        json_type = type(record[column]).__name__.replace("NoneType", "null")
-        problem = f"field {column!r} must be a string, it is {json_type}"
-
-    for name, value in record.items():
-        if _is_conversation(value):
-            command = _convert_conversation(name, value[0])
-            return f"{problem}. To convert conversations to text: {command}"
-
-    if column in record:  # the name is right, and only the value is wrong
-        return problem
-    return problem + _propose_text_column(record)
-
-
-def _propose_text_column(record: dict[str, Any]) -> str:
-    """Propose values of text_column for a record, as the end of an error message.
-
-    If there are several text fields, also propose a jq command that joins them. Return "" if no
-    field contains text.
-    """
-    text_fields = [name for name, value in record.items() if isinstance(value, str)]
-    filled_fields = [name for name in text_fields if record[name].strip()]
-    if not filled_fields:
-        return ""
-
-    # Propose at most `_MAX_FIELDS` fields, so that the message stays short.
-    columns = " or ".join(map(repr, filled_fields[:_MAX_FIELDS]))
-    proposal = f". Set text_column to {columns}"
-    if len(text_fields) > 1:
-        parts = ", ".join(f".{_quote_for_jq(name)}" for name in text_fields[:_MAX_FIELDS])
-        proposal += f", or join fields: {_join_with_jq(parts)}"
-    return proposal
-
-
-def _convert_conversation(name: str, message: dict[str, Any]) -> str:
-    """Return a jq command that converts chat messages to text.
+    """Return an error message for a missing field.
 
     Args:
-        name: Name of the field that contains the list of messages.
-        message: The first message, such as {"role": "user", "content": "Hi"}.
+        column: Name of the field, which is the value of `key`.
+        fields: Names of the fields that can be selected instead.
+        key: Option that selects the field.
     """
-    role = next(field for field in _ROLE_FIELDS if field in message)
-    content = next(field for field in _CONTENT_FIELDS if field in message)
-    return _join_with_jq(f'.{_quote_for_jq(name)}[] | .{role} + ": " + .{content}')
-
-
-def _join_with_jq(parts: str) -> str:
-    """Return a jq command that joins several values of each record into a field "text".
-
-    Args:
-        parts: jq expression that yields the values, such as ".title, .body".
-    """
-    program = f'{{text: [{parts}] | join("\\n")}}'
-    return f"`jq -c {shlex.quote(program)} FILE > NEW.jsonl`"
-
-
-def _quote_for_jq(name: str) -> str:
-    """Return a field name as jq syntax, quoted unless it is an identifier."""
-    return name if re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) else json.dumps(name)
-
-
-def _is_conversation(value: object) -> bool:
-    """Return whether the value of a field looks like a list of chat messages.
-
-    The first item must have a role ("role" or "from") and a content ("content" or "value").
-    """
-    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
-        return False
-    first = value[0]
-    has_content = any(isinstance(first.get(name), str) for name in _CONTENT_FIELDS)
-    return has_content and any(name in first for name in _ROLE_FIELDS)
+    names = ", ".join(map(repr, fields))
+    if not names:
+        return f"no field {column!r}, and no other field contains text"
+    return f"no field {column!r}. Set {key} to one of {names}"

@@ -155,11 +155,10 @@ class Shards(TokenSource):
         self.num_tokens = sum(entry.tokens for entry in manifest.shards)
         self.fingerprint = xxhash.xxh3_128_hexdigest(raw)
 
-        self._tokens = [make_file(self._path(entry, "bin"), _REMEDY) for entry in manifest.shards]
         checksums = [entry.index_checksum for entry in manifest.shards]
         # Remote storage takes a tenth of a second per request, so check all shards in parallel.
         with ThreadPoolExecutor() as pool:
-            list(pool.map(self._check_size, manifest.shards, self._tokens))
+            self._tokens = list(pool.map(self._open_tokens, manifest.shards))
         self._indexes = self._open_indexes("idx", checksums)
         self._hashes: list[_IndexFile] = []  # opened only for a holdout
 
@@ -250,16 +249,18 @@ class Shards(TokenSource):
         """Return the path of a shard's file with the suffix "bin", "idx" or "hash"."""
         return self._folder / f"{entry.name}.{suffix}"
 
-    def _check_size(self, entry: ShardEntry, file: File) -> None:
-        """Check that a .bin file has the size that the manifest states.
+    def _open_tokens(self, entry: ShardEntry) -> File:
+        """Open the .bin file of a shard, and check that it has the size that the manifest states.
 
         Raises:
             UserError: If the size differs.
         """
+        file = make_file(self._path(entry, "bin"), _REMEDY)
         size = file.check()[0]
         expected = entry.tokens * self._dtype.itemsize
         if size != expected:
             raise _damaged(file, f"is truncated or altered: it has {size:,} of {expected:,} bytes")
+        return file
 
     def _open_indexes(self, suffix: str, checksums: Sequence[str | None]) -> list[_IndexFile]:
         """Open the .idx or .hash files of all shards in parallel, and verify their checksums."""
