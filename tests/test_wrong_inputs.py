@@ -308,7 +308,7 @@ check --training.steps.sede 3 => training.steps is not a table
 check --1 x => --1
 check --training.local_batch_size 1000000000 => training.local_batch_size
 check --world-sise 4 => --world-size
-check --world-size many => --world-size many
+check --world-size many => parsing --world-size
 check --tokenizer.path nofile.json => read nofile.json
 check --tokenizer.path me/mine => titanlite get tokenizer me/mine
 check --tokenizer.path nofile.model --model.flavor 8b => titanlite get tokenizer llama3
@@ -405,7 +405,7 @@ report => titanlite report DIR
 plan --gpu A100-80 => --gpu A100-80: unknown. Use one of
 plan --gpu none.toml => none.toml
 plan --memory 1e300 => memory
-plan --memory 80GB => --memory 80GB
+plan --memory 80GB => parsing --memory
 plan --tokens 10X => --tokens 10X
 plan --tokens 0 => --tokens 0
 plan --tokens nan => --tokens nan
@@ -459,7 +459,7 @@ NNODES=2:1 launch => NNODES=2:1
 {MASTER} NODE_RANK=0 MASTER_PORT=http launch => MASTER_PORT
 MAX_RESTARTS=often launch => MAX_RESTARTS
 NGPU=2 NNODES=1:3 MASTER_ADDR=here launch --training.global_batch_size 8 => data-parallel degree = 6
-profile --steps 1e9 => --steps 1e9
+profile --steps 1e9 => parsing --steps
 profile --out /proc/none => /proc/none
 launch --nproc_per_node 2 => NGPU=N
 """
