@@ -492,21 +492,13 @@ FILES: dict[str, str | bytes] = {
     "pipes/x": "",
 }
 
-# Lines that are invalid TOML -> text in the suggested fix
+# Lines that are invalid TOML -> text in the error
 NO_TOML = {
-    "[model]\nflavor = 8b": 'flavor = "8b"',
-    "[model]\nflavor = \u2018llama\u2019": 'flavor = "llama"',
-    "[model]\nn_layers = 10k": "digits",
-    "enable = True": "enable = true",
-    "source = jsonl # lines": 'source = "jsonl"',
-    "path = ~/data": 'path = "~/data"',
-    "path = C:\\data": "path = 'C:\\data'",
-    'path = "C:\\data"': "path = 'C:\\data'",
-    "steps: 5": "steps = 5",
-    "source: jsonl": 'source = "jsonl"',
-    "training:": "[training]",
-    "path = None": "Leave path out",
-    "steps = 08": "column",
+    "[model]\nflavor = 8b": "line 3: flavor = 8b is not valid TOML",
+    "enable = True": "true and false in lower case",
+    "steps: 5": "key = value",
+    "training:": "[section]",
+    'path = "C:\\data"': "Unescaped",
     "a = 1\na = 2": "overwrite",
 }
 

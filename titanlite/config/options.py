@@ -216,7 +216,8 @@ def _check_repeated_or_dropped(options: type[Options], argv: Sequence[str]) -> N
         UserError: If the command line contains such an option.
     """
     known_flags = _list_flags(options)
-    flags = [_normalize_flag(word) for word in argv if word.startswith("--")]
+    words = [word.partition("=")[0] for word in argv if word.startswith("--")]
+    flags = [word.replace("_", "-") for word in words]
     for flag in flags:
         name = flag.removeprefix("--").replace("-", "_")
         if name in options.dropped:
@@ -246,11 +247,6 @@ def _check_misspelled(options: type[Options], words: Sequence[str], prog: str) -
         similar = difflib.get_close_matches(flag, flags, n=1, cutoff=_MIN_SIMILARITY)
         if similar:
             raise UserError(f"{word}: unknown option of `{prog}`. Did you mean {similar[0]}?")
-
-
-def _normalize_flag(word: str) -> str:
-    """Return the flag in a word such as "--batch_size=8", with dashes: "--batch-size"."""
-    return word.partition("=")[0].replace("_", "-")
 
 
 class Generation(Options):
