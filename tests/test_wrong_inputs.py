@@ -265,7 +265,7 @@ check --from a --from b => takes one folder
 check --from= => takes one folder
 check --from '--job.description=a b' => takes one folder
 check --config job.toml => Did you mean job.config_file?
-check --data.config en => Did you mean dataset?
+check --data.config en => Did you mean dataset.config
 llama_8b.toml => titanlite llama_8b.toml
 --training.steps 5 => `titanlite train ...`
 help nothing_at_all => nothing_at_all
@@ -298,13 +298,13 @@ average run/checkpoint/step-00000010 run --out x --weights 1e308 1e308 => --weig
 check --profiling.profiler_ranks 0,1 => 0 1 on the command line
 check --training.steps 4 --lr_scheduler.warmup_steps 10 => lr_scheduler.warmup_steps
 check --training.steps 40 --lr_scheduler.decay_steps 50 => lr_scheduler.decay_steps
-check --optimizer.name AdamWW => mean AdamW?
-check --training.loss referenc => mean reference?
+check --optimizer.name AdamWW => one of AdamW,
+check --training.loss referenc => one of cross_entropy, reference
 check --dataset.sources x => [[dataset.sources]]
 check --dataset.sources.0.path x => [[dataset.sources]]
 check --training.steps.5 3 => --training.steps.5
 check --training.steps.seed 3 => mean training.seed
-check --training.steps.sede 3 => training.steps is not a table
+check --training.steps.sede 3 => Known names are job,
 check --1 x => --1
 check --training.local_batch_size 1000000000 => training.local_batch_size
 check --world-sise 4 => --world-size
