@@ -355,7 +355,7 @@ generate --checkpoint run --stop x => --stop
 eval --checkpoint run --data text.jsonl --data text.jsonl => --data
 import --hf run --flavor 8b --out x => --job.config_file
 import --torchtitan run --model.flavor qwen2.5-7b --out x => qkv_bias
-tokenizer train --data x --vocab-size 600 --out y => --dataset.path
+tokenizer train --data x --vocab-size 600 --out y => mean dataset.path?
 data show --step 999999999999 => training.steps
 check --training => --training.steps
 help --foo => --foo
@@ -637,10 +637,9 @@ def test_a_wrong_input_is_an_error_that_names_it(case, folder, monkeypatch, caps
     assert {path: path.read_bytes() for path in before if path.is_file()} == before
 
 
-@pytest.mark.parametrize("setting", ["topk", "stop"], ids=["unknown", "removed"])
-def test_a_setting_that_generate_does_not_have_is_named(setting):
-    with pytest.raises(UserError, match=setting):
-        Generation.model_validate({setting: 1})
+def test_a_setting_that_generate_does_not_have_is_named():
+    with pytest.raises(UserError, match="topk"):
+        Generation.model_validate({"topk": 1})
 
 
 @pytest.mark.parametrize(("value", "repeated"), [("x", "  "), ({3: {}}, "3 = 3")])

@@ -115,8 +115,8 @@ def parse_options_and_job(
 ) -> tuple[AnyOptions, list[str]]:
     """Parse the options of a command that also accepts the keys of a job as options.
 
-    tyro parses the options, and rejects invalid values. Repeated, removed and misspelled options
-    are rejected here. Plugins that the options name are loaded, because they can add keys to a job.
+    tyro parses the options, and rejects invalid values. Repeated and misspelled options are
+    rejected here. Plugins that the options name are loaded, because they can add keys to a job.
 
     Args:
         options: Class of the options.
@@ -138,7 +138,7 @@ def parse_options_and_job(
         description = f"{options.__doc__}\n\n{help_on_job}".strip()
         print(wrap_text(description), end="\n\n")
         options = _hide_empty_defaults(options)
-    _check_repeated_or_dropped(options, argv)
+    _check_repeated(options, argv)
 
     # Parse the options or, with --help, print them below the description and exit.
     stderr = io.StringIO()
@@ -209,21 +209,16 @@ def _list_flags(options: type[Options]) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in options.model_fields]
 
 
-def _check_repeated_or_dropped(options: type[Options], argv: Sequence[str]) -> None:
-    """Reject options that are repeated, or that were removed from titanlite.
+def _check_repeated(options: type[Options], argv: Sequence[str]) -> None:
+    """Reject options that are repeated.
 
     Raises:
         UserError: If the command line contains such an option.
     """
-    known_flags = _list_flags(options)
     words = [word.partition("=")[0] for word in argv if word.startswith("--")]
     flags = [word.replace("_", "-") for word in words]
-    for flag in flags:
-        name = flag.removeprefix("--").replace("-", "_")
-        if name in options.dropped:
-            _, problem = options.dropped[name]
-            raise UserError(f"{flag}: {problem}")
-        if flag in known_flags and flags.count(flag) > 1:
+    for flag in _list_flags(options):
+        if flags.count(flag) > 1:
             raise UserError(f"{flag} is repeated. Write it once, with all of its values.")
 
 
@@ -251,11 +246,6 @@ def _check_misspelled(options: type[Options], words: Sequence[str], prog: str) -
 
 class Generation(Options):
     """Options for sampling completions."""
-
-    dropped: ClassVar = {
-        "stop": (None, "was removed. Cut the completion yourself."),
-        "top_p": (None, "was removed. Use --top-k and --temperature."),
-    }
 
     max_new_tokens: PositiveInt = 100
     """Maximum number of tokens in a completion. It ends earlier at the end of the document, or at
