@@ -86,13 +86,6 @@ class ParsedJob(NamedTuple):
         return ConfigError(mistakes, self.source, origins)
 
 
-class _OptionError(ValueError):
-    """Raised if an option that sets a key of a job is invalid.
-
-    The message is the rest of a sentence that starts with the option, such as "is unknown."
-    """
-
-
 class Arguments(NamedTuple):
     """Parsed command line of a command that takes the keys of a job as options.
 
@@ -375,7 +368,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         try:
             annotation = _get_annotation(key, flag, keys)
             values[key] = _parse_option(key, is_negated, words, annotation)
-        except _OptionError as error:
+        except ValueError as error:
             mistakes.append(Mistake(key, flag, value="", problem=str(error)))
     return Arguments(values, help_topics, mistakes, renamed)
 
@@ -431,7 +424,7 @@ def _get_annotation(key: str, flag: str, keys: Mapping[str, FieldInfo]) -> Any:
         keys: Pydantic field of each key of a job, by its full name.
 
     Raises:
-        _OptionError: If there is no such key.
+        ValueError: If there is no such key.
     """
     if key in keys:
         return keys[key].annotation
@@ -439,13 +432,13 @@ def _get_annotation(key: str, flag: str, keys: Mapping[str, FieldInfo]) -> Any:
         raise _build_unknown_error("config_file")
     if key in SECTIONS:
         options = ", ".join(f"{flag}.{name}" for name in SECTIONS[key].model_fields)
-        raise _OptionError(f"is a section. Its keys are {options}.")
+        raise ValueError(f"is a section. Its keys are {options}.")
     raise _build_unknown_error(key)
 
 
-def _build_unknown_error(name: str) -> _OptionError:
+def _build_unknown_error(name: str) -> ValueError:
     """Create an error about the unknown key `name`. Its message suggests a similar key."""
-    return _OptionError(describe_unknown_name(JobConfig, name).problem)
+    return ValueError(describe_unknown_name(JobConfig, name).problem)
 
 
 def _parse_option(key: str, is_negated: bool, words: list[str], annotation: Any) -> Any:
@@ -460,19 +453,19 @@ def _parse_option(key: str, is_negated: bool, words: list[str], annotation: Any)
         annotation: Type annotation of the key.
 
     Raises:
-        _OptionError: If the option does not suit the type of the key, or has the wrong number of
+        ValueError: If the option does not suit the type of the key, or has the wrong number of
             values.
     """
     section, name = key.split(".")
     if bool in find_types(annotation):
         if words:
-            raise _OptionError(f"takes no value. Write --{key} or --{section}.no-{name}.")
+            raise ValueError(f"takes no value. Write --{key} or --{section}.no-{name}.")
         return not is_negated
 
     if is_negated:  # only a boolean key can be negated, so there is no such option
         raise _build_unknown_error(f"{section}.no_{name}")
     if find_table_model(annotation):
-        raise _OptionError(f"is a list of tables. Write [[{key}]] in a job file.")
+        raise ValueError(f"is a list of tables. Write [[{key}]] in a job file.")
     return _parse_words(words, annotation)
 
 
@@ -485,13 +478,13 @@ def _parse_words(words: list[str], annotation: Any) -> Any:
         annotation: Type annotation of the key.
 
     Raises:
-        _OptionError: If the key is not a list, and `words` does not contain exactly one word.
+        ValueError: If the key is not a list, and `words` does not contain exactly one word.
     """
     types = find_types(annotation)
     if typing.get_origin(annotation) is tuple:
         return [_parse_value(word, types) for word in words]
     if len(words) != 1:
-        raise _OptionError(f"must have one value, not {' '.join(words) or 'none'}.")
+        raise ValueError(f"must have one value, not {' '.join(words) or 'none'}.")
     return _parse_value(words[0], types)
 
 
