@@ -306,8 +306,7 @@ def _read_job_file(path: Path) -> tuple[Tables, dict[str, int]]:
         raise UserError(f"{path}: {error}") from None
 
 
-_TABLE = re.compile(r"\s*\[\s*([\w.-]+)\s*\]")  # [table]
-_LIST_TABLE = re.compile(r"\s*\[\[\s*([\w.-]+)\s*\]")  # [[table]]
+_HEADER = re.compile(r"\s*(\[\[?)\s*([\w.-]+)\s*\]")  # [table] or [[table]]
 _ASSIGNMENT = re.compile(r"\s*([\w.-]+)\s*=")  # key = value
 
 
@@ -321,20 +320,17 @@ def find_key_lines(text: str) -> dict[str, int]:
     list_lengths: Counter[str] = Counter()  # number of [[table]] headers so far, by name
     prefix = ""  # of all keys in the current table, such as "dataset.sources.0."
     for number, line in enumerate(text.splitlines(), start=1):
-        table = _TABLE.match(line)
-        list_table = _LIST_TABLE.match(line)
+        header = _HEADER.match(line)
         assignment = _ASSIGNMENT.match(line)
-        if table:
-            name = table[1]
+        if header:
+            brackets, name = header.groups()
             lines.setdefault(name, number)
+            if brackets == "[[":
+                index = list_lengths[name]
+                list_lengths[name] += 1
+                name = f"{name}.{index}"
+                lines[name] = number
             prefix = f"{name}."
-        elif list_table:
-            name = list_table[1]
-            numbered_name = f"{name}.{list_lengths[name]}"
-            list_lengths[name] += 1
-            lines.setdefault(name, number)
-            lines[numbered_name] = number
-            prefix = f"{numbered_name}."
         elif assignment:
             lines.setdefault(prefix + assignment[1], number)
     return lines
