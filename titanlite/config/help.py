@@ -17,6 +17,7 @@ from titanlite.config.mistakes import (
     format_value,
     wrap_text,
 )
+from titanlite.config.models import Section
 from titanlite.config.registry import Registry
 from titanlite.config.schema import SECTIONS, JobConfig, list_keys
 
@@ -72,9 +73,8 @@ def _print_overview() -> None:
     """Print the usage, and the names of all keys by section, with advanced keys last."""
     print(wrap_text(_USAGE), end="\n\n")
     for section, model in SECTIONS.items():
-        common = [key for key in model.model_fields if key not in model.advanced]
         print(wrap_text(f"[{section}] {model.__doc__}"))
-        print(wrap_text(", ".join(common), 6))
+        print(wrap_text(", ".join(_list_common_keys(model)), 6))
         if model.advanced:
             print(wrap_text(f"Advanced: {', '.join(model.advanced)}", 6))
         print()
@@ -89,27 +89,22 @@ def _print_section(job: JobConfig, section: str, topics: set[str]) -> None:
         topics: Sections and keys, such as "training", "training.steps", "steps" or "all".
     """
     model = SECTIONS[section]
-    common_keys = [key for key in model.model_fields if key not in model.advanced]
     is_topic = "all" in topics or section in topics
-    if not is_topic:
-        keys = [*common_keys, *model.advanced]
-        selected = [key for key in keys if key in topics or f"{section}.{key}" in topics]
-        _print_keys(job, section, selected)
-        return
+    if is_topic:
+        print(wrap_text(f"[{section}] {model.__doc__}"), end="\n\n")
 
-    print(wrap_text(f"[{section}] {model.__doc__}"), end="\n\n")
-    _print_keys(job, section, common_keys)
-    if model.advanced:
-        print(f"Advanced keys of [{section}]:\n")
-        _print_keys(job, section, model.advanced)
-
-
-def _print_keys(job: JobConfig, section: str, keys: Sequence[str]) -> None:
-    """Print the help on some keys of a section, with the values of `job` as the defaults."""
-    fields = SECTIONS[section].model_fields
     values = dict(job)[section]
-    for key in keys:
-        _print_key(f"{section}.{key}", fields[key], getattr(values, key), is_option=True)
+    for key in [*_list_common_keys(model), *model.advanced]:
+        if is_topic and key in model.advanced[:1]:
+            print(f"Advanced keys of [{section}]:\n")
+        name = f"{section}.{key}"
+        if is_topic or key in topics or name in topics:
+            _print_key(name, model.model_fields[key], getattr(values, key), is_option=True)
+
+
+def _list_common_keys(model: type[Section]) -> list[str]:
+    """Return the keys of a section that are not advanced."""
+    return [key for key in model.model_fields if key not in model.advanced]
 
 
 def _print_key(key: str, field: FieldInfo, value: Any, *, is_option: bool) -> None:
