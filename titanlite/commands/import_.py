@@ -124,21 +124,23 @@ def _load_tokenizer(
     Raises:
         UserError: If `file` cannot be used.
     """
-    # The user has chosen a tokenizer, so it must work.
-    if file is not None:
-        try:
-            return _load_fitting_tokenizer(file, job, vocab_size)
-        except UserError as error:
-            raise UserError(f"--tokenizer: {error}") from None
+    from titanlite.data.tokenizer import load_tokenizer
 
-    # The default tokenizer is optional.
     try:
-        default_file = _find_default_tokenizer(origin, job)
-        return _load_fitting_tokenizer(default_file, job, vocab_size)
+        path = file or _find_default_tokenizer(origin, job)
+        tokenizer = load_tokenizer(path, job)
+        if tokenizer.vocab_size > vocab_size:
+            raise UserError(
+                f"{path} has {tokenizer.vocab_size} tokens, but the embedding has {vocab_size} "
+                "rows."
+            )
     except UserError as error:
+        if file is not None:  # the user has chosen a tokenizer, so it must work
+            raise UserError(f"--tokenizer: {error}") from None
         note(f"The checkpoint has no tokenizer: {error}")
         note("To generate or evaluate with it, pass --tokenizer.path FILE.")
         return None
+    return tokenizer
 
 
 def _find_default_tokenizer(origin: Path, job: JobConfig) -> Path:
@@ -157,24 +159,3 @@ def _find_default_tokenizer(origin: Path, job: JobConfig) -> Path:
         if path.is_file():
             return path
     raise UserError("the folder of the weights has no tokenizer.json or tokenizer.model.")
-
-
-def _load_fitting_tokenizer(path: Path, job: JobConfig, vocab_size: int) -> Tokenizer:
-    """Load a tokenizer, and check that the embedding of the model has enough rows for its tokens.
-
-    Args:
-        path: Tokenizer file.
-        job: Job that describes the model.
-        vocab_size: Number of rows of the embedding.
-
-    Raises:
-        UserError: If the tokenizer cannot be loaded, or has more than `vocab_size` tokens.
-    """
-    from titanlite.data.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(path, job)
-    if tokenizer.vocab_size > vocab_size:
-        raise UserError(
-            f"{path} has {tokenizer.vocab_size} tokens, but the embedding has {vocab_size} rows."
-        )
-    return tokenizer
