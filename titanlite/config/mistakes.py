@@ -146,21 +146,11 @@ def build_mistake(root: type[BaseModel], error: ErrorDetails) -> Mistake:
     location = [str(part) for part in error["loc"]]  # such as ["dataset", "sources", "0", "path"]
     if error["type"] == UNKNOWN_NAME:
         return _describe_unknown(root, location, error["input"])
-    return _describe_invalid(root, location, error)
 
-
-def _describe_invalid(root: type[BaseModel], location: list[str], error: ErrorDetails) -> Mistake:
-    """Create a `Mistake` for a value that is invalid or missing.
-
-    Args:
-        root: Model of a job, the options of a command, or the content of a file.
-        location: Names that lead to the value, such as ["training", "steps"].
-        error: The pydantic error.
-    """
     value = error["input"]
     is_missing = error["type"] == "missing"
     requirement = _rephrase(error["msg"])  # such as "must be an integer"
-    is_list_item = location and location[-1].isdecimal()
+    is_list_item = bool(location) and location[-1].isdecimal()
     remedy = ""
     if is_list_item and isinstance(value, str) and "," in value:
         remedy = " Write a list as 0 1 on the command line, and as [0, 1] in a file."
