@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated, cast
 
 import tomlkit
 import tyro
@@ -19,10 +19,8 @@ from titanlite.config.options import CheckpointOptions, OptionPath, parse_option
 from titanlite.config.run import Run, model_tables
 from titanlite.config.schema import JobConfig
 from titanlite.config.storage import get_local_copy
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.runtime.logging import note
-
-if TYPE_CHECKING:
-    from titanlite.data.tokenizer import Tokenizer
 
 _ORIGIN = tyro.conf.create_mutex_group(required=True)
 _KEYS = (
@@ -124,8 +122,6 @@ def _load_tokenizer(
     Raises:
         UserError: If `file` cannot be used.
     """
-    from titanlite.data.tokenizer import load_tokenizer
-
     try:
         path = file or _find_default_tokenizer(origin, job)
         tokenizer = load_tokenizer(path, job)
