@@ -157,32 +157,28 @@ def describe_type(field: FieldInfo) -> str:
 
     The type of a list ends with an ellipsis, as in "<string> ...".
     """
-    registries = [item for item in field.metadata if isinstance(item, Registry)]
-    names = _list_types(registries[0] if registries else field.annotation)
+    names = _list_types([field.annotation, *field.metadata])
     text = " ".join(dict.fromkeys(names))
     return f"{text} ..." if typing.get_origin(field.annotation) is tuple else text
 
 
-def _list_types(annotation: Any) -> list[str]:
-    """Return the names of the types in an annotation for the help text.
+def _list_types(annotations: Sequence[Any]) -> list[str]:
+    """Return the names of the types in some annotations for the help text.
 
-    For example, `int | None` gives ["<integer>"]. `Literal["a", "b"]`, a registry of "a" and "b",
-    and `Annotated[str, REGISTRY]` all give ["a|b"].
+    For example, `int | None` gives ["<integer>"], and `Literal["a", "b"]` gives ["a|b"]. A registry
+    replaces all other annotations: `str` and a registry of "a" and "b" also give ["a|b"].
     """
-    if isinstance(annotation, Registry):
-        return ["|".join(annotation) or "<string>"]
-
-    arguments = typing.get_args(annotation)
-    if typing.get_origin(annotation) is typing.Literal:
-        return ["|".join(map(str, arguments))]
-    if annotation in _TYPE_NAMES:
-        return [_TYPE_NAMES[annotation]]
-
-    registries = [argument for argument in arguments if isinstance(argument, Registry)]
-    if registries:  # the registry in Annotated[str, REGISTRY] replaces the type
-        return _list_types(registries[0])
+    for annotation in annotations:
+        if isinstance(annotation, Registry):
+            return ["|".join(annotation) or "<string>"]
 
     names: list[str] = []
-    for argument in arguments:
-        names += _list_types(argument)
+    for annotation in annotations:
+        arguments = typing.get_args(annotation)
+        if typing.get_origin(annotation) is typing.Literal:
+            names.append("|".join(map(str, arguments)))
+        elif annotation in _TYPE_NAMES:
+            names.append(_TYPE_NAMES[annotation])
+        else:
+            names += _list_types(arguments)
     return names
