@@ -17,8 +17,14 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import tyro
-from pydantic import AfterValidator, Field, create_model
-from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    create_model,
+)
 
 from titanlite.config.errors import UserError
 from titanlite.config.mistakes import COMMAND_LINE, wrap_text

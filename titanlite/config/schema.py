@@ -15,21 +15,21 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
+    AfterValidator,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PlainSerializer,
+    PositiveInt,
     ValidationError,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
-)
-from pydantic.fields import FieldInfo
-from pydantic.functional_serializers import PlainSerializer
-from pydantic.functional_validators import (
-    AfterValidator,
-    ModelWrapValidatorHandler,
     WrapValidator,
     model_validator,
 )
-from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic.fields import FieldInfo
 
 from titanlite.config.flavors import find_flavor
 from titanlite.config.mistakes import UNKNOWN_NAME, ConfigError, Mistake, build_mistake
