@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import errno
 import gc
+import importlib
 import io
 import os
-import pkgutil
 import signal
 import sys
 import traceback
@@ -117,15 +117,21 @@ def _replace_help(words: list[str]) -> list[str]:
 def _run_command(name: str, arguments: list[str]) -> object:
     """Run a subcommand and return the return value of its function."""
     process.set_up_torch()
-    location, _ = COMMANDS[name]
-    module, _, function = location.partition(":")
-    command = pkgutil.resolve_name(f"titanlite.{module}:{function or 'main'}")  # imports the module
+    command = _import_command(name)
     if name not in ("train", "launch"):
         # Up to this point, Ctrl-C ends the process silently, because extension modules can turn a
         # KeyboardInterrupt during their import into another exception. `train` and `launch` install
         # other handlers.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return command(arguments)
+
+
+def _import_command(name: str) -> Callable[[Sequence[str]], object]:
+    """Import the module of a subcommand and return the function that runs it."""
+    location, _ = COMMANDS[name]
+    module_name, _, function_name = location.partition(":")
+    module = importlib.import_module(f"titanlite.{module_name}")
+    return getattr(module, function_name or "main")
 
 
 def _print_version() -> int:
@@ -140,9 +146,16 @@ def _print_version() -> int:
 
 
 def _reject_command(name: str) -> int:
-    """Report an unknown subcommand, and return exit code 2."""
-    remedy = "Run `titanlite --help` for all commands, or `titanlite train ...` to train."
-    print(f"titanlite {name}: unknown command. {remedy}", file=sys.stderr)
+    """Report an unknown subcommand, suggest a similar one, and return exit code 2."""
+    import difflib
+
+    if name.startswith("--"):
+        suggestion = "train ..."
+    else:
+        similar = difflib.get_close_matches(name, COMMANDS, n=1)
+        suggestion = similar[0] if similar else "--help"
+    message = f"titanlite {name}: unknown command. Try `titanlite {suggestion}`."
+    print(message, file=sys.stderr)
     return 2
 
 
