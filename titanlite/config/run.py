@@ -493,8 +493,11 @@ def model_tables(arch: Architecture) -> dict[str, dict[str, Any]]:
         The keys and values of each section, by its name: [model] and, for a plugin architecture
         with additional keys, the section of the plugin.
     """
+    model_keys = {field.name for field in fields(Architecture)}
     values = asdict(arch)
-    tables = {"model": {field.name: values.pop(field.name) for field in fields(Architecture)}}
-    if values:  # the remaining keys belong to the plugin
-        tables[arch.architecture] = values
+    tables = {"model": {name: value for name, value in values.items() if name in model_keys}}
+
+    plugin_keys = {name: value for name, value in values.items() if name not in model_keys}
+    if plugin_keys:
+        tables[arch.architecture] = plugin_keys
     return tables
