@@ -88,7 +88,7 @@ def check_run(job: JobConfig, world_size: int) -> Run:
     Raises:
         UserError: If anything is invalid. The message lists all mistakes.
     """
-    parsed = ParsedJob(JobConfig.model_validate(job), (), {}, "JobConfig")
+    parsed = ParsedJob(JobConfig.model_validate(job), (), {}, {}, "JobConfig")
     return build_run(parsed, world_size)
 
 
@@ -232,7 +232,8 @@ def _is_preview(parsed: ParsedJob) -> bool:
     if COMMAND_LINE in length_origins:
         return COMMAND_LINE not in {origins.get(WARMUP), origins.get(DECAY)}
     # The config.toml of a preview sets the length, but names the original file as its job file.
-    return length_origins != {DEFAULT} and parsed.source != parsed.job.job.config_file
+    usual_origins = {DEFAULT, parsed.job.job.config_file}
+    return not length_origins <= usual_origins
 
 
 def _check_environment() -> list[Mistake]:

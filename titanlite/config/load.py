@@ -63,8 +63,9 @@ class ParsedJob(NamedTuple):
     Attributes:
         job: The job, in which invalid values are replaced by their defaults.
         mistakes: Descriptions of all invalid values. If there are any, do not use the job.
-        origins: Where each key or table was set, by its full name: the job file with the number of
-            the line, `COMMAND_LINE` or `DEFAULT`.
+        origins: Where each "section.key" was set: the path of the job file, `COMMAND_LINE` or
+            `DEFAULT`.
+        lines: Number of the line in the job file that sets each key or table, by its full name.
         source: Path of the job file, or another description of where the job comes from, such as
             "--from".
     """
@@ -72,11 +73,16 @@ class ParsedJob(NamedTuple):
     job: JobConfig
     mistakes: Sequence[Mistake]
     origins: Mapping[str, str]
+    lines: Mapping[str, int]
     source: str
 
     def error(self, mistakes: Sequence[Mistake]) -> ConfigError:
         """Create an error that lists `mistakes`, each with the file and line that sets its key."""
-        origins = {"OMP_NUM_THREADS": "environment variable", **self.origins}
+        origins = {"OMP_NUM_THREADS": "environment variable"}
+        origins |= {name: f"{self.source}:{line}" for name, line in self.lines.items()}
+        for key, origin in self.origins.items():
+            if origin != self.source:
+                origins[key] = origin
         return ConfigError(mistakes, self.source, origins)
 
 
@@ -151,7 +157,7 @@ def parse_job(
     _load_plugins_of(tables, arguments.values, trusted, source)
     arguments = parse_arguments(argv)  # parse again, because plugins have added keys
     _warn_about_renamed_keys([*arguments.renamed, *rename_keys(tables)])
-    origins = _find_origins(tables, lines, arguments, source)
+    origins = _find_origins(tables, arguments, source)
 
     if has_file:
         _add_defaults(tables, {"job": {"config_file": source}})
@@ -170,30 +176,24 @@ def parse_job(
 
     _set_values(tables, arguments.values)
     job, mistakes = JobConfig.read(tables)
-    return ParsedJob(job, [*arguments.mistakes, *mistakes], origins, source)
+    return ParsedJob(job, [*arguments.mistakes, *mistakes], origins, lines, source)
 
 
-def _find_origins(
-    tables: Tables, lines: Mapping[str, int], arguments: Arguments, source: str
-) -> dict[str, str]:
-    """Return where each key and table was set, for error messages.
+def _find_origins(tables: Tables, arguments: Arguments, source: str) -> dict[str, str]:
+    """Return where each key was set, for error messages.
 
     Args:
         tables: Sections of the job file.
-        lines: Number of the line in the job file that sets each key or table, by its full name.
         arguments: The parsed command line.
         source: Path of the job file.
 
     Returns:
-        The job file and the line, `COMMAND_LINE` or `DEFAULT`, by the full name of the key or
-        table. Keys whose line is unknown are left out, so that errors name the line of their table.
+        `source`, `COMMAND_LINE` or `DEFAULT` for each "section.key".
     """
-    keys_in_file: set[str] = set()
+    origins = dict.fromkeys(list_keys(), DEFAULT)
     for section, table in tables.items():
         if isinstance(table, dict):
-            keys_in_file |= {f"{section}.{key}" for key in table}
-    origins = {name: f"{source}:{line}" for name, line in lines.items()}
-    origins |= dict.fromkeys(list_keys().keys() - keys_in_file, DEFAULT)
+            origins |= {f"{section}.{key}": source for key in table}
     # Errors about invalid options must name the command line as well.
     invalid_options = [mistake.name for mistake in arguments.mistakes]
     for key in (*arguments.values, *invalid_options):
