@@ -312,7 +312,7 @@ check --world-size many => parsing --world-size
 check --tokenizer.path nofile.json => read nofile.json
 check --tokenizer.path me/mine => titanlite get tokenizer me/mine
 check --tokenizer.path nofile.model --model.flavor 8b => titanlite get tokenizer llama3
-check --tokenizer.path run => set tokenizer.path to a tokenizer.json
+check --tokenizer.path run => run/tokenizer.json
 check --checkpoint.load_step 7 => checkpoint.load_step = 7
 check --checkpoint.load_step 15 --job.dump_folder run => step-00000020
 check --checkpoint.initial_load_path . => checkpoint.initial_load_path

@@ -853,6 +853,11 @@ def suggest_tokenizer(run: Run) -> str:
     path = run.job.tokenizer.path
     if storage.as_url(path) or os.path.isfile(run.tokenizer_path):
         return ""
+    if run.job.checkpoint.initial_load_in_hf:
+        return "; copy the tokenizer of the model there, or set tokenizer.path"
+    if os.path.isdir(run.tokenizer_path):
+        return f"; set a file in this folder, such as {os.path.join(path, 'tokenizer.json')}"
+
     # Some tokenizers can be downloaded, for example assets/tokenizer/gpt2.
     download = propose_download("tokenizer", path, run.arch.vocab_size)
     return download or (
