@@ -124,19 +124,13 @@ def _load_tokenizer(
     """
     try:
         path = file or _find_default_tokenizer(origin, job)
-        tokenizer = load_tokenizer(path, job)
-        if tokenizer.vocab_size > vocab_size:
-            raise UserError(
-                f"{path} has {tokenizer.vocab_size} tokens, but the embedding has {vocab_size} "
-                "rows."
-            )
+        return _load_fitting_tokenizer(path, job, vocab_size)
     except UserError as error:
         if file is not None:  # the user has chosen a tokenizer, so it must work
             raise UserError(f"--tokenizer: {error}") from None
         note(f"The checkpoint has no tokenizer: {error}")
         note("To generate or evaluate with it, pass --tokenizer.path FILE.")
         return None
-    return tokenizer
 
 
 def _find_default_tokenizer(origin: Path, job: JobConfig) -> Path:
@@ -155,3 +149,22 @@ def _find_default_tokenizer(origin: Path, job: JobConfig) -> Path:
         if path.is_file():
             return path
     raise UserError("the folder of the weights has no tokenizer.json or tokenizer.model.")
+
+
+def _load_fitting_tokenizer(path: Path, job: JobConfig, vocab_size: int) -> Tokenizer:
+    """Load a tokenizer, and check that the embedding of the model has enough rows for its tokens.
+
+    Args:
+        path: Tokenizer file.
+        job: Job that describes the model.
+        vocab_size: Number of rows of the embedding.
+
+    Raises:
+        UserError: If the tokenizer cannot be loaded, or has more than `vocab_size` tokens.
+    """
+    tokenizer = load_tokenizer(path, job)
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"{path} has {tokenizer.vocab_size} tokens, but the embedding has {vocab_size} rows."
+        )
+    return tokenizer
