@@ -95,7 +95,8 @@ def _print_section(job: JobConfig, section: str, topics: set[str]) -> None:
 
     values = dict(job)[section]
     for key in [*_list_common_keys(model), *model.advanced]:
-        if is_topic and key in model.advanced[:1]:
+        is_first_advanced = key in model.advanced[:1]
+        if is_topic and is_first_advanced:
             print(f"Advanced keys of [{section}]:\n")
         name = f"{section}.{key}"
         if is_topic or key in topics or name in topics:
