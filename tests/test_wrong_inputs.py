@@ -498,8 +498,11 @@ NO_TOML = {
     "enable = True": "true and false in lower case",
     "steps: 5": "key = value",
     "training:": "[section]",
-    'path = "C:\\data"': "Unescaped",
-    "a = 1\na = 2": "overwrite",
+    "seed = None": "leave out keys",
+    "source = 'jsonl\n": "Close quotation marks",
+    'source = "jsonl\n': "Close quotation marks",
+    'path = "C:\\data"': "single quotation marks",
+    "a = 1\na = 2": "once",
 }
 
 # Contents of JSON Lines files.

@@ -10,11 +10,27 @@ import tomli
 
 from titanlite.config.mistakes import shorten
 
-_REMEDY = (
-    "Write [section] or key = value, with true and false in lower case, and other text in "
-    "quotation marks."
+_WRITE_VALUES = (
+    "Put text in quotation marks, write numbers as in 8, 0.5 or 1e-4, write true and false in "
+    "lower case, and leave out keys without a value."
 )
-_PYTHON_STATEMENT = re.compile(r"^(import|from|def|class) \w", re.MULTILINE)
+_USE_SINGLE_QUOTES = "Put text with backslashes in single quotation marks."
+_CLOSE_QUOTES = "Close quotation marks in the line that opens them."
+# Messages of tomli, with the remedy for the usual cause.
+_REMEDIES = {
+    "Invalid value": _WRITE_VALUES,
+    "Expected newline or end of document after a statement": _WRITE_VALUES,
+    "Expected '=' after a key in a key/value pair": "Write key = value or [section].",
+    "Unescaped '\\' in a string": _USE_SINGLE_QUOTES,
+    "Invalid hex value": _USE_SINGLE_QUOTES,
+    "Illegal character '\\n'": _CLOSE_QUOTES,
+    "Found invalid character '\\n'": _CLOSE_QUOTES,
+    'Expected "\'"': _CLOSE_QUOTES,
+    "Cannot overwrite a value": "Set each key once.",
+}
+_PYTHON_STATEMENT = re.compile(
+    r"^(import [\w.]+( as \w+)?\s*$|from [\w.]+ import |def \w+\(|class \w+[(:])", re.MULTILINE
+)
 
 
 def parse_toml(content: bytes) -> dict[str, Any]:
@@ -29,14 +45,15 @@ def parse_toml(content: bytes) -> dict[str, Any]:
         return tomli.loads(text)
     except tomli.TOMLDecodeError as error:
         line = text.split("\n")[error.lineno - 1].strip()
-        position = f"{error.msg}, in column {error.colno}"
-        problem = f"line {error.lineno}: {shorten(line)} is not valid TOML: {position}. {_REMEDY}"
+        position = f"{error.msg}, in column {error.colno}."
+        remedy = _REMEDIES.get(error.msg, "")
+        problem = f"line {error.lineno}: {shorten(line)} is not valid TOML: {position} {remedy}"
     except (ValueError, RecursionError) as error:
         # Not UTF-8, a number with thousands of digits, or lists that are nested too deeply.
         problem = f"not valid TOML in UTF-8: {error}."
 
     # If the whole file is in another format, this helps more than the first invalid line.
-    raise ValueError(_explain_other_format(content) or problem)
+    raise ValueError(_explain_other_format(content) or problem.rstrip())
 
 
 def _explain_other_format(content: bytes) -> str:
