@@ -150,17 +150,34 @@ def build_mistake(root: type[BaseModel], error: ErrorDetails) -> Mistake:
     value = error["input"]
     is_missing = error["type"] == "missing"
     requirement = _rephrase(error["msg"])  # such as "must be an integer"
-    is_list_item = bool(location) and location[-1].isdecimal()
-    remedy = ""
-    if is_list_item and isinstance(value, str) and "," in value:
-        remedy = " Write a list as 0 1 on the command line, and as [0, 1] in a file."
+    suggestion = _suggest_value(requirement, value, location)
     return Mistake(
         key=_get_key(location),
         name=_get_displayed_name(root, location),
         value="" if is_missing else format_value(value),
-        problem=f"{requirement}.{remedy}",
+        problem=f"{requirement}.{suggestion}",
         kind=error["type"],
     )
+
+
+def _suggest_value(requirement: str, value: object, location: list[str]) -> str:
+    """Return a sentence on how to write a value, such as " Write 10.", or an empty string.
+
+    Args:
+        requirement: Error message, such as "must be an integer".
+        value: Invalid value.
+        location: Names that lead to the value, such as ["profiling", "profiler_ranks", "0"].
+    """
+    if isinstance(value, float) and "integer" in requirement and value.is_integer():
+        return f" Write {value:.0f}."  # 10 instead of 10.0
+
+    is_list_item = bool(location) and location[-1].isdecimal()
+    if is_list_item and isinstance(value, str) and "," in value:
+        items = re.findall(r"[^\s,\[\]]+", value)  # of "0,1" or "[0, 1]"
+        on_command_line = " ".join(items)
+        in_file = ", ".join(items)
+        return f" Write a list as {on_command_line} on the command line, and [{in_file}] in a file."
+    return ""
 
 
 def _get_displayed_name(root: type[BaseModel], location: list[str]) -> str:
@@ -268,12 +285,15 @@ def _suggest_names(
     if similar_names:
         return [".".join([*parents, similar_names[0]])]
 
-    # The name may be in other tables.
-    return [
+    names_in_other_tables = [
         f"{other_name}.{last_name}".removeprefix(".")
         for other_name, other_table in tables.items()
         if last_name in other_table.model_fields
     ]
+    if parents:  # start with the table whose name is most similar, as it may be misspelled
+        name = ".".join(location)
+        return difflib.get_close_matches(name, names_in_other_tables, n=3, cutoff=0.0)
+    return names_in_other_tables
 
 
 def _rephrase(message: str) -> str:
