@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from pydantic import Field, PositiveFloat
 
-from titanlite.checkpoint.find import get_data_state, load_newest, read_job
-from titanlite.checkpoint.manifest import Manifest, read_manifest
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.files import check_new_folder, make_folder
 from titanlite.config.options import OptionPath, Options, parse_options
-from titanlite.data.tokenizer import load_tokenizer
 from titanlite.runtime.logging import note
+
+if TYPE_CHECKING:
+    from titanlite.checkpoint.manifest import Manifest
 
 
 class Average(Options):
@@ -61,7 +61,10 @@ def main(argv: Sequence[str]) -> None:
     check_new_folder(options.out)
 
     # Importing torch is slow, so invalid options are reported first.
+    from titanlite.checkpoint.find import load_newest, read_job
     from titanlite.checkpoint.huggingface import average_weights, checkpoint_weights, import_weights
+    from titanlite.checkpoint.manifest import read_manifest
+    from titanlite.data.tokenizer import load_tokenizer
 
     paths = [load_newest(path, lambda folder: folder, log=note) for path in options.checkpoints]
     manifests = [read_manifest(path) for path in paths]
@@ -105,6 +108,8 @@ def _check_same_tokenizer(paths: Sequence[Path], manifests: Sequence[Manifest]) 
     Raises:
         UserError: If the tokenizers differ.
     """
+    from titanlite.checkpoint.find import get_data_state
+
     fingerprints = [get_data_state(manifest["info"]).get("tokenizer") for manifest in manifests]
     for path, fingerprint in zip(paths, fingerprints, strict=True):
         if fingerprint != fingerprints[0]:

@@ -8,22 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from titanlite.checkpoint.find import (
-    NoTokenizerError,
-    find_checkpoints,
-    load_newest,
-    read_job,
-)
-from titanlite.checkpoint.manifest import check_checkpoint
 from titanlite.commands.common import print_result
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.files import make_folder
 from titanlite.config.options import AsJson, CheckpointOptions, OptionPath, parse_options
 from titanlite.config.run import Run
-from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.runtime.logging import note
+
+if TYPE_CHECKING:
+    from titanlite.data.tokenizer import Tokenizer
+
 
 DataType = Literal["float32", "bfloat16", "float16"]
 
@@ -103,8 +99,12 @@ def export(
     checkpoint = Path(checkpoint)
     out = Path(out)
 
+    from titanlite.checkpoint.find import find_checkpoints, load_newest
+
     find_checkpoints(checkpoint)  # reports a wrong path before torch is imported
     from titanlite.checkpoint.huggingface import checkpoint_weights, export_hf
+    from titanlite.checkpoint.manifest import check_checkpoint
+    from titanlite.data.tokenizer import load_tokenizer
     from titanlite.data.tokenizer_files import write_tokenizer
 
     # `load_newest` calls this for the newest step or, if it is damaged, for the step before it.
@@ -131,6 +131,9 @@ def _load_saved_tokenizer(step_folder: Path) -> Tokenizer:
         UserError: If the checkpoint was imported without a tokenizer, or the tokenizer cannot be
             loaded.
     """
+    from titanlite.checkpoint.find import NoTokenizerError, read_job
+    from titanlite.data.tokenizer import load_tokenizer  # slow
+
     try:
         job = read_job(step_folder)
     except NoTokenizerError:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import tomlkit
 import tyro
@@ -19,8 +19,10 @@ from titanlite.config.options import CheckpointOptions, OptionPath, parse_option
 from titanlite.config.run import Run, model_tables
 from titanlite.config.schema import JobConfig
 from titanlite.config.storage import get_local_copy
-from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.runtime.logging import note
+
+if TYPE_CHECKING:
+    from titanlite.data.tokenizer import Tokenizer
 
 _ORIGIN = tyro.conf.create_mutex_group(required=True)
 _KEYS = (
@@ -162,6 +164,8 @@ def _load_fitting_tokenizer(path: Path, job: JobConfig, vocab_size: int) -> Toke
     Raises:
         UserError: If the tokenizer cannot be loaded, or has more than `vocab_size` tokens.
     """
+    from titanlite.data.tokenizer import load_tokenizer
+
     tokenizer = load_tokenizer(path, job)
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
