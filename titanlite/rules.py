@@ -367,8 +367,8 @@ def check_microbatches(run: Run) -> Problems:
         if not _can_run_microbatches(run, size // unit):
             yield Problem(
                 key,
-                f"must be a multiple of {num_ranks * unit}: {num_ranks} pipeline ranks times "
-                f"{unit} sequences in a microbatch.",
+                f"must be a multiple of {num_ranks * unit} ({num_ranks} pipeline ranks times "
+                f"{unit} sequences in a microbatch).",
             )
 
 
