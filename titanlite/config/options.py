@@ -183,15 +183,17 @@ def _extract_message(box: str) -> str:
         │ For full helptext, run:             │
         │     titanlite export --help         │
         ╰─────────────────────────────────────╯
+
+    If standard output does not use UTF-8, the box has no sides, and rules consist of hyphens.
     """
     parts: list[str] = []
     for line in box.splitlines()[1:]:  # the first line is the title
         text = line.strip("│")
-        is_rule = text.strip(" ─") == ""
-        if is_rule:  # the rest refers to the help
+        is_rule = text.strip(" ─-") == ""
+        if is_rule and parts:  # the rest refers to the help
             break
         is_help_text = text.startswith(HELP_TEXT_INDENT)
-        if not is_help_text:
+        if not is_rule and not is_help_text:
             parts.append(text.strip())
     return " ".join(parts).rstrip(".!")
 
