@@ -54,6 +54,7 @@ training = 5 =>
 job.descripton = "\\u001b[2J" => job.description
 training.steps = "5" =>
 training.steps = 0 =>
+training.steps = 1e6 => Write 1000000.
 training.steps = 10_000_000_000 =>
 training.max_norm = -1.0 =>
 training.global_batch_size = 0 =>
@@ -266,6 +267,8 @@ check --from= => takes one folder
 check --from '--job.description=a b' => takes one folder
 check --config job.toml => Did you mean job.config_file?
 check --data.config en => Did you mean dataset.config
+check --validaton.path x => Did you mean validation.path
+tarin => titanlite train
 llama_8b.toml => titanlite llama_8b.toml
 --training.steps 5 => `titanlite train ...`
 help nothing_at_all => nothing_at_all
