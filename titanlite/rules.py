@@ -259,11 +259,10 @@ def check_tensor_sizes(run: Run) -> Problems:
     seq_len = run.job.training.seq_len
     divisor = sequence_divisor(run.degrees)
     if seq_len % divisor:
-        nearest = _nearest_multiples(seq_len, divisor)
         yield Problem(
             "training.seq_len",
             f"must be a multiple of {divisor}, because context and tensor parallelism split "
-            f"sequences. Nearest: {nearest}.",
+            "sequences.",
         )
 
 
@@ -275,7 +274,7 @@ def check_batch_sizes(run: Run) -> Problems:
             yield Problem(
                 key,
                 f"must be a multiple of {unit}, local_batch_size times data-parallel degree = "
-                f"{run.degrees.data}. Nearest: {_nearest_multiples(size, unit)}.",
+                f"{run.degrees.data}.",
             )
 
 
@@ -360,18 +359,16 @@ def check_microbatches(run: Run) -> Problems:
     """Check that the pipeline can run the number of microbatches in each global batch size.
 
     Every schedule can run a multiple of the number of pipeline ranks, so the reported problem
-    suggests the nearest batch sizes with such a number of microbatches.
+    suggests a multiple of this number of microbatches.
     """
     num_ranks = run.degrees.pipeline
+    unit = run.global_microbatch_size
     for key, size in _list_batch_sizes(run):
-        count = size // run.global_microbatch_size
-        if not _can_run_microbatches(run, count):
-            nearest = _nearest_multiples(size, num_ranks * run.global_microbatch_size)
-            microbatches = "1 microbatch" if count == 1 else f"{count} microbatches"
+        if not _can_run_microbatches(run, size // unit):
             yield Problem(
                 key,
-                f"makes {microbatches}, but the pipeline needs a multiple of {num_ranks}. "
-                f"Nearest: {nearest}.",
+                f"must be a multiple of {num_ranks * unit} ({num_ranks} pipeline ranks times "
+                f"{unit} sequences in a microbatch).",
             )
 
 
@@ -403,12 +400,6 @@ def _list_batch_sizes(run: Run) -> list[tuple[str, int]]:
             key = f"dataset.stages.{number}.global_batch_size"
             sizes.append((key, stage.global_batch_size))
     return sizes
-
-
-def _nearest_multiples(number: int, divisor: int) -> str:
-    """Suggest the positive multiples of `divisor` around `number`, such as "8 or 16" for 10."""
-    lower = number // divisor * divisor
-    return f"{lower} or {lower + divisor}" if lower else f"{divisor}"
 
 
 # Optimizer and numerics.
@@ -869,21 +860,10 @@ def suggest_tokenizer(run: Run) -> str:
 
     # Some tokenizers can be downloaded, for example assets/tokenizer/gpt2.
     download = propose_download("tokenizer", path, run.arch.vocab_size)
-    return download or _suggest_training_tokenizer(run)
-
-
-def _suggest_training_tokenizer(run: Run) -> str:
-    """Return a hint with the command that trains the missing tokenizer."""
-    # Both my/tokenizer.json and my.json give the folder "my".
-    path = run.job.tokenizer.path
-    folder, name = os.path.split(path)
-    if name not in ("tokenizer.json", "tokenizer.model"):
-        folder, _ = os.path.splitext(path)
-    command = (
-        f"titanlite tokenizer train --job.config_file {run.job.job.config_file} "
-        f"--vocab-size {run.arch.vocab_size} --out {folder}"
+    return download or (
+        "; set tokenizer.path to a tokenizer.json or tokenizer.model, or train one with "
+        "`titanlite tokenizer train`"
     )
-    return f"; `{command}` trains {folder}/tokenizer.json on the data of this job"
 
 
 def check_dataset(run: Run) -> Problems:

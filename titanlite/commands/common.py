@@ -51,13 +51,13 @@ def format_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     On a terminal, cells are cropped to its width.
 
     Args:
-        names: Column names. If all are empty, the table has no title line.
+        names: Column names.
         rows: Cells of each row.
     """
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(*names, box=None, pad_edge=False, show_header=any(names))
+    table = Table(*names, box=None, pad_edge=False)
     for column in table.columns:
         column.no_wrap = True
     for row in rows:

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -154,12 +154,6 @@ def _format_sequence(sequence: PackedSequence, source: Source, tokenizer: Tokeni
 
 class Train(Options):
     """Train a byte-level BPE tokenizer with the Llama 3 split pattern on the data of a job."""
-
-    dropped: ClassVar = {
-        "data": (None, "was removed. Use --dataset.source and --dataset.path instead."),
-        "text_column": (None, "was removed. Use --dataset.text_column instead."),
-        "holdout": (None, "was removed. Compare the bits per byte of validation instead."),
-    }
 
     vocab_size: Annotated[int, Field(gt=512, lt=1 << 24)]
     """Number of token IDs: 256 bytes, the tokens that BPE merges from them, and the 256 Llama 3

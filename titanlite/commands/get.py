@@ -84,10 +84,8 @@ def _format_job_lines(kind: str, files: HubFiles, out: Path) -> str:
 def _default_folder(options: Get, files: HubFiles) -> Path:
     """Return the default folder for downloaded files, such as "assets/tokenizer/gpt2"."""
     name = files.repo if "/" in options.name else options.name
-    _, _, folder_name = name.rpartition("/")
-    if options.kind == "tokenizer":
-        return Path("assets/tokenizer", folder_name)
-    return Path("data", folder_name)
+    parent = "assets/tokenizer" if options.kind == "tokenizer" else "data"
+    return Path(parent, Path(name).name)
 
 
 def _list_presets(kind: str) -> str:

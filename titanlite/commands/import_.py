@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import tomlkit
 import tyro
@@ -25,15 +25,6 @@ if TYPE_CHECKING:
     from titanlite.data.tokenizer import Tokenizer
 
 _ORIGIN = tyro.conf.create_mutex_group(required=True)
-_DROPPED = (
-    "flavor",
-    "torchtitan_version",
-    "n_heads",
-    "rope_theta",
-    "rope_scaling_factor",
-    "norm_eps",
-    "max_seq_len",
-)
 _KEYS = (
     "With --torchtitan, describe the model with options of a job: --job.config_file FILE, or keys "
     "such as --model.flavor 8b."
@@ -42,8 +33,6 @@ _KEYS = (
 
 class Import(CheckpointOptions):
     """Convert published weights to a checkpoint, which all other commands accept."""
-
-    dropped: ClassVar = {name: (None, _KEYS) for name in _DROPPED}
 
     out: OptionPath
     """New or empty folder, in which the checkpoint step-00000000 is created."""
@@ -135,18 +124,12 @@ def _load_tokenizer(
     Raises:
         UserError: If `file` cannot be used.
     """
-    # The user has chosen a tokenizer, so it must work.
-    if file is not None:
-        try:
-            return _load_fitting_tokenizer(file, job, vocab_size)
-        except UserError as error:
-            raise UserError(f"--tokenizer: {error}") from None
-
-    # The default tokenizer is optional.
     try:
-        default_file = _find_default_tokenizer(origin, job)
-        return _load_fitting_tokenizer(default_file, job, vocab_size)
+        path = file or _find_default_tokenizer(origin, job)
+        return _load_fitting_tokenizer(path, job, vocab_size)
     except UserError as error:
+        if file is not None:  # the user has chosen a tokenizer, so it must work
+            raise UserError(f"--tokenizer: {error}") from None
         note(f"The checkpoint has no tokenizer: {error}")
         note("To generate or evaluate with it, pass --tokenizer.path FILE.")
         return None

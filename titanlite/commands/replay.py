@@ -15,6 +15,7 @@ from titanlite.config.options import AsJson, Options, PositionalPath, parse_opti
 from titanlite.config.run import Run
 from titanlite.load_run import load_run, read_world_size
 from titanlite.observe.logged_step import json_line
+from titanlite.report.run_files import read_metrics
 
 
 class Replay(Options):
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
     # The output folder may have been moved since the run.
     job_words = ["--job.config_file", str(config), "--job.dump_folder", str(options.dir), *words]
     run = load_run(job_words, read_world_size(), trusted=False, trains=False)
-    logged = _read_logged_step(options.dir / "metrics.jsonl", options.step)
+    logged = _read_logged_step(options.dir, options.step)
     replayed = _compute_step(run, options.step)
 
     difference = _describe_difference(logged, replayed)
@@ -90,20 +91,17 @@ def _describe_difference(logged: Mapping[str, Any] | None, replayed: Mapping[str
     )
 
 
-def _read_logged_step(metrics_file: Path, step: int) -> dict[str, Any] | None:
+def _read_logged_step(folder: Path, step: int) -> dict[str, Any] | None:
     """Read the loss and gradient norm of a step from the metrics file of a run.
 
     Args:
-        metrics_file: Path of metrics.jsonl.
+        folder: Output folder of the run.
         step: Number of the step, counted from 1.
 
     Returns:
         A dictionary with the keys "loss" and "grad_norm", or None if the step was not logged.
     """
-    if not metrics_file.is_file():
-        return None
-    for line in metrics_file.read_text(encoding="utf-8").splitlines():
-        metrics = json.loads(line)
+    for metrics in read_metrics(folder, problems=[]):
         if metrics["step"] == step:
             return _select_loss_and_norm(metrics)
     return None

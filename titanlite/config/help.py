@@ -17,6 +17,7 @@ from titanlite.config.mistakes import (
     format_value,
     wrap_text,
 )
+from titanlite.config.models import Section
 from titanlite.config.registry import Registry
 from titanlite.config.schema import SECTIONS, JobConfig, list_keys
 
@@ -72,9 +73,8 @@ def _print_overview() -> None:
     """Print the usage, and the names of all keys by section, with advanced keys last."""
     print(wrap_text(_USAGE), end="\n\n")
     for section, model in SECTIONS.items():
-        common = [key for key in model.model_fields if key not in model.advanced]
         print(wrap_text(f"[{section}] {model.__doc__}"))
-        print(wrap_text(", ".join(common), 6))
+        print(wrap_text(", ".join(_list_common_keys(model)), 6))
         if model.advanced:
             print(wrap_text(f"Advanced: {', '.join(model.advanced)}", 6))
         print()
@@ -89,27 +89,23 @@ def _print_section(job: JobConfig, section: str, topics: set[str]) -> None:
         topics: Sections and keys, such as "training", "training.steps", "steps" or "all".
     """
     model = SECTIONS[section]
-    common_keys = [key for key in model.model_fields if key not in model.advanced]
     is_topic = "all" in topics or section in topics
-    if not is_topic:
-        keys = [*common_keys, *model.advanced]
-        selected = [key for key in keys if key in topics or f"{section}.{key}" in topics]
-        _print_keys(job, section, selected)
-        return
+    if is_topic:
+        print(wrap_text(f"[{section}] {model.__doc__}"), end="\n\n")
 
-    print(wrap_text(f"[{section}] {model.__doc__}"), end="\n\n")
-    _print_keys(job, section, common_keys)
-    if model.advanced:
-        print(f"Advanced keys of [{section}]:\n")
-        _print_keys(job, section, model.advanced)
-
-
-def _print_keys(job: JobConfig, section: str, keys: Sequence[str]) -> None:
-    """Print the help on some keys of a section, with the values of `job` as the defaults."""
-    fields = SECTIONS[section].model_fields
     values = dict(job)[section]
-    for key in keys:
-        _print_key(f"{section}.{key}", fields[key], getattr(values, key), is_option=True)
+    for key in [*_list_common_keys(model), *model.advanced]:
+        is_first_advanced = key in model.advanced[:1]
+        if is_topic and is_first_advanced:
+            print(f"Advanced keys of [{section}]:\n")
+        name = f"{section}.{key}"
+        if is_topic or key in topics or name in topics:
+            _print_key(name, model.model_fields[key], getattr(values, key), is_option=True)
+
+
+def _list_common_keys(model: type[Section]) -> list[str]:
+    """Return the keys of a section that are not advanced."""
+    return [key for key in model.model_fields if key not in model.advanced]
 
 
 def _print_key(key: str, field: FieldInfo, value: Any, *, is_option: bool) -> None:
@@ -162,32 +158,28 @@ def describe_type(field: FieldInfo) -> str:
 
     The type of a list ends with an ellipsis, as in "<string> ...".
     """
-    registries = [item for item in field.metadata if isinstance(item, Registry)]
-    names = _list_types(registries[0] if registries else field.annotation)
+    names = _list_types([field.annotation, *field.metadata])
     text = " ".join(dict.fromkeys(names))
     return f"{text} ..." if typing.get_origin(field.annotation) is tuple else text
 
 
-def _list_types(annotation: Any) -> list[str]:
-    """Return the names of the types in an annotation for the help text.
+def _list_types(annotations: Sequence[Any]) -> list[str]:
+    """Return the names of the types in some annotations for the help text.
 
-    For example, `int | None` gives ["<integer>"]. `Literal["a", "b"]`, a registry of "a" and "b",
-    and `Annotated[str, REGISTRY]` all give ["a|b"].
+    For example, `int | None` gives ["<integer>"], and `Literal["a", "b"]` gives ["a|b"]. A registry
+    replaces all other annotations: `str` and a registry of "a" and "b" also give ["a|b"].
     """
-    if isinstance(annotation, Registry):
-        return ["|".join(annotation) or "<string>"]
-
-    arguments = typing.get_args(annotation)
-    if typing.get_origin(annotation) is typing.Literal:
-        return ["|".join(map(str, arguments))]
-    if annotation in _TYPE_NAMES:
-        return [_TYPE_NAMES[annotation]]
-
-    registries = [argument for argument in arguments if isinstance(argument, Registry)]
-    if registries:  # the registry in Annotated[str, REGISTRY] replaces the type
-        return _list_types(registries[0])
+    for annotation in annotations:
+        if isinstance(annotation, Registry):
+            return ["|".join(annotation) or "<string>"]
 
     names: list[str] = []
-    for argument in arguments:
-        names += _list_types(argument)
+    for annotation in annotations:
+        arguments = typing.get_args(annotation)
+        if typing.get_origin(annotation) is typing.Literal:
+            names.append("|".join(map(str, arguments)))
+        elif annotation in _TYPE_NAMES:
+            names.append(_TYPE_NAMES[annotation])
+        else:
+            names += _list_types(arguments)
     return names

@@ -86,13 +86,6 @@ class ParsedJob(NamedTuple):
         return ConfigError(mistakes, self.source, origins)
 
 
-class _OptionError(ValueError):
-    """Raised if an option that sets a key of a job is invalid.
-
-    The message is the rest of a sentence that starts with the option, such as "is unknown."
-    """
-
-
 class Arguments(NamedTuple):
     """Parsed command line of a command that takes the keys of a job as options.
 
@@ -313,8 +306,7 @@ def _read_job_file(path: Path) -> tuple[Tables, dict[str, int]]:
         raise UserError(f"{path}: {error}") from None
 
 
-_TABLE = re.compile(r"\s*\[\s*([\w.-]+)\s*\]")  # [table]
-_LIST_TABLE = re.compile(r"\s*\[\[\s*([\w.-]+)\s*\]")  # [[table]]
+_HEADER = re.compile(r"\s*(\[\[?)\s*([\w.-]+)\s*\]")  # [table] or [[table]]
 _ASSIGNMENT = re.compile(r"\s*([\w.-]+)\s*=")  # key = value
 
 
@@ -328,20 +320,17 @@ def find_key_lines(text: str) -> dict[str, int]:
     list_lengths: Counter[str] = Counter()  # number of [[table]] headers so far, by name
     prefix = ""  # of all keys in the current table, such as "dataset.sources.0."
     for number, line in enumerate(text.splitlines(), start=1):
-        table = _TABLE.match(line)
-        list_table = _LIST_TABLE.match(line)
+        header = _HEADER.match(line)
         assignment = _ASSIGNMENT.match(line)
-        if table:
-            name = table[1]
+        if header:
+            brackets, name = header.groups()
             lines.setdefault(name, number)
+            if brackets == "[[":
+                index = list_lengths[name]
+                list_lengths[name] += 1
+                name = f"{name}.{index}"
+                lines[name] = number
             prefix = f"{name}."
-        elif list_table:
-            name = list_table[1]
-            numbered_name = f"{name}.{list_lengths[name]}"
-            list_lengths[name] += 1
-            lines.setdefault(name, number)
-            lines[numbered_name] = number
-            prefix = f"{numbered_name}."
         elif assignment:
             lines.setdefault(prefix + assignment[1], number)
     return lines
@@ -375,7 +364,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         try:
             annotation = _get_annotation(key, flag, keys)
             values[key] = _parse_option(key, is_negated, words, annotation)
-        except _OptionError as error:
+        except ValueError as error:
             mistakes.append(Mistake(key, flag, value="", problem=str(error)))
     return Arguments(values, help_topics, mistakes, renamed)
 
@@ -431,7 +420,7 @@ def _get_annotation(key: str, flag: str, keys: Mapping[str, FieldInfo]) -> Any:
         keys: Pydantic field of each key of a job, by its full name.
 
     Raises:
-        _OptionError: If there is no such key.
+        ValueError: If there is no such key.
     """
     if key in keys:
         return keys[key].annotation
@@ -439,13 +428,13 @@ def _get_annotation(key: str, flag: str, keys: Mapping[str, FieldInfo]) -> Any:
         raise _build_unknown_error("config_file")
     if key in SECTIONS:
         options = ", ".join(f"{flag}.{name}" for name in SECTIONS[key].model_fields)
-        raise _OptionError(f"is a section. Its keys are {options}.")
+        raise ValueError(f"is a section. Its keys are {options}.")
     raise _build_unknown_error(key)
 
 
-def _build_unknown_error(name: str) -> _OptionError:
+def _build_unknown_error(name: str) -> ValueError:
     """Create an error about the unknown key `name`. Its message suggests a similar key."""
-    return _OptionError(describe_unknown_name(JobConfig, name).problem)
+    return ValueError(describe_unknown_name(JobConfig, name).problem)
 
 
 def _parse_option(key: str, is_negated: bool, words: list[str], annotation: Any) -> Any:
@@ -460,19 +449,19 @@ def _parse_option(key: str, is_negated: bool, words: list[str], annotation: Any)
         annotation: Type annotation of the key.
 
     Raises:
-        _OptionError: If the option does not suit the type of the key, or has the wrong number of
+        ValueError: If the option does not suit the type of the key, or has the wrong number of
             values.
     """
     section, name = key.split(".")
     if bool in find_types(annotation):
         if words:
-            raise _OptionError(f"takes no value. Write --{key} or --{section}.no-{name}.")
+            raise ValueError(f"takes no value. Write --{key} or --{section}.no-{name}.")
         return not is_negated
 
     if is_negated:  # only a boolean key can be negated, so there is no such option
         raise _build_unknown_error(f"{section}.no_{name}")
     if find_table_model(annotation):
-        raise _OptionError(f"is a list of tables. Write [[{key}]] in a job file.")
+        raise ValueError(f"is a list of tables. Write [[{key}]] in a job file.")
     return _parse_words(words, annotation)
 
 
@@ -485,13 +474,13 @@ def _parse_words(words: list[str], annotation: Any) -> Any:
         annotation: Type annotation of the key.
 
     Raises:
-        _OptionError: If the key is not a list, and `words` does not contain exactly one word.
+        ValueError: If the key is not a list, and `words` does not contain exactly one word.
     """
     types = find_types(annotation)
     if typing.get_origin(annotation) is tuple:
         return [_parse_value(word, types) for word in words]
     if len(words) != 1:
-        raise _OptionError(f"must have one value, not {' '.join(words) or 'none'}.")
+        raise ValueError(f"must have one value, not {' '.join(words) or 'none'}.")
     return _parse_value(words[0], types)
 
 

@@ -145,20 +145,8 @@ def build_mistake(root: type[BaseModel], error: ErrorDetails) -> Mistake:
     """
     location = [str(part) for part in error["loc"]]  # such as ["dataset", "sources", "0", "path"]
     if error["type"] == UNKNOWN_NAME:
-        unknown = _find_unknown_name(root, location)
-        if unknown is not None:
-            return _describe_unknown(unknown, root, location, error["input"])
-    return _describe_invalid(root, location, error)
+        return _describe_unknown(root, location, error["input"])
 
-
-def _describe_invalid(root: type[BaseModel], location: list[str], error: ErrorDetails) -> Mistake:
-    """Create a `Mistake` for a value that is invalid or missing.
-
-    Args:
-        root: Model of a job, the options of a command, or the content of a file.
-        location: Names that lead to the value, such as ["training", "steps"].
-        error: The pydantic error.
-    """
     value = error["input"]
     is_missing = error["type"] == "missing"
     requirement = _rephrase(error["msg"])  # such as "must be an integer"
@@ -170,6 +158,26 @@ def _describe_invalid(root: type[BaseModel], location: list[str], error: ErrorDe
         problem=f"{requirement}.{suggestion}",
         kind=error["type"],
     )
+
+
+def _suggest_value(requirement: str, value: object, location: list[str]) -> str:
+    """Return a sentence on how to write a value, such as " Write 10.", or an empty string.
+
+    Args:
+        requirement: Error message, such as "must be an integer".
+        value: Invalid value.
+        location: Names that lead to the value, such as ["profiling", "profiler_ranks", "0"].
+    """
+    if isinstance(value, float) and "integer" in requirement and value.is_integer():
+        return f" Write {value:.0f}."  # 10 instead of 10.0
+
+    is_list_item = bool(location) and location[-1].isdecimal()
+    if is_list_item and isinstance(value, str) and "," in value:
+        items = re.findall(r"[^\s,\[\]]+", value)  # of "0,1" or "[0, 1]"
+        on_command_line = " ".join(items)
+        in_file = ", ".join(items)
+        return f" Write a list as {on_command_line} on the command line, and [{in_file}] in a file."
+    return ""
 
 
 def _get_displayed_name(root: type[BaseModel], location: list[str]) -> str:
@@ -191,73 +199,12 @@ def describe_unknown_name(root: type[BaseModel], name: str) -> Mistake:
         root: Model of a job, the options of a command, or the content of a file.
         name: Name that does not exist in `root`, such as "training.stepz".
     """
-    location = name.split(".")
-    unknown = _find_unknown_name(root, location)
-    if unknown is not None:
-        return _describe_unknown(unknown, root, location, None)
-
-    # The name exists, but only in a list of tables, such as "dataset.sources.path".
-    key = _get_key(location)
-    problem = f"belongs to a list of tables. Write [[{key}]] in a job file."
-    return Mistake(key, name, value="", problem=problem, kind=UNKNOWN_NAME)
+    return _describe_unknown(root, name.split("."), value=None)
 
 
 def _get_key(location: list[str]) -> str:
     """Return the key at a location, such as "training.steps" for ["training", "steps"]."""
     return ".".join(location[:2])
-
-
-class _UnknownName(NamedTuple):
-    """A name that does not exist.
-
-    Attributes:
-        name: The name, such as "stepz".
-        parents: Names of the tables that contain it, such as ["training"].
-        table: Pydantic model of the innermost of these tables, such as `Training`. None if the name
-            follows a key that is not a table, as in "training.steps.seed".
-    """
-
-    name: str
-    parents: list[str]
-    table: type[BaseModel] | None
-
-
-def _find_unknown_name(root: type[BaseModel], location: list[str]) -> _UnknownName | None:
-    """Return the first unknown name in a location, or None if all names are known.
-
-    For example, "pth" is unknown in ["dataset", "sources", "0", "pth"], where "0" is the index of a
-    table in the list `dataset.sources`.
-
-    Args:
-        root: Model of a job, the options of a command, or the content of a file.
-        location: Names of the tables around a value, and the name of the value.
-    """
-    annotation: Any = root  # type of the value that contains `name`
-    for depth, name in enumerate(location):
-        inner_annotation = _find_inner_annotation(annotation, name)
-        if inner_annotation is None:
-            return _UnknownName(name, location[:depth], find_table_model(annotation))
-        annotation = inner_annotation
-    return None
-
-
-def _find_inner_annotation(annotation: Any, name: str) -> Any:
-    """Return the type annotation of a value in a table or in a list of tables.
-
-    Args:
-        annotation: Type annotation of the table or list, such as `tuple[DataSource, ...]`.
-        name: Name of the value, or its index in the list, such as "0".
-
-    Returns:
-        The annotation, or None if there is no such value, or `annotation` contains no table.
-    """
-    table = find_table_model(annotation)
-    if table is None:
-        return None
-    is_list = table is not annotation
-    if is_list and name.isdecimal():
-        return table
-    return _list_annotations(table).get(name)
 
 
 def _list_annotations(table: type[BaseModel]) -> dict[str, Any]:
@@ -272,29 +219,81 @@ def _list_annotations(table: type[BaseModel]) -> dict[str, Any]:
     return annotations | SECTIONS if is_job else annotations
 
 
-def _describe_unknown(
-    unknown: _UnknownName, root: type[BaseModel], location: list[str], value: object
-) -> Mistake:
+def _list_tables(model: type[BaseModel], name: str = "") -> dict[str, type[BaseModel]]:
+    """Return the models of a table and of all tables in it, by name, such as "dataset.sources".
+
+    Args:
+        model: Model of the table.
+        name: Full name of the table. "" for a whole job or file.
+    """
+    tables = {name: model}
+    for inner_name, annotation in _list_annotations(model).items():
+        inner_model = find_table_model(annotation)
+        if inner_model is not None:
+            tables |= _list_tables(inner_model, f"{name}.{inner_name}".removeprefix("."))
+    return tables
+
+
+def _describe_unknown(root: type[BaseModel], location: list[str], value: object) -> Mistake:
     """Create a `Mistake` for a value or table with an unknown name.
 
     Args:
-        unknown: The first unknown name in `location`.
         root: Model of a job, the options of a command, or the content of a file.
         location: Names that lead to the value, such as ["training", "stepz"].
         value: The value or table.
     """
     key = _get_key(location)
     name = ".".join(location)
+    *parents, last_name = location
+    tables = _list_tables(root)
+    table = tables.get(".".join(parent for parent in parents if not parent.isdecimal()))
+
     # Removed name -> (default, message). Only subclasses of `Section` declare removed names.
-    removed_names = getattr(unknown.table, "dropped", {})
-    if unknown.name in removed_names:
-        _, message = removed_names[unknown.name]
+    removed_names = getattr(table, "dropped", {})
+    if last_name in removed_names:
+        _, message = removed_names[last_name]
         return Mistake(key, name, format_value(value), problem=message, kind=REMOVED_NAME)
 
-    is_table = isinstance(value, dict)
-    displayed_name = f"[{key}]" if is_table else name
-    problem = _explain_unknown_name(unknown, root, location[-1])
+    known_names = _list_annotations(table or root)
+    if table is not None and last_name in known_names:  # such as "dataset.sources.path"
+        problem = f"belongs to a list of tables. Write [[{key}]] in a job file."
+    elif suggestions := _suggest_names(location, table, tables):
+        problem = f"is unknown. Did you mean {' or '.join(suggestions[:3])}?"
+    else:
+        problem = f"is unknown. Known names are {', '.join(known_names)}."
+    displayed_name = f"[{key}]" if isinstance(value, dict) else name
     return Mistake(key, displayed_name, value="", problem=problem, kind=UNKNOWN_NAME)
+
+
+def _suggest_names(
+    location: list[str], table: type[BaseModel] | None, tables: dict[str, type[BaseModel]]
+) -> list[str]:
+    """Return known names that the user may have meant instead of an unknown name, best first.
+
+    Args:
+        location: Names that lead to the value, such as ["training", "stepz"].
+        table: Model of the table that contains the unknown name, or None if there is no such table.
+        tables: Models of all tables, by name.
+    """
+    *parents, last_name = location
+    synonyms = _find_synonyms(last_name, tables)
+    if synonyms:
+        return synonyms
+
+    known_names = _list_annotations(table) if table is not None else ()
+    similar_names = difflib.get_close_matches(last_name, known_names, n=1)
+    if similar_names:
+        return [".".join([*parents, similar_names[0]])]
+
+    names_in_other_tables = [
+        f"{other_name}.{last_name}".removeprefix(".")
+        for other_name, other_table in tables.items()
+        if last_name in other_table.model_fields
+    ]
+    if parents:  # start with the table whose name is most similar, as it may be misspelled
+        name = ".".join(location)
+        return difflib.get_close_matches(name, names_in_other_tables, n=3, cutoff=0.0)
+    return names_in_other_tables
 
 
 def _rephrase(message: str) -> str:
@@ -309,56 +308,6 @@ def _rephrase(message: str) -> str:
     for phrase, replacement in _PHRASES.items():
         text = text.replace(phrase, replacement)
     return text
-
-
-def _suggest_value(problem: str, value: object, location: Sequence[str]) -> str:
-    """Return a sentence that suggests a valid value, such as " Write 10.", or an empty string.
-
-    Args:
-        problem: Error message, such as "must be an integer", which can list the allowed values.
-        value: Invalid value.
-        location: Names of the sections and keys that lead to the value.
-    """
-    if isinstance(value, float) and "integer" in problem and value.is_integer():
-        return f" Write {value:.0f}."  # 10 instead of 10.0
-    if not isinstance(value, str):
-        return ""
-
-    is_list_item = bool(location) and location[-1].isdecimal()
-    if is_list_item and "," in value:
-        return _suggest_list(value)
-    return _suggest_choice(problem, value)
-
-
-def _suggest_list(text: str) -> str:
-    """Return a sentence that explains how to write a list that the user wrote as a string.
-
-    Args:
-        text: The string, such as "0,1" or "[0, 1]".
-    """
-    items = re.findall(r"[^\s,\[\]]+", text)
-    on_command_line = " ".join(items)
-    in_file = ", ".join(items)
-    return f" Write a list as {on_command_line} on the command line, and [{in_file}] in a file."
-
-
-def _suggest_choice(problem: str, value: str) -> str:
-    """Return a sentence that suggests the most similar allowed value, or an empty string.
-
-    For example, the problem "must be 'float32' or 'bfloat16'" lists the allowed values, and
-    "bflot16" gives " Did you mean bfloat16?".
-    """
-    if not problem.startswith("must be "):
-        return ""
-    # Choices are quoted, or listed after "one of". Only the first sentence lists choices.
-    requirement = problem.partition(". ")[0]
-    words = re.findall(r"['\"]([\w.-]+)['\"]", requirement)
-    words += re.findall(r"[\w.-]+", requirement.partition(" one of ")[2])
-    if requirement == "must be true or false":
-        words = ["true", "false"]
-    choices = {word.lower(): word for word in words}
-    similar = difflib.get_close_matches(value.lower(), choices, n=1)
-    return f" Did you mean {choices[similar[0]]}?" if similar else ""
 
 
 def explain_error(model: type[BaseModel], failure: ValidationError) -> str:
@@ -399,63 +348,18 @@ def wrap_text(text: str, indent: int = 0) -> str:
     return "\n\n".join(wrapper.fill(paragraph) for paragraph in paragraphs)
 
 
-def _explain_unknown_name(unknown: _UnknownName, root: type[BaseModel], last_name: str) -> str:
-    """Return an error message for an unknown name, with known names that the user may have meant.
-
-    For example, "stepz" in [training] gives "is unknown. Did you mean training.steps?".
-
-    Args:
-        unknown: The unknown key, or table around it, such as "trainin" in "trainin.steps".
-        root: Model of a job, the options of a command, or the content of a file.
-        last_name: Name of the key without its tables, such as "steps" for "trainin.steps".
-    """
-    suggestions = _suggest_names(unknown, root, last_name)
-    if suggestions:
-        return f"is unknown. Did you mean {' or '.join(suggestions[:3])}?"
-    if unknown.table is None:
-        return f"is unknown, because {'.'.join(unknown.parents)} is not a table."
-    return f"is unknown. Known names are {', '.join(_list_annotations(unknown.table))}."
-
-
-def _suggest_names(unknown: _UnknownName, root: type[BaseModel], last_name: str) -> list[str]:
-    """Return known names that the user may have meant instead of an unknown name, best first.
-
-    Args:
-        unknown: The unknown key, or table around it, such as "trainin" in "trainin.steps".
-        root: Model of a job, the options of a command, or the content of a file.
-        last_name: Name of the key without its tables, such as "steps" for "trainin.steps".
-    """
-    annotations = _list_annotations(root)
-    synonyms = _find_synonyms(last_name, annotations)
-    if synonyms:
-        return synonyms
-
-    known_names = _list_annotations(unknown.table) if unknown.table is not None else ()
-    similar_names = difflib.get_close_matches(unknown.name, known_names, n=1)
-    if similar_names:
-        return [".".join([*unknown.parents, similar_names[0]])]
-
-    # The key may be in another table.
-    keys = []
-    for name, annotation in annotations.items():
-        table = find_table_model(annotation)
-        if table is not None and last_name in table.model_fields:
-            keys.append(f"{name}.{last_name}")
-    return keys
-
-
-def _find_synonyms(word: str, root_names: Collection[str]) -> list[str]:
+def _find_synonyms(word: str, table_names: Collection[str]) -> list[str]:
     """Return the titanlite keys for a name that other trainers use, according to `synonyms.toml`.
 
     Args:
         word: Name that the user wrote.
-        root_names: Names of the sections in which to search.
+        table_names: Names of the sections in which to search.
     """
     synonyms = tomli.loads(_SYNONYMS.read_text(encoding="utf-8"))
     keys = []
     for key, words in synonyms.items():
-        is_in_root = key.partition(".")[0] in root_names or "=" in key
-        if is_in_root and word in words.split():
+        is_in_tables = key.partition(".")[0] in table_names or "=" in key
+        if is_in_tables and word in words.split():
             keys.append(key)
     return keys
 

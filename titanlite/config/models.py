@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
-from pydantic.functional_validators import model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class FileModel(BaseModel):

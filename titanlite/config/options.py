@@ -13,17 +13,21 @@ import difflib
 import io
 from collections.abc import Sequence
 from contextlib import redirect_stderr
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import tyro
-from pydantic import AfterValidator, Field, create_model
-from pydantic.fields import FieldInfo
-from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    create_model,
+)
 
 from titanlite.config.errors import UserError
-from titanlite.config.mistakes import COMMAND_LINE, find_types, wrap_text
+from titanlite.config.mistakes import COMMAND_LINE, wrap_text
 from titanlite.config.registry import load_plugins
 from titanlite.config.run import MOST_RANKS
 from titanlite.config.schema import RootConfig, check_path
@@ -117,8 +121,8 @@ def parse_options_and_job(
 ) -> tuple[AnyOptions, list[str]]:
     """Parse the options of a command that also accepts the keys of a job as options.
 
-    tyro parses the options, but common mistakes are reported with clearer messages. Plugins that
-    the options name are loaded, because they can add keys to a job.
+    tyro parses the options, and rejects invalid values. Repeated and misspelled options are
+    rejected here. Plugins that the options name are loaded, because they can add keys to a job.
 
     Args:
         options: Class of the options.
@@ -140,8 +144,7 @@ def parse_options_and_job(
         description = f"{options.__doc__}\n\n{help_on_job}".strip()
         print(wrap_text(description), end="\n\n")
         options = _hide_empty_defaults(options)
-    _check_repeated_or_dropped(options, argv)
-    _check_numbers(options, argv)
+    _check_repeated(options, argv)
 
     # Parse the options or, with --help, print them below the description and exit.
     stderr = io.StringIO()
@@ -180,15 +183,17 @@ def _extract_message(box: str) -> str:
         │ For full helptext, run:             │
         │     titanlite export --help         │
         ╰─────────────────────────────────────╯
+
+    If standard output does not use UTF-8, the box has no sides, and rules consist of hyphens.
     """
     parts: list[str] = []
     for line in box.splitlines()[1:]:  # the first line is the title
         text = line.strip("│")
-        is_rule = text.strip(" ─") == ""
-        if is_rule:  # the rest refers to the help
+        is_rule = text.strip(" ─-") == ""
+        if is_rule and parts:  # the rest refers to the help
             break
         is_help_text = text.startswith(HELP_TEXT_INDENT)
-        if not is_help_text:
+        if not is_rule and not is_help_text:
             parts.append(text.strip())
     return " ".join(parts).rstrip(".!")
 
@@ -207,25 +212,21 @@ def _hide_empty_defaults(options: type[AnyOptions]) -> type[AnyOptions]:
     return create_model(options.__name__, __base__=options, **fields)
 
 
-def _list_flags(options: type[Options]) -> dict[str, FieldInfo]:
-    """Return the field of each option in a class, by its flag, such as "--max-new-tokens"."""
-    return {f"--{name.replace('_', '-')}": field for name, field in options.model_fields.items()}
+def _list_flags(options: type[Options]) -> list[str]:
+    """Return the flag of each option in a class, such as "--max-new-tokens"."""
+    return [f"--{name.replace('_', '-')}" for name in options.model_fields]
 
 
-def _check_repeated_or_dropped(options: type[Options], argv: Sequence[str]) -> None:
-    """Reject options that are repeated, or that were removed from titanlite.
+def _check_repeated(options: type[Options], argv: Sequence[str]) -> None:
+    """Reject options that are repeated.
 
     Raises:
         UserError: If the command line contains such an option.
     """
-    fields = _list_flags(options)
-    flags = [_normalize_flag(word) for word in argv if word.startswith("--")]
-    for flag in flags:
-        name = flag.removeprefix("--").replace("-", "_")
-        if name in options.dropped:
-            _, problem = options.dropped[name]
-            raise UserError(f"{flag}: {problem}")
-        if flag in fields and flags.count(flag) > 1:
+    words = [word.partition("=")[0] for word in argv if word.startswith("--")]
+    flags = [word.replace("_", "-") for word in words]
+    for flag in _list_flags(options):
+        if flags.count(flag) > 1:
             raise UserError(f"{flag} is repeated. Write it once, with all of its values.")
 
 
@@ -251,60 +252,8 @@ def _check_misspelled(options: type[Options], words: Sequence[str], prog: str) -
             raise UserError(f"{word}: unknown option of `{prog}`. Did you mean {similar[0]}?")
 
 
-def _check_numbers(options: type[Options], argv: Sequence[str]) -> None:
-    """Check the values of all options that take a number, such as `--steps 5`.
-
-    Raises:
-        UserError: If a value is not a number. This message is clearer than the tyro message.
-    """
-    fields = _list_flags(options)
-    for flag, value in _list_values(argv):
-        field = fields.get(_normalize_flag(flag))
-        if field is None:
-            continue
-        types = find_types(field.annotation)
-        if float in types and not _is_number(value, float):
-            raise UserError(f"{flag} {value}: must be a number.")
-        if int in types and not _is_number(value, int):
-            raise UserError(f"{flag} {value}: must be an integer.")
-
-
-def _list_values(argv: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the flag and the first value of each option on a command line that has a value.
-
-    For example, both `--steps 5` and `--steps=5` give ("--steps", "5").
-    """
-    values = []
-    for word, next_word in pairwise([*argv, "--"]):
-        flag, equals_sign, value = word.partition("=")
-        if not equals_sign:
-            value = next_word
-        if flag.startswith("--") and not value.startswith("--"):
-            values.append((flag, value))
-    return values
-
-
-def _is_number(text: str, number_type: type[int] | type[float]) -> bool:
-    """Return whether `text` can be converted to `number_type`."""
-    try:
-        number_type(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _normalize_flag(word: str) -> str:
-    """Return the flag in a word such as "--batch_size=8", with dashes: "--batch-size"."""
-    return word.partition("=")[0].replace("_", "-")
-
-
 class Generation(Options):
     """Options for sampling completions."""
-
-    dropped: ClassVar = {
-        "stop": (None, "was removed. Cut the completion yourself."),
-        "top_p": (None, "was removed. Use --top-k and --temperature."),
-    }
 
     max_new_tokens: PositiveInt = 100
     """Maximum number of tokens in a completion. It ends earlier at the end of the document, or at

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from typing import Any
@@ -11,123 +10,71 @@ import tomli
 
 from titanlite.config.mistakes import shorten
 
-# A word that needs quotation marks in TOML, such as llama or /data/c4. A word that starts like a
-# number, a list, a table or a string does not match.
-_BARE_WORD = re.compile(r"[^\s\d.+\[\]{}'\"-][^\s\[\]{}'\"]*")
-_PYTHON_STATEMENTS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+_WRITE_VALUES = (
+    "Put text in quotation marks, write numbers as in 8, 0.5 or 1e-4, write true and false in "
+    "lower case, and leave out keys without a value."
+)
+_USE_SINGLE_QUOTES = "Put text with backslashes in single quotation marks."
+_CLOSE_QUOTES = "Close quotation marks in the line that opens them."
+# Messages of tomli, with the remedy for the usual cause.
+_REMEDIES = {
+    "Invalid value": _WRITE_VALUES,
+    "Expected newline or end of document after a statement": _WRITE_VALUES,
+    "Expected '=' after a key in a key/value pair": "Write key = value or [section].",
+    "Unescaped '\\' in a string": _USE_SINGLE_QUOTES,
+    "Invalid hex value": _USE_SINGLE_QUOTES,
+    "Illegal character '\\n'": _CLOSE_QUOTES,
+    "Found invalid character '\\n'": _CLOSE_QUOTES,
+    'Expected "\'"': _CLOSE_QUOTES,
+    "Cannot overwrite a value": "Set each key once.",
+}
+_PYTHON_STATEMENT = re.compile(
+    r"^(import [\w.]+( as \w+)?\s*$|from [\w.]+ import |def \w+\(|class \w+[(:])", re.MULTILINE
+)
 
 
 def parse_toml(content: bytes) -> dict[str, Any]:
     """Parse the content of a TOML file.
 
     Raises:
-        ValueError: If the content is not TOML in UTF-8. The message explains how to fix the invalid
-            line, or how to use a file in another format, such as a Hugging Face config.json.
+        ValueError: If the content is not TOML in UTF-8. The message contains the invalid line, or
+            explains how to use a file in another format, such as a Hugging Face config.json.
     """
     try:
         text = content.decode("utf-8-sig")
         return tomli.loads(text)
     except tomli.TOMLDecodeError as error:
-        problem = _explain_syntax_error(text, error)
+        line = text.split("\n")[error.lineno - 1].strip()
+        position = f"{error.msg}, in column {error.colno}."
+        remedy = _REMEDIES.get(error.msg, "")
+        problem = f"line {error.lineno}: {shorten(line)} is not valid TOML: {position} {remedy}"
     except (ValueError, RecursionError) as error:
         # Not UTF-8, a number with thousands of digits, or lists that are nested too deeply.
         problem = f"not valid TOML in UTF-8: {error}."
 
     # If the whole file is in another format, this helps more than the first invalid line.
-    raise ValueError(explain_other_format(content) or problem)
+    raise ValueError(_explain_other_format(content) or problem.rstrip())
 
 
-def _explain_syntax_error(text: str, error: tomli.TOMLDecodeError) -> str:
-    """Return an error message that contains the invalid line, its number and how to fix it."""
-    line = text.split("\n")[error.lineno - 1].strip()
-    remedy = _suggest_correction(line) or f"{error.msg}, in column {error.colno}"
-    return f"line {error.lineno}: {shorten(line)} is not valid TOML. {remedy}."
-
-
-def _suggest_correction(line: str) -> str:
-    """Explain how to write a line of Python, YAML or shell syntax in TOML.
-
-    Returns:
-        The advice, or an empty string if the mistake is not recognized. For example:
-
-        - "steps: 100": "Write steps = 100"
-        - "training:": "Write [training]"
-        - "seed: null": "TOML has no null. Leave seed out"
-        - "name = two words": "Put text in quotation marks, and write numbers with digits only"
-    """
-    # Match "key = value # comment" or "key: value # comment".
-    assignment = re.fullmatch(r"([\w.-]+)\s*([=:])\s*([^#]*?)\s*(#.*)?", line)
-    if assignment is None or _is_toml(line):
-        return ""
-
-    key, sign, value, _ = assignment.groups()
-    if sign == ":" and not value:
-        return f"Write [{key}]"
-    if value.lower() in ("none", "null"):
-        return f"TOML has no {value}. Leave {key} out"
-
-    corrected_line = f"{key} = {_correct_value(key, value)}"
-    if _is_toml(corrected_line):
-        return f"Write {corrected_line}"
-    has_letters_but_no_quotes = re.fullmatch(r"[^'\"]*[A-Za-z][^'\"]*", value)
-    if has_letters_but_no_quotes:
-        return "Put text in quotation marks, and write numbers with digits only"
-    return ""
-
-
-def _correct_value(key: str, value: str) -> str:
-    r"""Convert a value to the syntax of TOML, for example True to true, or llama to "llama".
-
-    In TOML, backslashes are literal only between single quotes: "C:\data" becomes 'C:\data'.
-    """
-    text = value.strip("\u2018\u2019\u201c\u201d ")  # curly quotation marks of word processors
-    if text.lower() in ("true", "false"):
-        return text.lower()
-
-    quote = "'" if "\\" in text else '"'
-    if quote == "'" and text.startswith('"'):
-        return "'" + text.strip('"') + "'"
-    is_flavor = key.rpartition(".")[2] == "flavor"  # can start with a digit, as in 8b
-    if _BARE_WORD.fullmatch(text) or (is_flavor and re.fullmatch(r"[\w.-]+", text)):
-        return f"{quote}{text}{quote}"
-    return text
-
-
-def _is_toml(text: str) -> bool:
-    """Return whether `text` is valid TOML."""
-    try:
-        tomli.loads(text)
-    except ValueError:
-        return False
-    return True
-
-
-def explain_other_format(content: bytes) -> str | None:
+def _explain_other_format(content: bytes) -> str:
     """Explain how to use a JSON or Python file that was passed as a job file.
 
-    Returns:
-        One or several sentences, or None if the file is neither JSON nor Python.
+    Return an empty string for any other file.
     """
-    table = parse_json(content)
-    if table is not None:
-        return _explain_json(table)
-    if not _is_python(content):
-        return None
-    return (
-        "this is Python code, which titanlite does not run. To convert a config of torchtitan 0.3, "
-        "see docs/reference/from_torchtitan.md. Otherwise, copy a job file from train_configs/ and "
-        "set the same values in it; `titanlite train --help` explains the keys."
-    )
-
-
-def _is_python(content: bytes) -> bool:
-    """Return whether a file is Python code that contains a function, a class or an import."""
-    text = content.decode("utf-8-sig", errors="replace")
-    try:
-        statements = ast.parse(text).body  # does not execute the code
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return any(isinstance(statement, _PYTHON_STATEMENTS) for statement in statements)
+    if parse_json(content) is not None:
+        return (
+            "this is JSON, and a job file is TOML. `titanlite train --from FOLDER` trains a "
+            "Hugging Face model. `titanlite migrate FILE` converts a TOML job file of torchtitan, "
+            "or a resolved config of torchtitan 0.3, which has the key model_spec."
+        )
+    if _PYTHON_STATEMENT.search(content.decode("utf-8-sig", errors="replace")):
+        return (
+            "this is Python code, which titanlite does not run. To convert a config of torchtitan "
+            "0.3, see docs/reference/from_torchtitan.md. Otherwise, copy a job file from "
+            "train_configs/ and set the same values in it; `titanlite train --help` explains the "
+            "keys."
+        )
+    return ""
 
 
 def parse_json(content: bytes) -> dict[str, Any] | None:
@@ -137,24 +84,3 @@ def parse_json(content: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def _explain_json(table: dict[str, Any]) -> str:
-    """Explain what kind of JSON file was passed as a job file, and how to use it."""
-    if "model_type" in table or "architectures" in table:
-        return (
-            "this is the config.json of a Hugging Face model, not a job file. To train the model, "
-            "run `titanlite train --from FOLDER`. To convert its weights to a checkpoint, run "
-            "`titanlite import --hf FOLDER --out DIR`."
-        )
-    if "model_spec" in table:
-        return (
-            "this is a resolved config of torchtitan 0.3, not a job file. To convert it, run "
-            "`titanlite migrate FILE --out NEW.toml`."
-        )
-    if {"job", "model", "training"} <= table.keys():
-        return (
-            "this is the JSON copy of a torchtitan job that job.save_config_file writes. "
-            "Run `titanlite migrate` on the TOML file of that job."
-        )
-    return "this is JSON, and a job file is TOML."
