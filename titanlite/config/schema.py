@@ -116,6 +116,12 @@ def _check_unique(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
+def _check_block(name: str) -> str:
+    if not re.fullmatch(r"layers\.[0-9]{1,9}", name):
+        raise ValueError("must be the name of a block, such as layers.4")
+    return name
+
+
 def _check_tokens(value: object, check_number: ValidatorFunctionWrapHandler) -> object:
     check_number(parse_tokens(value) if isinstance(value, str) else value)
     return value
@@ -131,6 +137,12 @@ def _allow_tokens(value: object, check_steps: ValidatorFunctionWrapHandler) -> o
         has_unit = False
     if not has_unit:
         raise ValueError("must be an integer, or a number of tokens such as 500M")
+    return value
+
+
+def _check_ac_option(value: str) -> str:
+    if not re.fullmatch(r"op|[1-9][0-9]*", value):
+        raise ValueError('must be "op" or a number from 1, such as "2"')
     return value
 
 
@@ -163,7 +175,7 @@ ZeroOrModerate = Annotated[float, Field(ge=0.0, le=1e15), AfterValidator(_check_
 RopeTheta = Annotated[float, Field(gt=1.0, le=1e15)]  # YaRN divides by its logarithm
 RopeScalingFactor = Annotated[float, Field(ge=1.0, le=1e6)]
 RopeTurns = Annotated[float, Field(gt=1e-9, lt=1e9)]
-Block = Annotated[str, Field(pattern=r"^layers\.[0-9]{1,9}$")]
+Block = Annotated[str, AfterValidator(_check_block)]
 Component = Literal["model", "loss", "optimizer", "clip"]
 
 
@@ -753,7 +765,7 @@ class ActivationCheckpoint(Section):
     """Activations to recompute. none: no activations. full: all except the inputs of blocks.
     selective: see selective_ac_option. memory_budget: the compiler chooses; needs
     compile.enable."""
-    selective_ac_option: Annotated[str, Field(pattern=r"^(op|[1-9][0-9]*)$")] = "op"
+    selective_ac_option: Annotated[str, AfterValidator(_check_ac_option)] = "op"
     """How mode "selective" saves memory. op: keep the results of attention and of every second
     matmul. A number n: recompute every n-th block in full."""
     memory_budget: Fraction = 0.5
