@@ -11,5 +11,5 @@ def two_saved(tmp_path) -> tuple[Path, TinyRun]:
     checkpoints = run.checkpoints(tmp_path)
     for _ in range(2):
         run.train(2)
-        checkpoints.save(run.step, run.train_state())
+        checkpoints.save(run.step)
     return tmp_path, run

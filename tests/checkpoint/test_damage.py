@@ -12,7 +12,15 @@ import torch
 import xxhash
 from ranks import start_small
 from test_manifest import reseal
-from tiny_run import PROOF, Malicious, TinyRun, assert_equal, list_names, load_model_weights
+from tiny_run import (
+    PROOF,
+    Malicious,
+    TinyRun,
+    assert_equal,
+    list_names,
+    load_model_weights,
+    train_state,
+)
 from torch.distributed.checkpoint.metadata import Metadata
 
 from titanlite.checkpoint.find import resume_hint
@@ -89,17 +97,17 @@ def test_resume_reads_a_large_checkpoint_once_and_verifies_all_of_it(tmp_path):
     run = TinyRun(model=large)
     checkpoints = run.checkpoints(tmp_path)
     run.train(1)
-    checkpoints.save(2, run.train_state(2))
+    checkpoints.save(2)
     older_state = run.copy_state()
     run.train(1)
-    checkpoints.save(4, run.train_state(4))
+    checkpoints.save(4)
     file = tmp_path / LATEST / "__0_0.distcp"
     size = file.stat().st_size
 
     resumed = TinyRun(seed=99, model=large)
     before = count_bytes_read()
 
-    assert resumed.checkpoints(tmp_path).load() == run.train_state(4)
+    assert resumed.checkpoints(tmp_path).load() == train_state(4)
     assert count_bytes_read() - before < 1.01 * size
     assert_equal(resumed.copy_state(), run.copy_state())
 
@@ -107,7 +115,7 @@ def test_resume_reads_a_large_checkpoint_once_and_verifies_all_of_it(tmp_path):
         flip_bit(file, position)
         resumed = TinyRun(seed=99, model=large)
         checkpoints = resumed.checkpoints(tmp_path)
-        assert checkpoints.load() == run.train_state(2)
+        assert checkpoints.load() == train_state(2)
         assert_equal(resumed.copy_state(), older_state)
         assert "__0_0.distcp" in next(line for line in checkpoints.lines if "damaged" in line)
         file.parent.with_suffix(".damaged").rename(file.parent)
@@ -195,7 +203,7 @@ def test_step_whose_manifest_is_destroyed_is_set_aside_and_saved_again(two_saved
 
     resumed.step = checkpoints.load()["step"]
     resumed.train(2)
-    checkpoints.save(4, resumed.train_state(), is_last=True)
+    checkpoints.save(4, is_last=True)
 
     assert checkpoints.has_saved(4)
     assert list_names(folder) == ["step-00000002", LATEST, f"{LATEST}.damaged"]
@@ -234,7 +242,7 @@ def test_resume_skips_a_checkpoint_whose_data_position_is_after_its_step(tmp_pat
     checkpoints = TinyRun().checkpoints(tmp_path)
     for step, data_step in ((2, 2), (4, 5)):
         data = {"version": 2, "schedule": {"step": data_step, "rows": [8]}}
-        checkpoints.save(step, {"step": step, "tokens": 64 * step, "data": data})
+        checkpoints.save(step, data=data)
 
     assert resume(tmp_path) == 2
 
@@ -323,7 +331,7 @@ def test_load_rejects_weights_that_are_not_finite(tmp_path):
     run.model.get_parameter("layers.1.attention.wq.weight").data[3, 5] = float("nan")
     run.model.get_parameter("norm.weight").data[0] = float("inf")
     saved = tmp_path / "saved"
-    run.checkpoints(saved).save(1, run.train_state(1))
+    run.checkpoints(saved).save(1)
 
     message = r"NaN or infinite:\n.*layers\.1\.attention\.wq\.weight\n.*norm\."
     with pytest.raises(CheckpointError, match=message):
@@ -349,7 +357,7 @@ def test_initial_weights_are_loaded_by_a_new_run_and_not_by_its_restart(two_save
 
     # A run that has a checkpoint does not read the initial weights again.
     fresh.train(1)
-    checkpoints.save(1, fresh.train_state())
+    checkpoints.save(1)
     resumed = TinyRun(seed=98)
 
     assert resumed.checkpoints(tmp_path / "new", initial_load_path="nowhere").load() is not None

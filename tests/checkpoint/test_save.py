@@ -11,7 +11,14 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from tiny_run import Checkpoints, TinyRun, assert_equal, list_names, load_model_weights
+from tiny_run import (
+    Checkpoints,
+    TinyRun,
+    assert_equal,
+    list_names,
+    load_model_weights,
+    train_state,
+)
 from torch.distributed.fsdp import fully_shard
 
 from titanlite.checkpoint import dcp_writer, save, saved_folders
@@ -35,12 +42,12 @@ def test_save_waits_for_the_save_in_progress_and_counts_it(tmp_path, monkeypatch
 
     monkeypatch.setattr(dcp_writer, "publish_checkpoint", publish_when_released)
     checkpoints = run.checkpoints(tmp_path, async_mode="async")
-    checkpoints.save(1, run.train_state(1))
+    checkpoints.save(1)
 
     assert "step-00000001" not in list_names(tmp_path)
 
     threading.Timer(0.2, release.set).start()
-    checkpoints.save(2, run.train_state(2))
+    checkpoints.save(2)
     checkpoints.close()
 
     assert checkpoints.stats()["save_waits"] == 1
@@ -73,7 +80,7 @@ def test_save_that_cannot_be_staged_is_written_while_training_waits(
     checkpoints = run.checkpoints(folder, async_mode="async", keep_latest_k=2)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, Mock(side_effect=error))
-        checkpoints.save(6, run.train_state(6))
+        checkpoints.save(6)
 
     assert list_names(folder) == ["step-00000004", "step-00000006"]
 
@@ -92,20 +99,20 @@ def test_failed_save_does_not_affect_the_next_one(tmp_path, monkeypatch, mode, e
     checkpoints = run.checkpoints(tmp_path, async_mode=mode)
     with monkeypatch.context() as patch:
         patch.setattr(*place, Mock(side_effect=error))
-        checkpoints.save(1, run.train_state(1))
+        checkpoints.save(1)
         checkpoints.saver.wait_until_saved()
 
     assert not checkpoints.has_saved(1)
     assert list_names(tmp_path) == []
 
     run.train(1)
-    checkpoints.save(2, run.train_state(2))
+    checkpoints.save(2)
     checkpoints.close()
 
     assert checkpoints.stats()["failed_saves"] == 1
 
     resumed = TinyRun(seed=99)
-    assert resumed.checkpoints(tmp_path).load() == run.train_state(2)
+    assert resumed.checkpoints(tmp_path).load() == train_state(2)
     assert_equal(resumed.copy_state(), run.copy_state())
 
 
@@ -114,12 +121,12 @@ def test_failed_removal_of_old_checkpoints_does_not_fail_the_save(two_saved, mon
     checkpoints = run.checkpoints(folder, async_mode="async", keep_latest_k=1)
     with monkeypatch.context() as patch:
         patch.setattr(saved_folders, "remove_checkpoint", Mock(side_effect=KeyError("key")))
-        checkpoints.save(6, run.train_state(6))
+        checkpoints.save(6)
         checkpoints.saver.wait_until_saved()
 
     assert (checkpoints.stats()["failed_saves"], checkpoints.has_saved(6)) == (0, True)
 
-    checkpoints.save(8, run.train_state(8))
+    checkpoints.save(8)
     checkpoints.close()
 
     assert list_names(folder) == ["step-00000008"]
@@ -137,7 +144,7 @@ def test_save_whose_rename_may_not_be_durable_counts_as_saved(two_saved, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail_for_the_folder)
-        checkpoints.save(6, run.train_state(6))
+        checkpoints.save(6)
 
     assert checkpoints.has_saved(6)
     assert checkpoints.stats()["failed_saves"] == 0
@@ -145,7 +152,7 @@ def test_save_whose_rename_may_not_be_durable_counts_as_saved(two_saved, monkeyp
     # The older checkpoints stay until a save is durable, because the new one may be lost.
     assert list_names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
 
-    checkpoints.save(8, run.train_state(8))
+    checkpoints.save(8)
     assert list_names(folder) == ["step-00000008"]
 
 
@@ -164,7 +171,7 @@ def test_save_with_fp8_all_gather_stores_plain_weights(tmp_path):
 
     assert any(type(to_local(parameter)) is not torch.Tensor for parameter in model.parameters())
 
-    checkpoints.save(0, {"step": 0, "tokens": 0})
+    checkpoints.save(0)
 
     plain = Llama(model.arch)
     load_model_weights(tmp_path, plain)
