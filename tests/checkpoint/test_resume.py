@@ -80,57 +80,55 @@ def test_resume_with_other_dtypes_casts_weights_and_moments(tmp_path, sections):
     assert torch.bfloat16 in {tensor.dtype for tensor in half.copy_state().values()}
 
 
-def test_load_step_goes_back_once_and_renames_later_checkpoints(two_saved):
-    folder, run = two_saved
+def test_load_step_goes_back_once_and_renames_later_checkpoints(saved_run, tmp_path):
 
     def checkpoints_of(run: TinyRun, **options: Any) -> Checkpoints:
         options["exclude_from_loading"] = ("optimizer", "data")
         job = JobConfig.model_validate({"checkpoint": options}).model_dump(mode="json")
-        return run.checkpoints(folder, job=job, **options)
+        return run.checkpoints(tmp_path, job=job, **options)
 
-    checkpoints = checkpoints_of(run, load_step=2, keep_latest_k=1)
+    checkpoints = checkpoints_of(saved_run, load_step=2, keep_latest_k=1)
 
     assert checkpoints.load()["step"] == 2
 
-    run.step = 2
-    run.train(4)
+    saved_run.step = 2
+    saved_run.train(4)
     data = {"version": 1, "row": 3}
     checkpoints.save(6, data=data)
     checkpoints.close()
 
-    assert list_names(folder) == ["step-00000004.archived", "step-00000006"]
+    assert list_names(tmp_path) == ["step-00000004.archived", "step-00000006"]
 
     # A restart continues from the newest checkpoint.
     restarted = TinyRun(seed=99)
     saved = train_state(6, data=data)
     assert checkpoints_of(restarted, load_step=2, keep_latest_k=1).load() == saved
-    assert_equal(restarted.copy_state(), run.copy_state())
+    assert_equal(restarted.copy_state(), saved_run.copy_state())
 
     # Another value goes back again.
-    checkpoints_of(run, load_step=2, keep_latest_k=2).save(8, data=data)
+    checkpoints_of(saved_run, load_step=2, keep_latest_k=2).save(8, data=data)
     checkpoints_of(TinyRun(), load_step=6, keep_latest_k=2).load()
     archived = "step-00000004.archived", "step-00000008.archived"
 
-    assert list_names(folder) == sorted([*archived, "step-00000006"])
+    assert list_names(tmp_path) == sorted([*archived, "step-00000006"])
 
 
-def test_resume_restores_random_state_unless_excluded_from_loading(two_saved):
-    folder, run = two_saved
-    run.train(1)
+def test_resume_restores_random_state_unless_excluded_from_loading(saved_run, tmp_path):
+    saved_run.train(1)
     data = {"version": 1, "row": 3}
     torch.manual_seed(5)
-    run.checkpoints(folder).save(5, data=data)
+    saved_run.checkpoints(tmp_path).save(5, data=data)
     numbers = torch.rand(3)
 
     fresh = TinyRun(seed=99)
-    excluded = fresh.checkpoints(folder, exclude_from_loading=("optimizer", "data", "rng"))
+    excluded = fresh.checkpoints(tmp_path, exclude_from_loading=("optimizer", "data", "rng"))
 
     assert excluded.load() == train_state(5)
-    assert_equal(fresh.copy_weights(), run.copy_weights())
+    assert_equal(fresh.copy_weights(), saved_run.copy_weights())
     assert fresh.has_empty_optimizer()
     assert not torch.equal(torch.rand(3), numbers)
 
-    assert fresh.checkpoints(folder).load() == train_state(5, data=data)
+    assert fresh.checkpoints(tmp_path).load() == train_state(5, data=data)
     assert torch.equal(torch.rand(3), numbers)
 
 

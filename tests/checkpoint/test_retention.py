@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -223,14 +223,13 @@ def test_last_save_writes_final_outputs_and_archives_earlier_ones(tmp_path, mode
         TinyRun().checkpoints(final).load()
 
 
-def test_failed_export_leaves_no_files_and_counts_as_failed_save(tmp_path, monkeypatch):
+def test_failed_export_leaves_no_files_and_counts_as_failed_save(tmp_path):
     run = TinyRun()
     folder = tmp_path / "checkpoint"
     checkpoints = run.checkpoints(folder, last_save_in_hf=True)
     run.train(1)
-    with monkeypatch.context() as patch:
-        no_space = OSError(28, "No space left on device")
-        patch.setattr(huggingface, "save_file", Mock(side_effect=no_space))
+    no_space = OSError(28, "No space left on device")
+    with patch.object(huggingface, "save_file", side_effect=no_space):
         checkpoints.save(1, is_last=True)
     checkpoints.close()
 
@@ -253,7 +252,7 @@ def test_failed_export_leaves_no_files_and_counts_as_failed_save(tmp_path, monke
 
 def fail_exports() -> None:
     error = OSError(28, "No space left on device")
-    huggingface.save_file = Mock(side_effect=error)  # type: ignore[assignment]
+    patch.object(huggingface, "save_file", side_effect=error).start()
 
 
 @pytest.mark.slow
@@ -300,9 +299,8 @@ def test_foreign_final_hf_is_an_error_before_training(tmp_path):
     assert list_names(tmp_path / "out") == ["final_hf"]
 
 
-def test_next_start_finishes_an_interrupted_removal(two_saved, monkeypatch):
-    folder, run = two_saved
-    checkpoints = run.checkpoints(folder, keep_latest_k=1)
+def test_next_start_finishes_an_interrupted_removal(saved_run, tmp_path):
+    checkpoints = saved_run.checkpoints(tmp_path, keep_latest_k=1)
     unlink = Path.unlink
 
     def fail_at_index(path: Path, missing_ok: bool = False) -> None:
@@ -310,14 +308,13 @@ def test_next_start_finishes_an_interrupted_removal(two_saved, monkeypatch):
             raise OSError(5, "Input/output error")
         unlink(path, missing_ok)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", fail_at_index)
+    with patch.object(Path, "unlink", fail_at_index):
         checkpoints.save(6)
     checkpoints.close()
 
-    assert list_checkpoints(folder) == [folder / "step-00000006"]
-    assert list_names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
+    assert list_checkpoints(tmp_path) == [tmp_path / "step-00000006"]
+    assert list_names(tmp_path) == ["step-00000002", "step-00000004", "step-00000006"]
 
-    run.checkpoints(folder)
+    saved_run.checkpoints(tmp_path)
 
-    assert list_names(folder) == ["step-00000006"]
+    assert list_names(tmp_path) == ["step-00000006"]
