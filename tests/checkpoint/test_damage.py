@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import xxhash
-from ranks import start_small
+from ranks import run_small
 from test_manifest import reseal
 from tiny_run import (
     PROOF,
@@ -134,7 +134,7 @@ def test_damage_on_one_rank_is_erased_on_all_ranks(tmp_path):
         code: int = 0,
     ) -> str:
         batch = f"--training.local_batch_size 1 --training.steps {steps}"
-        return start_small(tmp_path / name, batch, options, ranks=2).wait_for_exit(code)
+        return run_small(tmp_path / name, batch, options, ranks=2, code=code)
 
     run = tmp_path / "run/checkpoint"
     expected = tmp_path / "expected/checkpoint"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import start_small
+from ranks import run_small
 from small_runs import job_tables
 from tiny_run import Checkpoints, TinyRun, assert_equal, list_names, train_state
 from train_variants import merge
@@ -206,8 +206,7 @@ def test_saved_optimizer_state_that_is_not_loaded_is_an_error_with_a_way_out(tmp
     def train(options: str, code: int = 0) -> str:
         plugin = "--job.plugins freezing_momentum --optimizer.name freezing_momentum"
         ranks = 2 if layout else 1
-        world = start_small(tmp_path / "run", plugin, layout, options, ranks=ranks)
-        return world.wait_for_exit(code)
+        return run_small(tmp_path / "run", plugin, layout, options, ranks=ranks, code=code)
 
     train("--training.steps 2")
     frozen = "--training.steps 4 --freezing_momentum.frozen output.weight"

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ranks import start_small
+from ranks import run_small
 from small_runs import read_jsonl
 from tiny_run import Checkpoints, TinyRun, assert_equal, list_names, load_model_weights
 
@@ -158,7 +158,7 @@ def test_best_checkpoint_of_a_run_survives_worse_steps_and_a_restart(tmp_path):
     options += " --validation.freq 2 --validation.holdout 0.05 --validation.sequences 4"
     options += " --training.local_batch_size 1 --training.global_batch_size 2 --training.steps"
     for last in ("7 --optimizer.lr 0.01", "12 --optimizer.lr 1"):
-        start_small(out, options, last, ranks=2).wait_for_exit(0)
+        run_small(out, options, last, ranks=2)
 
     entries = read_jsonl(out / "validation.jsonl")
     losses = {entry["step"]: entry["loss"] for entry in entries if entry["step"]}
@@ -175,7 +175,7 @@ def test_best_checkpoint_of_a_run_survives_worse_steps_and_a_restart(tmp_path):
     # Such files exist after a run has gone back to an earlier step.
     link.unlink()
     link.symlink_to("step-00000099")
-    start_small(out, options, "12").wait_for_exit(0)
+    run_small(out, options, "12")
 
     assert link.resolve().name == step_folder_name(best)
 
@@ -260,13 +260,13 @@ def test_error_after_a_failed_export_names_the_saved_checkpoint_and_a_restart_ex
     run = tmp_path / "run"
     options = "--checkpoint.last_save_in_hf --training.steps 2"
 
-    log = start_small(run, options, before=fail_exports).wait_for_exit(4)
+    log = run_small(run, options, before=fail_exports, code=4)
 
     [error] = [line for line in log.splitlines() if "exporting it" in line]
     assert f"{run}/checkpoint/step-00000002" in error
 
     metrics = (run / "metrics.jsonl").read_bytes()
-    start_small(run, options).wait_for_exit(0)
+    run_small(run, options)
 
     assert (run / "final_hf/config.json").is_file()
     assert (run / "metrics.jsonl").read_bytes() == metrics
