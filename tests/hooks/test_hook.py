@@ -124,14 +124,10 @@ class TensorHook(Hook):
         return {}
 
 
-def train_with_tensor(folder: Path, method: str) -> None:
-    with pytest.raises(UserError, match="tensor_hook"):
-        train_small(folder, TensorHook(method), "--checkpoint.interval 2")
-
-
 @pytest.mark.parametrize("method", ["numbers", "state_dict"])
-def test_a_hook_that_returns_a_tensor_instead_of_json_is_named(tmp_path, method):
-    run_ranks(1, train_with_tensor, tmp_path, method)
+def test_a_hook_that_returns_a_tensor_instead_of_json_is_named(tmp_path, method, single_rank):
+    with pytest.raises(UserError, match="tensor_hook"):
+        train_small(tmp_path, TensorHook(method), "--checkpoint.interval 2")
 
 
 class Interrupting(Hook):
@@ -151,13 +147,9 @@ class Interrupting(Hook):
         self.calls.append(("act", step))
 
 
-def train_with_hook_class(folder: Path) -> None:
+def test_a_hook_class_instead_of_an_object_is_rejected(tmp_path, single_rank):
     with pytest.raises(UserError, match="Interrupting"):
-        train_small(folder, Interrupting)  # type: ignore[arg-type]
-
-
-def test_a_hook_class_instead_of_an_object_is_rejected(tmp_path):
-    run_ranks(1, train_with_hook_class, tmp_path)
+        train_small(tmp_path, Interrupting)  # type: ignore[arg-type]
 
 
 def calls_until_stopped(folder: Path) -> list[tuple[str, int]]:
@@ -218,23 +210,21 @@ class Tally(Hook):
         return [self._count, int(self._total)]
 
 
-def train_with_tallies(folder: Path) -> None:
-    """Train with two hooks of one class, resume twice, and rename a hook at the second resume."""
+def test_two_hooks_of_one_class_keep_their_states_and_a_renamed_hook_is_reported(
+    tmp_path, single_rank
+):
+    """Train, resume twice, and rename a hook at the second resume."""
     options = "--checkpoint.interval 1 --lr_scheduler.decay_ratio 0 --training.steps"
-    train_small(folder, [Tally("one", 1), Tally("ten", 10)], options, 2)
+    train_small(tmp_path, [Tally("one", 1), Tally("ten", 10)], options, 2)
 
     one = Tally("one", 1)
     ten = Tally("ten", 10)
-    train_small(folder, [one, ten], options, 4)
+    train_small(tmp_path, [one, ten], options, 4)
     assert (one.sums, ten.sums) == ([4, 4], [40, 40])
 
     renamed = Tally("uno", 1)
-    train_small(folder, [renamed, ten], options, 5)
+    train_small(tmp_path, [renamed, ten], options, 5)
     assert renamed.sums == [1, 1]
-
-
-def test_two_hooks_of_one_class_keep_their_states_and_a_renamed_hook_is_reported(tmp_path):
-    run_ranks(1, train_with_tallies, tmp_path)
 
     log = read_log(tmp_path / "out")
     assert re.findall(r" hooks .*: (\w+)$| hooks, .*: (\w+)$", log, flags=re.M) == [
@@ -243,15 +233,11 @@ def test_two_hooks_of_one_class_keep_their_states_and_a_renamed_hook_is_reported
     ]
 
 
-def build_with_hooks(folder: Path, *names: str) -> None:
-    with pytest.raises(UserError, match="Tally") as caught:
-        small_trainer(folder, [Tally(name, 1) for name in names])
-    assert caught.value.exit_code == 2
-
-
 @pytest.mark.parametrize(
     "names",
     [("one", "one"), ("ema.x",), ("",), ("spike_guard",)],
 )
-def test_hooks_with_state_need_unique_valid_names(names, tmp_path):
-    run_ranks(1, build_with_hooks, tmp_path, *names)
+def test_hooks_with_state_need_unique_valid_names(names, tmp_path, single_rank):
+    with pytest.raises(UserError, match="Tally") as caught:
+        small_trainer(tmp_path, [Tally(name, 1) for name in names])
+    assert caught.value.exit_code == 2
