@@ -43,8 +43,8 @@ class RequestingHook(Hook):
         return {"skipped_records": 7, "mine": step / 2, "losses": 3}
 
 
-def record_calls(folder: Path, delay: int) -> list[tuple[str, int | None]]:
-    """Train with a hook, and return its calls with their steps."""
+def record_calls(folder: Path, delay: int) -> list[tuple[str, int]]:
+    """Train with a hook, and return its calls, each with the latest step that a call names."""
     REQUEST_DELAY["cpu"] = delay
     hook = Mock(spec=Hook, wraps=RequestingHook())
     options = "--checkpoint.interval 2 --metrics.log_freq 2"
@@ -53,11 +53,25 @@ def record_calls(folder: Path, delay: int) -> list[tuple[str, int | None]]:
     train_small(folder, hook, options)
 
     calls = []
+    step = 0
     for name, args, _ in hook.mock_calls:
         if name not in ("wants", "numbers", "state_dict", "tensors"):
-            has_step = args and isinstance(args[0], int)
-            calls.append((name, args[0] if has_step else None))
+            if args and isinstance(args[0], int):
+                step = args[0]
+            calls.append((name, step))
     return calls
+
+
+# Steps and the calls in each of them.
+CALLS = """
+0 built started train_begins validated
+1 before_step gradients before_update updated after_step logged check act
+2 before_step gradients before_update updated after_step logged check saving saved act
+3 before_step gradients before_update updated after_step check saving saved act
+4 before_step gradients before_update updated after_step logged check saving saved validated act
+5 before_step gradients before_update updated after_step check saving saved validated act ended
+5 close
+"""
 
 
 @pytest.mark.parametrize("delay", [0, 1], ids=["CPU", "GPU"])
@@ -67,18 +81,10 @@ def test_a_hook_is_called_and_its_requests_take_effect_in_the_same_order_on_all_
     """On a GPU, requests are submitted one step earlier, and take effect after the same step."""
     first, second = run_ranks(2, record_calls, tmp_path, delay)
 
-    step = ("before_step", "gradients", "before_update", "updated", "after_step")
-    save = ("saving", "saved")
-    expected = [("built", None), ("started", 0), ("train_begins", 0), ("validated", 0)]
-    expected += [(name, 1) for name in step]
-    expected += [("logged", None), ("check", 1), ("act", 1)]
-    expected += [(name, 2) for name in step] + [("logged", None)]
-    expected += [(name, 2) for name in ("check", *save, "act")]
-    expected += [(name, 3) for name in (*step, "check", *save, "act")]
-    expected += [(name, 4) for name in step] + [("logged", None)]
-    expected += [(name, 4) for name in ("check", *save, "validated", "act")]
-    expected += [(name, 5) for name in (*step, "check", *save, "validated", "act", "ended")]
-    expected += [("close", None)]
+    expected = []
+    for line in CALLS.strip().splitlines():
+        step, *names = line.split()
+        expected += [(name, int(step)) for name in names]
     assert first == second == expected
 
     assert list_saved_steps(tmp_path / "out") == [2, 3, 4, 5]
