@@ -306,30 +306,18 @@ def test_run_whose_export_fails_still_waits_for_its_last_copy(tmp_path, mirror_f
     assert "manifest.json" in list_names(mirror_folder / "step-00000002")
 
 
-def test_next_start_finishes_an_interrupted_removal_at_the_mirror(
-    tmp_path, mirror_folder, to_folder
-):
-    options = f"{to_folder} {EVERY_SECOND_STEP} {KEEP_NEWEST}"
-    run_small(tmp_path / "run", options, "--training.steps 2")
-    # A start that was killed has removed some files of step 1.
-    interrupted = mirror_folder / "step-00000001"
-    interrupted.mkdir()
-    saved = tmp_path / "run/checkpoint/step-00000002"
-    shutil.copy(saved / ".metadata", interrupted)
-    shutil.copy(saved / "manifest.json", interrupted / "manifest.json.incomplete")
-
-    run_small(tmp_path / "run", options, "--training.steps 4")
-
-    assert list_names(mirror_folder) == ["step-00000004"]
-
-
-def test_next_start_cleans_up_after_copies_that_were_interrupted_at_their_end(
+def test_next_start_cleans_up_after_interrupted_copies_and_removals_at_the_mirror(
     tmp_path, mirror_folder, to_folder
 ):
     run = tmp_path / "run"
     options = f"{to_folder} {EVERY_SECOND_STEP} --training.steps 4"
     run_small(run, options)
     shutil.rmtree(run / "checkpoint/step-00000002")
+    # Some files of step 1 are removed.
+    interrupted = shutil.copytree(mirror_folder / "step-00000002", mirror_folder / "step-00000001")
+    (interrupted / "__0_0.distcp").unlink()
+    (interrupted / "manifest.json").rename(interrupted / "manifest.json.incomplete")
+    # Copies were interrupted at their end.
     for manifest in mirror_folder.glob("*/manifest.json"):
         shutil.copy(manifest, f"{manifest}.incomplete")
 
