@@ -62,16 +62,16 @@ def record_calls(folder: Path, delay: int) -> list[tuple[str, int]]:
     return calls
 
 
-# Steps and the calls in each of them.
-CALLS = """
-0 built started train_begins validated
-1 before_step gradients before_update updated after_step logged check act
-2 before_step gradients before_update updated after_step logged check saving saved act
-3 before_step gradients before_update updated after_step check saving saved act
-4 before_step gradients before_update updated after_step logged check saving saved validated act
-5 before_step gradients before_update updated after_step check saving saved validated act ended
-5 close
-"""
+STEP = "before_step gradients before_update updated after_step"
+CALLS = {
+    0: "built started train_begins validated",
+    1: f"{STEP} logged check act",
+    2: f"{STEP} logged check saving saved act",
+    3: f"{STEP} check saving saved act",
+    4: f"{STEP} logged check saving saved validated act",
+    5: f"{STEP} check saving saved validated act ended close",
+}
+"""Expected calls of a hook in each step, in order."""
 
 
 @pytest.mark.parametrize("delay", [0, 1], ids=["CPU", "GPU"])
@@ -82,9 +82,8 @@ def test_a_hook_is_called_and_its_requests_take_effect_in_the_same_order_on_all_
     first, second = run_ranks(2, record_calls, tmp_path, delay)
 
     expected = []
-    for line in CALLS.strip().splitlines():
-        step, *names = line.split()
-        expected += [(name, int(step)) for name in names]
+    for step, names in CALLS.items():
+        expected += [(name, step) for name in names.split()]
     assert first == second == expected
 
     assert list_saved_steps(tmp_path / "out") == [2, 3, 4, 5]
