@@ -55,7 +55,6 @@ def test_save_waits_for_the_save_in_progress_and_counts_it(tmp_path, monkeypatch
 
 
 def test_manifest_describes_the_run(saved_run, tmp_path):
-
     info = read_manifest(tmp_path / "step-00000002")["info"]
 
     assert info["layout"] == {"world_size": 1}
