@@ -111,6 +111,7 @@ def restore_process_state() -> Iterator[None]:
         logger.setLevel(level)
     for handler, level in levels.items():
         handler.setLevel(level)
+    logging.captureWarnings(False)
     list_gpus.cache_clear()
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]

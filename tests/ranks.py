@@ -224,8 +224,8 @@ def small_trainer(folder: str | Path, hooks: Hook | list[Hook], *options: object
 
 def train_small(folder: str | Path, hooks: Hook | list[Hook], *options: object) -> Trainer:
     """Train like `small_trainer` to the end, and return the closed trainer."""
-    trainer = small_trainer(folder, hooks, *options)
-    trainer.train()
+    with small_trainer(folder, hooks, *options) as trainer:
+        trainer.train()
     return trainer
 
 

@@ -6,13 +6,22 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import xxhash
-from ranks import start_small
+from ranks import run_small
 from test_manifest import reseal
-from tiny_run import PROOF, Malicious, TinyRun, assert_equal, list_names, load_model_weights
+from tiny_run import (
+    PROOF,
+    Malicious,
+    TinyRun,
+    assert_equal,
+    list_names,
+    load_model_weights,
+    train_state,
+)
 from torch.distributed.checkpoint.metadata import Metadata
 
 from titanlite.checkpoint.find import resume_hint
@@ -40,43 +49,43 @@ def resume(folder: Path, **keys: Any) -> int:
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "manifest.json"])
-def test_resume_from_a_damaged_checkpoint_names_the_file_and_uses_an_older_one(two_saved, file):
-    folder, run = two_saved
-    damaged = folder / LATEST
+def test_resume_from_a_damaged_checkpoint_names_the_file_and_uses_an_older_one(
+    saved_run, tmp_path, file
+):
+    damaged = tmp_path / LATEST
     flip_bit(damaged / file)
-    model = Llama(run.model.arch)
+    model = Llama(saved_run.model.arch)
     lines = []
 
-    assert load_model_weights(folder, model, lines.append)["train_state"]["step"] == 2
+    assert load_model_weights(tmp_path, model, lines.append)["train_state"]["step"] == 2
     assert f"{LATEST} is damaged: {file}" in lines[0]
     with pytest.raises(CheckpointError, match=f"{LATEST} is damaged: {file}"):
         load_model_weights(damaged, model)
 
-    checkpoints = TinyRun().checkpoints(folder)
+    checkpoints = TinyRun().checkpoints(tmp_path)
     assert checkpoints.load()["step"] == 2
-    assert list_names(folder) == ["step-00000002", f"{LATEST}.damaged"]
+    assert list_names(tmp_path) == ["step-00000002", f"{LATEST}.damaged"]
     assert any(f"{LATEST} is damaged: {file}" in line for line in checkpoints.lines)
 
     # load_step never falls back to another checkpoint.
     damaged.with_suffix(".damaged").rename(damaged)
     with pytest.raises(CheckpointError, match=f"load_step = 4(?s:.*){LATEST}: {file}"):
-        resume(folder, load_step=4)
+        resume(tmp_path, load_step=4)
 
 
-def test_rollback_with_only_damaged_checkpoints_erases_the_live_state(two_saved):
-    folder, run = two_saved
-    checkpoints = run.checkpoints(folder)
-    before = list_names(folder)
+def test_rollback_with_only_damaged_checkpoints_erases_the_live_state(saved_run, tmp_path):
+    checkpoints = saved_run.checkpoints(tmp_path)
+    before = list_names(tmp_path)
     for step_folder in before:
-        flip_bit(folder / step_folder / "__0_0.distcp")
+        flip_bit(tmp_path / step_folder / "__0_0.distcp")
 
     message = rf"before step 5(?s:.*){LATEST}(?s:.*)step-00000002"
 
     with pytest.raises(CheckpointError, match=message):
         checkpoints.resumer.load_before(5)
 
-    assert not any(tensor.nan_to_num().any() for tensor in run.copy_state().values())
-    assert list_names(folder) == before
+    assert not any(tensor.nan_to_num().any() for tensor in saved_run.copy_state().values())
+    assert list_names(tmp_path) == before
 
 
 def count_bytes_read() -> int:
@@ -89,17 +98,17 @@ def test_resume_reads_a_large_checkpoint_once_and_verifies_all_of_it(tmp_path):
     run = TinyRun(model=large)
     checkpoints = run.checkpoints(tmp_path)
     run.train(1)
-    checkpoints.save(2, run.train_state(2))
+    checkpoints.save(2)
     older_state = run.copy_state()
     run.train(1)
-    checkpoints.save(4, run.train_state(4))
+    checkpoints.save(4)
     file = tmp_path / LATEST / "__0_0.distcp"
     size = file.stat().st_size
 
     resumed = TinyRun(seed=99, model=large)
     before = count_bytes_read()
 
-    assert resumed.checkpoints(tmp_path).load() == run.train_state(4)
+    assert resumed.checkpoints(tmp_path).load() == train_state(4)
     assert count_bytes_read() - before < 1.01 * size
     assert_equal(resumed.copy_state(), run.copy_state())
 
@@ -107,7 +116,7 @@ def test_resume_reads_a_large_checkpoint_once_and_verifies_all_of_it(tmp_path):
         flip_bit(file, position)
         resumed = TinyRun(seed=99, model=large)
         checkpoints = resumed.checkpoints(tmp_path)
-        assert checkpoints.load() == run.train_state(2)
+        assert checkpoints.load() == train_state(2)
         assert_equal(resumed.copy_state(), older_state)
         assert "__0_0.distcp" in next(line for line in checkpoints.lines if "damaged" in line)
         file.parent.with_suffix(".damaged").rename(file.parent)
@@ -125,7 +134,7 @@ def test_damage_on_one_rank_is_erased_on_all_ranks(tmp_path):
         code: int = 0,
     ) -> str:
         batch = f"--training.local_batch_size 1 --training.steps {steps}"
-        return start_small(tmp_path / name, batch, options, ranks=2).wait_for_exit(code)
+        return run_small(tmp_path / name, batch, options, ranks=2, code=code)
 
     run = tmp_path / "run/checkpoint"
     expected = tmp_path / "expected/checkpoint"
@@ -152,9 +161,8 @@ def test_damage_on_one_rank_is_erased_on_all_ranks(tmp_path):
     assert list_names(expected) == ["step-00000005.damaged", "step-00000007.damaged"]
 
 
-def test_unreadable_file_stops_the_run_and_renames_nothing(two_saved, monkeypatch):
-    folder, _ = two_saved
-    before = list_names(folder)
+def test_unreadable_file_stops_the_run_and_renames_nothing(saved_run, tmp_path):
+    before = list_names(tmp_path)
     open_file = os.open
 
     def open_or_fail(path: Any, *args: Any) -> int:
@@ -162,24 +170,21 @@ def test_unreadable_file_stops_the_run_and_renames_nothing(two_saved, monkeypatc
             raise OSError(116, "Stale file handle")
         return open_file(path, *args)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", open_or_fail)
-        message = r"cannot read .*__0_0\.distcp: .*Stale file handle"
-        with pytest.raises(CheckpointError, match=message):
-            resume(folder)
+    message = r"cannot read .*__0_0\.distcp: .*Stale file handle"
+    with patch.object(os, "open", open_or_fail), pytest.raises(CheckpointError, match=message):
+        resume(tmp_path)
 
-    assert list_names(folder) == before
-    assert resume(folder) == 4
+    assert list_names(tmp_path) == before
+    assert resume(tmp_path) == 4
 
 
-def test_run_without_a_valid_checkpoint_fails_at_every_start(two_saved):
-    folder, _ = two_saved
-    for path in list_checkpoints(folder):
+def test_run_without_a_valid_checkpoint_fails_at_every_start(saved_run, tmp_path):
+    for path in list_checkpoints(tmp_path):
         (path / ".metadata").unlink()
 
     for message in (r"no valid checkpoint(?s:.*)step-00000002: .metadata: mis", "renamed earlier"):
         with pytest.raises(CheckpointError, match=message):
-            resume(folder)
+            resume(tmp_path)
 
 
 def truncate(path: Path) -> None:
@@ -187,20 +192,21 @@ def truncate(path: Path) -> None:
 
 
 @pytest.mark.parametrize("destroy", [Path.unlink, truncate])
-def test_step_whose_manifest_is_destroyed_is_set_aside_and_saved_again(two_saved, destroy):
-    folder, run = two_saved
-    destroy(folder / LATEST / "manifest.json")
+def test_step_whose_manifest_is_destroyed_is_set_aside_and_saved_again(
+    saved_run, tmp_path, destroy
+):
+    destroy(tmp_path / LATEST / "manifest.json")
     resumed = TinyRun(seed=99)
-    checkpoints = resumed.checkpoints(folder)
+    checkpoints = resumed.checkpoints(tmp_path)
 
     resumed.step = checkpoints.load()["step"]
     resumed.train(2)
-    checkpoints.save(4, resumed.train_state(), is_last=True)
+    checkpoints.save(4, is_last=True)
 
     assert checkpoints.has_saved(4)
-    assert list_names(folder) == ["step-00000002", LATEST, f"{LATEST}.damaged"]
-    assert resume(folder) == 4
-    assert_equal(resumed.copy_state(), run.copy_state())
+    assert list_names(tmp_path) == ["step-00000002", LATEST, f"{LATEST}.damaged"]
+    assert resume(tmp_path) == 4
+    assert_equal(resumed.copy_state(), saved_run.copy_state())
 
 
 @pytest.mark.parametrize(
@@ -208,25 +214,23 @@ def test_step_whose_manifest_is_destroyed_is_set_aside_and_saved_again(two_saved
     [(-1, 4), (2, 2)],
     ids=["newest", "load_step"],
 )
-def test_resume_keeps_step_folders_of_other_programs(two_saved, load_step, step):
-    folder, _ = two_saved
-    foreign = folder / "step-00001000"
+def test_resume_keeps_step_folders_of_other_programs(saved_run, tmp_path, load_step, step):
+    foreign = tmp_path / "step-00001000"
     foreign.mkdir()
     for name in ("manifest.json", ".metadata"):
         (foreign / name).write_text("{}")
 
-    assert resume(folder, load_step=load_step) == step
+    assert resume(tmp_path, load_step=load_step) == step
     assert list_names(foreign) == [".metadata", "manifest.json"]
 
 
-def test_the_hint_to_resume_names_the_newest_valid_checkpoint(two_saved):
-    folder, _ = two_saved
-    (folder / LATEST / "manifest.json").write_text("{")
-    job = {"job": {"dump_folder": str(folder.parent)}, "checkpoint": {"folder": folder.name}}
+def test_the_hint_to_resume_names_the_newest_valid_checkpoint(saved_run, tmp_path):
+    (tmp_path / LATEST / "manifest.json").write_text("{")
+    job = {"job": {"dump_folder": str(tmp_path.parent)}, "checkpoint": {"folder": tmp_path.name}}
 
     hint = resume_hint(Run(JobConfig(**job)), ["--training.steps", "9"])
 
-    assert f"{folder}/step-00000002" in hint
+    assert f"{tmp_path}/step-00000002" in hint
     assert hint.endswith("titanlite train --training.steps 9")
 
 
@@ -234,7 +238,7 @@ def test_resume_skips_a_checkpoint_whose_data_position_is_after_its_step(tmp_pat
     checkpoints = TinyRun().checkpoints(tmp_path)
     for step, data_step in ((2, 2), (4, 5)):
         data = {"version": 2, "schedule": {"step": data_step, "rows": [8]}}
-        checkpoints.save(step, {"step": step, "tokens": 64 * step, "data": data})
+        checkpoints.save(step, data=data)
 
     assert resume(tmp_path) == 2
 
@@ -276,17 +280,16 @@ CHANGE_TORCH = (
     ],
     ids=["call", "nested call", "class", "path", "chunks", "build"],
 )
-def test_malicious_index_with_valid_checksums_is_rejected(two_saved, alter, message):
-    folder, run = two_saved
-    path = folder / LATEST
+def test_malicious_index_with_valid_checksums_is_rejected(saved_run, tmp_path, alter, message):
+    path = tmp_path / LATEST
     index = pickle.loads((path / ".metadata").read_bytes())
     reseal(path, None, **{".metadata": alter(index) or pickle.dumps(index, 4)})
 
     rejected = f"cannot read .*metadata: .*{message}"
     with pytest.raises(CheckpointError, match=rejected):
-        load_model_weights(folder, Llama(run.model.arch))
+        load_model_weights(tmp_path, Llama(saved_run.model.arch))
     with pytest.raises(CheckpointError, match=rejected):
-        resume(folder)
+        resume(tmp_path)
 
     assert not PROOF.exists()
     assert not hasattr(Metadata, "planted")
@@ -297,10 +300,9 @@ def test_malicious_index_with_valid_checksums_is_rejected(two_saved, alter, mess
     [Malicious(), {"a": 1}],
     ids=["code", "no tensor"],
 )
-def test_malicious_tensor_file_with_valid_checksums_runs_no_code(two_saved, content):
+def test_malicious_tensor_file_with_valid_checksums_runs_no_code(saved_run, tmp_path, content):
     """The message does not suggest to load it without a check."""
-    folder, run = two_saved
-    path = folder / LATEST / "__0_0.distcp"
+    path = tmp_path / LATEST / "__0_0.distcp"
     size = path.stat().st_size
     torch.save(content, path)
     reseal(path.parent, **{path.name: path.read_bytes().ljust(size, b"\0")})
@@ -312,7 +314,7 @@ def test_malicious_tensor_file_with_valid_checksums_runs_no_code(two_saved, cont
     reseal(path.parent, None, **{".metadata": pickle.dumps(index, 4)})
 
     with pytest.raises(CheckpointError, match=rf"cannot load .*{LATEST}") as caught:
-        load_model_weights(folder, Llama(run.model.arch))
+        load_model_weights(tmp_path, Llama(saved_run.model.arch))
 
     assert "can still be loaded" not in str(caught.value)
     assert not PROOF.exists()
@@ -323,7 +325,7 @@ def test_load_rejects_weights_that_are_not_finite(tmp_path):
     run.model.get_parameter("layers.1.attention.wq.weight").data[3, 5] = float("nan")
     run.model.get_parameter("norm.weight").data[0] = float("inf")
     saved = tmp_path / "saved"
-    run.checkpoints(saved).save(1, run.train_state(1))
+    run.checkpoints(saved).save(1)
 
     message = r"NaN or infinite:\n.*layers\.1\.attention\.wq\.weight\n.*norm\."
     with pytest.raises(CheckpointError, match=message):
@@ -334,22 +336,21 @@ def test_load_rejects_weights_that_are_not_finite(tmp_path):
         load_model_weights(saved, Llama(run.model.arch))
 
 
-def test_initial_weights_are_loaded_by_a_new_run_and_not_by_its_restart(two_saved, tmp_path):
-    folder, run = two_saved
+def test_initial_weights_are_loaded_by_a_new_run_and_not_by_its_restart(saved_run, tmp_path):
     with pytest.raises(UserError, match="elsewhere does not exist"):
-        load_model_weights(folder / "elsewhere", run.model)
+        load_model_weights(tmp_path / "elsewhere", saved_run.model)
 
     fresh = TinyRun(seed=99)
-    checkpoints = fresh.checkpoints(tmp_path / "new", initial_load_path=str(folder))
+    checkpoints = fresh.checkpoints(tmp_path / "new", initial_load_path=str(tmp_path))
 
     assert checkpoints.load() is None
-    assert checkpoints.lines[-1] == f"Starting from the weights in {folder / LATEST}"
-    assert_equal(fresh.copy_weights(), run.copy_weights())
+    assert checkpoints.lines[-1] == f"Starting from the weights in {tmp_path / LATEST}"
+    assert_equal(fresh.copy_weights(), saved_run.copy_weights())
     assert fresh.has_empty_optimizer()
 
     # A run that has a checkpoint does not read the initial weights again.
     fresh.train(1)
-    checkpoints.save(1, fresh.train_state())
+    checkpoints.save(1)
     resumed = TinyRun(seed=98)
 
     assert resumed.checkpoints(tmp_path / "new", initial_load_path="nowhere").load() is not None

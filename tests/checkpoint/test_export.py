@@ -115,7 +115,7 @@ def test_export_includes_the_tokenizer_and_never_overwrites_a_folder(tmp_path, c
     from transformers import AutoTokenizer, GenerationConfig
 
     run = TinyRun()
-    run.checkpoints(tmp_path / "checkpoint").save(2, run.train_state(2))
+    run.checkpoints(tmp_path / "checkpoint").save(2)
     out = tmp_path / "hf"
     command = f"export --checkpoint {tmp_path}/checkpoint --out {out} --json".split()
     with_tokenizer = [*command, "--tokenizer", str(TIKTOKEN)]

@@ -6,7 +6,7 @@ import shutil
 import stat
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import pytest
 import xxhash
@@ -145,9 +145,7 @@ def test_nothing_is_published_over_an_existing_folder_or_without_all_files(tmp_p
         publish_checkpoint(path, 200, {"a.bin": {"size": 3, "xxh3_128": "00"}}, {})
 
 
-def test_only_published_folders_are_checkpoints_and_only_leftovers_are_removed(
-    tmp_path, monkeypatch
-):
+def test_only_published_folders_are_checkpoints_and_only_leftovers_are_removed(tmp_path):
     expected = [write_checkpoint(tmp_path, step) for step in (7, 99_999_999, 100_000_000)]
     (tmp_path / "step-00000011").write_text("a file")
     others = ".tmp-step-00000009 step-9 step-00000009.damaged step-00000009-old notes step-abc"
@@ -161,9 +159,8 @@ def test_only_published_folders_are_checkpoints_and_only_leftovers_are_removed(
     assert list_checkpoints(tmp_path / "absent") == []
 
     lines: list[str] = []
-    with monkeypatch.context() as patch:
-        busy = Mock(side_effect=OSError(16, "Device or resource busy", ".nfs0001"))
-        patch.setattr(shutil, "rmtree", busy)
+    busy = OSError(16, "Device or resource busy", ".nfs0001")
+    with patch.object(shutil, "rmtree", side_effect=busy):
         remove_unfinished(tmp_path, "owner", lines.append)
 
     assert leftover.exists()

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from moto.server import ThreadedMotoServer
-from ranks import start_small, titanlite
+from ranks import run_small, start_small, titanlite
 from small_runs import SMALL, read_losses, read_metrics
 from tiny_run import list_names
 
@@ -102,22 +101,12 @@ def to_folder(mirror_folder) -> str:
     return f"--checkpoint.mirror file://{mirror_folder}"
 
 
-def train(
-    out: Path,
-    *options: str,
-    code: int = 0,
-    before: Callable[[], None] | None = None,
-) -> str:
-    """Train the small job on one rank, check the exit code, and return the output."""
-    return start_small(out, *options, before=before).wait_for_exit(code)
-
-
 def test_another_node_resumes_from_the_newest_valid_checkpoint_of_the_mirror(server, tmp_path):
     retention = "--checkpoint.interval 3 --checkpoint.keep_latest_k 2"
     options = f"{TO_BUCKET} --lr_scheduler.total_steps 20 {retention}"
     # The run ends while an older checkpoint is still being copied.
     slow = "--training.steps 10 --checkpoint.mirror_mbps 40"
-    start_small(tmp_path / "one", options, slow, ranks=2).wait_for_exit(0)
+    run_small(tmp_path / "one", options, slow, ranks=2)
     kept = ["step-00000009/manifest.json", "step-00000010/manifest.json"]
 
     assert sorted(read_mirror("manifest.json")) == kept
@@ -126,16 +115,16 @@ def test_another_node_resumes_from_the_newest_valid_checkpoint_of_the_mirror(ser
     # A job that does not match the checkpoints downloads nothing.
     flip_bit(10)
     bucket().pipe("bucket/run/step-00000011/manifest.json", encode_manifest({"step": 11}))
-    train(tmp_path / "other", options, "--model.dim 32", code=2)
+    run_small(tmp_path / "other", options, "--model.dim 32", code=2)
     assert not read_files(tmp_path / "other")
 
-    assert "Resumed after step 9 " in train(tmp_path / "two", options)
+    assert "Resumed after step 9 " in run_small(tmp_path / "two", options)
     # The first run adds the losses of two ranks.
     expected = pytest.approx(read_losses(tmp_path / "one")[10], rel=1e-5)
     assert read_losses(tmp_path / "two")[10] == expected
 
     go_back = "--checkpoint.load_step 9 --training.steps 10"
-    assert "Resumed after step 9 " in train(tmp_path / "back", options, go_back)
+    assert "Resumed after step 9 " in run_small(tmp_path / "back", options, go_back)
 
     # Runs keep the manifest that they did not write.
     bucket().rm_file("bucket/run/step-00000011/manifest.json")
@@ -146,12 +135,12 @@ def test_another_node_resumes_from_the_newest_valid_checkpoint_of_the_mirror(ser
 
     # Another manifest of step 10 means that another process has saved this step.
     bucket().copy(*(f"bucket/run/{name}" for name in kept))
-    assert "started twice" in train(tmp_path / "back", options, "--training.steps 10", code=4)
+    assert "started twice" in run_small(tmp_path / "back", options, "--training.steps 10", code=4)
 
     # Without a valid checkpoint, every start fails.
     flip_bit(9)
     for _ in range(2):
-        train(tmp_path / "three", options, code=4)
+        run_small(tmp_path / "three", options, code=4)
 
 
 def test_interrupted_copy_is_not_a_checkpoint_and_is_repeated_by_the_next_start(server, tmp_path):
@@ -166,7 +155,7 @@ def test_interrupted_copy_is_not_a_checkpoint_and_is_repeated_by_the_next_start(
     assert read_mirror("manifest.json") == {}
 
     bucket().pipe("bucket/run/other/step-00000001/.metadata", b"of another run, which sends it now")
-    train(tmp_path / "one", options)
+    run_small(tmp_path / "one", options)
 
     assert read_mirror().keys() - read_files(tmp_path / "one/checkpoint").keys() == {
         "other/step-00000001/.metadata"
@@ -192,7 +181,7 @@ def test_run_continues_without_the_server_and_fails_only_if_the_last_copy_fails(
     assert URL in world.wait_for_exit(4)
 
     server.start()
-    train(tmp_path / "one", options, "--training.steps 1")
+    run_small(tmp_path / "one", options, "--training.steps 1")
 
     assert read_mirror() == read_files(tmp_path / "one/checkpoint")
 
@@ -212,14 +201,14 @@ def test_mirror_never_changes_files_that_the_run_did_not_write(tmp_path, mirror_
         path.write_text(name)
     options = f"{to_folder} {EVERY_SECOND_STEP} {KEEP_NEWEST}"
 
-    train(tmp_path / "run", options, "--training.steps 2")
+    run_small(tmp_path / "run", options, "--training.steps 2")
 
     assert "manifest.json" in list_names(mirror_folder / "step-00000002")
 
-    output = train(tmp_path / "run", options, "--training.steps 4", code=4)
+    output = run_small(tmp_path / "run", options, "--training.steps 4", code=4)
     assert f"{mirror_folder}/step-00000004 contains files that this run did not write" in output
 
-    train(tmp_path / "run", options, "--training.steps 6")
+    run_small(tmp_path / "run", options, "--training.steps 6")
 
     assert all((mirror_folder / name).read_text() == name for name in foreign)
     assert list_names(mirror_folder / "step-00000002") == ["notes.txt"]
@@ -232,14 +221,14 @@ def test_imported_weights_are_kept_in_the_folder_and_at_the_mirror(
 ):
     run = tmp_path / "run"
     options = f"{to_folder} {EVERY_STEP} {KEEP_NEWEST}"
-    train(run, options, "--training.steps 1")
+    run_small(run, options, "--training.steps 1")
     titanlite("average", run, run, "--out", tmp_path / "mean")
-    train(run, options, "--training.steps 2")
+    run_small(run, options, "--training.steps 2")
     imported = tmp_path / "mean/step-00000001"
     for folder in (run / "checkpoint", mirror_folder):
         shutil.copytree(imported, folder / imported.name)
 
-    train(run, options, "--training.steps 4")
+    run_small(run, options, "--training.steps 4")
 
     for folder in (run / "checkpoint", mirror_folder):
         assert list_names(folder / imported.name) == list_names(imported)
@@ -250,10 +239,10 @@ def test_mirror_with_only_imported_weights_is_an_error_before_training(
     tmp_path, mirror_folder, to_folder
 ):
     run = tmp_path / "run"
-    train(run, "--training.steps 1")
+    run_small(run, "--training.steps 1")
     titanlite("average", run, run, "--out", mirror_folder)
 
-    log = train(tmp_path / "new", to_folder, code=2)
+    log = run_small(tmp_path / "new", to_folder, code=2)
 
     assert "step-00000001 contains imported weights" in log
     assert "initial_load_path" in log
@@ -265,10 +254,10 @@ def test_mirror_with_only_the_weights_of_the_last_step_is_an_error_before_traini
 ):
     validation = "--checkpoint.keep_best --validation.freq 1 --validation.holdout 0.2"
     options = f"{to_folder} {validation} --checkpoint.last_save_model_only --training.steps 1"
-    train(tmp_path / "run", options)
+    run_small(tmp_path / "run", options)
     assert list_names(mirror_folder) == ["final"]
 
-    train(tmp_path / "new", options, code=4)
+    run_small(tmp_path / "new", options, code=4)
 
 
 def fail_at_once() -> None:
@@ -294,9 +283,9 @@ def test_full_mirror_on_a_local_disk_keeps_no_partial_copy_and_gets_no_advice_ab
     tmp_path, mirror_folder, to_folder
 ):
     run = tmp_path / "run"
-    train(run, to_folder, "--training.steps 1")
+    run_small(run, to_folder, "--training.steps 1")
 
-    log = train(run, to_folder, "--training.steps 2", code=4, before=fill_mirror)
+    log = run_small(run, to_folder, "--training.steps 2", code=4, before=fill_mirror)
 
     assert "No space left on device" in log
     assert "AWS" not in log
@@ -312,39 +301,27 @@ def test_run_whose_export_fails_still_waits_for_its_last_copy(tmp_path, mirror_f
     slow = f"{to_folder} {EVERY_STEP} --checkpoint.mirror_mbps 20"
     options = f"{slow} --training.steps 2 --checkpoint.last_save_in_hf"
 
-    train(tmp_path / "run", options, code=4, before=fail_to_export)
+    run_small(tmp_path / "run", options, code=4, before=fail_to_export)
 
     assert "manifest.json" in list_names(mirror_folder / "step-00000002")
 
 
-def test_next_start_finishes_an_interrupted_removal_at_the_mirror(
-    tmp_path, mirror_folder, to_folder
-):
-    options = f"{to_folder} {EVERY_SECOND_STEP} {KEEP_NEWEST}"
-    train(tmp_path / "run", options, "--training.steps 2")
-    # A start that was killed has removed some files of step 1.
-    interrupted = mirror_folder / "step-00000001"
-    interrupted.mkdir()
-    saved = tmp_path / "run/checkpoint/step-00000002"
-    shutil.copy(saved / ".metadata", interrupted)
-    shutil.copy(saved / "manifest.json", interrupted / "manifest.json.incomplete")
-
-    train(tmp_path / "run", options, "--training.steps 4")
-
-    assert list_names(mirror_folder) == ["step-00000004"]
-
-
-def test_next_start_cleans_up_after_copies_that_were_interrupted_at_their_end(
+def test_next_start_cleans_up_after_interrupted_copies_and_removals_at_the_mirror(
     tmp_path, mirror_folder, to_folder
 ):
     run = tmp_path / "run"
     options = f"{to_folder} {EVERY_SECOND_STEP} --training.steps 4"
-    train(run, options)
+    run_small(run, options)
     shutil.rmtree(run / "checkpoint/step-00000002")
+    # Some files of step 1 are removed.
+    interrupted = shutil.copytree(mirror_folder / "step-00000002", mirror_folder / "step-00000001")
+    (interrupted / "__0_0.distcp").unlink()
+    (interrupted / "manifest.json").rename(interrupted / "manifest.json.incomplete")
+    # Copies were interrupted at their end.
     for manifest in mirror_folder.glob("*/manifest.json"):
         shutil.copy(manifest, f"{manifest}.incomplete")
 
-    log = train(run, options, KEEP_NEWEST, before=fail_at_once)
+    log = run_small(run, options, KEEP_NEWEST, before=fail_at_once)
 
     assert "Could not" not in log
     assert list_names(mirror_folder) == ["step-00000004"]
@@ -355,10 +332,10 @@ def test_empty_local_folder_of_the_selected_step_is_replaced_by_that_of_the_mirr
     tmp_path, to_folder
 ):
     options = f"{to_folder} {EVERY_SECOND_STEP} --training.steps 4"
-    train(tmp_path / "one", options)
+    run_small(tmp_path / "one", options)
     (tmp_path / "two/checkpoint/step-00000002").mkdir(parents=True)
 
-    log = train(tmp_path / "two", options, "--checkpoint.load_step 2")
+    log = run_small(tmp_path / "two", options, "--checkpoint.load_step 2")
 
     assert "Resumed after step 2 " in log
 
@@ -377,7 +354,9 @@ def fail_to_list_checkpoints_in_the_thread() -> None:
 def test_error_outside_of_the_storage_is_counted_and_fails_the_last_copy(tmp_path, to_folder):
     options = f"{to_folder} --training.steps 3"
 
-    log = train(tmp_path / "run", options, code=4, before=fail_to_list_checkpoints_in_the_thread)
+    log = run_small(
+        tmp_path / "run", options, code=4, before=fail_to_list_checkpoints_in_the_thread
+    )
 
     assert "Stale file handle" in log
     assert read_metrics(tmp_path / "run")[3]["failed_mirrors"] == 1
@@ -400,7 +379,7 @@ def test_storage_error_names_the_storage_and_not_the_local_checkpoint(server, tm
     server._server.app = fail_uploads
     options = f"{TO_BUCKET} --training.steps 1"
 
-    output = train(tmp_path / "one", options, code=4, before=try_copies_twice)
+    output = run_small(tmp_path / "one", options, code=4, before=try_copies_twice)
 
     [failure] = [line for line in output.splitlines() if "Could not" in line]
     assert f"{URL}/step-00000001" in failure
@@ -424,7 +403,7 @@ def test_unusable_url_is_an_error_before_the_start(server, tmp_path, url, reason
     post("reset-auth", b"0" if url == URL else b"inf")
     data = f"--dataset.source text --dataset.path {url}"
 
-    output = train(tmp_path / "one", f"--checkpoint.mirror {url}", data, code=2)
+    output = run_small(tmp_path / "one", f"--checkpoint.mirror {url}", data, code=2)
 
     for text in ("checkpoint.mirror", "dataset.path", reason):
         assert text in output
@@ -440,7 +419,7 @@ def test_unusable_url_is_an_error_before_the_start(server, tmp_path, url, reason
 def test_mirror_in_the_output_folder_or_with_a_relative_path_is_rejected(tmp_path, url):
     run = tmp_path / "run"
 
-    output = train(run, f"--checkpoint.mirror {url.format(run=run)}", code=2)
+    output = run_small(run, f"--checkpoint.mirror {url.format(run=run)}", code=2)
 
     assert "checkpoint.mirror" in output
 

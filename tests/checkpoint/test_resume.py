@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import start_small
+from ranks import run_small
 from small_runs import job_tables
-from tiny_run import Checkpoints, TinyRun, assert_equal, list_names
+from tiny_run import Checkpoints, TinyRun, assert_equal, list_names, train_state
 from train_variants import merge
 
 from titanlite.config.errors import UserError
@@ -41,7 +41,7 @@ def test_resume_is_bitwise_equal_to_an_uninterrupted_run(tmp_path, sections, mod
         # After a forward pass as in a validation, FSDP leaves the root unsharded.
         with torch.no_grad():
             straight.model(torch.zeros(1, 4, dtype=torch.int64))
-        checkpoints.save(straight.step, straight.train_state())
+        checkpoints.save(straight.step)
         states.append(straight.copy_state())
         # These steps change the live state while a save is in progress.
         losses += straight.train(2)
@@ -56,7 +56,7 @@ def test_resume_is_bitwise_equal_to_an_uninterrupted_run(tmp_path, sections, mod
     for step in (6, 4, 2, 0):
         resumed = TinyRun(seed=99, **sections)
         state = resumed.checkpoints(tmp_path, load_step=step).load()
-        assert state == straight.train_state(step)
+        assert state == train_state(step)
         assert_equal(resumed.copy_state(), states[step // 2])
         resumed.step = step
         assert resumed.train(8 - step) == losses[step:]
@@ -70,7 +70,7 @@ def test_resume_with_other_dtypes_casts_weights_and_moments(tmp_path, sections):
     half = TinyRun(seed=99, **sections)
     full.train(2)
     for saved, loaded, name in ((full, half, "half"), (half, full, "back")):
-        saved.checkpoints(tmp_path / name).save(2, saved.train_state(2))
+        saved.checkpoints(tmp_path / name).save(2)
         expected = saved.copy_state()
         loaded.checkpoints(tmp_path / name).load()
         state = loaded.copy_state()
@@ -80,56 +80,55 @@ def test_resume_with_other_dtypes_casts_weights_and_moments(tmp_path, sections):
     assert torch.bfloat16 in {tensor.dtype for tensor in half.copy_state().values()}
 
 
-def test_load_step_goes_back_once_and_renames_later_checkpoints(two_saved):
-    folder, run = two_saved
+def test_load_step_goes_back_once_and_renames_later_checkpoints(saved_run, tmp_path):
 
     def checkpoints_of(run: TinyRun, **options: Any) -> Checkpoints:
         options["exclude_from_loading"] = ("optimizer", "data")
         job = JobConfig.model_validate({"checkpoint": options}).model_dump(mode="json")
-        return run.checkpoints(folder, job=job, **options)
+        return run.checkpoints(tmp_path, job=job, **options)
 
-    checkpoints = checkpoints_of(run, load_step=2, keep_latest_k=1)
+    checkpoints = checkpoints_of(saved_run, load_step=2, keep_latest_k=1)
 
     assert checkpoints.load()["step"] == 2
 
-    run.step = 2
-    run.train(4)
-    saved = run.train_state() | {"data": {"version": 1, "row": 3}}
-    checkpoints.save(6, saved)
+    saved_run.step = 2
+    saved_run.train(4)
+    data = {"version": 1, "row": 3}
+    checkpoints.save(6, data=data)
     checkpoints.close()
 
-    assert list_names(folder) == ["step-00000004.archived", "step-00000006"]
+    assert list_names(tmp_path) == ["step-00000004.archived", "step-00000006"]
 
     # A restart continues from the newest checkpoint.
     restarted = TinyRun(seed=99)
+    saved = train_state(6, data=data)
     assert checkpoints_of(restarted, load_step=2, keep_latest_k=1).load() == saved
-    assert_equal(restarted.copy_state(), run.copy_state())
+    assert_equal(restarted.copy_state(), saved_run.copy_state())
 
     # Another value goes back again.
-    checkpoints_of(run, load_step=2, keep_latest_k=2).save(8, saved | {"step": 8})
+    checkpoints_of(saved_run, load_step=2, keep_latest_k=2).save(8, data=data)
     checkpoints_of(TinyRun(), load_step=6, keep_latest_k=2).load()
     archived = "step-00000004.archived", "step-00000008.archived"
 
-    assert list_names(folder) == sorted([*archived, "step-00000006"])
+    assert list_names(tmp_path) == sorted([*archived, "step-00000006"])
 
 
-def test_resume_restores_random_state_unless_excluded_from_loading(two_saved):
-    folder, run = two_saved
-    run.train(1)
-    saved = run.train_state() | {"data": {"version": 1, "row": 3}}
+def test_resume_restores_random_state_unless_excluded_from_loading(saved_run, tmp_path):
+    saved_run.train(1)
+    data = {"version": 1, "row": 3}
     torch.manual_seed(5)
-    run.checkpoints(folder).save(5, saved)
+    saved_run.checkpoints(tmp_path).save(5, data=data)
     numbers = torch.rand(3)
 
     fresh = TinyRun(seed=99)
-    excluded = fresh.checkpoints(folder, exclude_from_loading=("optimizer", "data", "rng"))
+    excluded = fresh.checkpoints(tmp_path, exclude_from_loading=("optimizer", "data", "rng"))
 
-    assert excluded.load() == run.train_state()
-    assert_equal(fresh.copy_weights(), run.copy_weights())
+    assert excluded.load() == train_state(5)
+    assert_equal(fresh.copy_weights(), saved_run.copy_weights())
     assert fresh.has_empty_optimizer()
     assert not torch.equal(torch.rand(3), numbers)
 
-    assert fresh.checkpoints(folder).load() == saved
+    assert fresh.checkpoints(tmp_path).load() == train_state(5, data=data)
     assert torch.equal(torch.rand(3), numbers)
 
 
@@ -137,8 +136,7 @@ def test_resume_logs_changes_and_rejects_incompatible_jobs(tmp_path):
     """Data is compared by its contents, and the tokenizer by its token IDs."""
     run = TinyRun()
     job = JobConfig().model_dump(mode="json")
-    state = run.train_state(1) | {"data": {"tokenizer": "fingerprint"}}
-    run.checkpoints(tmp_path, job=job).save(1, state)
+    run.checkpoints(tmp_path, job=job).save(1, data={"tokenizer": "fingerprint"})
     job["dataset"]["path"] = "elsewhere"
     job["optimizer"]["lr"] = 1.0
 
@@ -208,8 +206,7 @@ def test_saved_optimizer_state_that_is_not_loaded_is_an_error_with_a_way_out(tmp
     def train(options: str, code: int = 0) -> str:
         plugin = "--job.plugins freezing_momentum --optimizer.name freezing_momentum"
         ranks = 2 if layout else 1
-        world = start_small(tmp_path / "run", plugin, layout, options, ranks=ranks)
-        return world.wait_for_exit(code)
+        return run_small(tmp_path / "run", plugin, layout, options, ranks=ranks, code=code)
 
     train("--training.steps 2")
     frozen = "--training.steps 4 --freezing_momentum.frozen output.weight"

@@ -3,11 +3,11 @@
 import re
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import pytest
 import torch
-from ranks import start_small
+from ranks import run_small
 from small_runs import read_jsonl
 from tiny_run import Checkpoints, TinyRun, assert_equal, list_names, load_model_weights
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 )
 def test_retention_keeps_the_selected_checkpoints_and_foreign_files(tmp_path, keys, kept):
     run = TinyRun()
-    run.checkpoints(tmp_path).save(0, run.train_state(0) | {"run": "another run"})
+    run.checkpoints(tmp_path).save(0, run="another run")
     foreign = (
         "step-00000000-notes step-00000000/notes.txt step-00000001/notes.txt .tmp-step-00000200 "
         "step-00000100/lit_model.pth step-00000101/manifest.json"
@@ -42,7 +42,7 @@ def test_retention_keeps_the_selected_checkpoints_and_foreign_files(tmp_path, ke
 
     for step in range(1, 8):
         for _ in range(2):  # the second save does nothing
-            checkpoints.save(step, run.train_state(step) | {"run": "this run"})
+            checkpoints.save(step, run="this run")
         if step == 1:
             write_files(tmp_path, *foreign)
     checkpoints.close()
@@ -56,7 +56,7 @@ def test_retention_keeps_the_selected_checkpoints_and_foreign_files(tmp_path, ke
     # The last save also removes what a killed run has left.
     checkpoints = run.checkpoints(tmp_path, keep_latest_k=1)
     checkpoints.load()
-    checkpoints.save(7, run.train_state(7) | {"run": "this run"}, is_last=True)
+    checkpoints.save(7, run="this run", is_last=True)
     checkpoints.close()
 
     assert {*list_names(tmp_path)} == {*others, "step-00000007"}
@@ -72,10 +72,11 @@ def write_files(folder: Path, *names: str) -> None:
         path.write_text(name)
 
 
-def scored(run: TinyRun, step: int, loss: float) -> dict[str, Any]:
+def scored(step: int, loss: float) -> dict[str, Any]:
+    """Return the state of the hooks after a validation."""
     # An earlier version used the other name.
     name = "best_checkpoint" if step % 2 else "BestCheckpoint"
-    return run.train_state(step) | {"hooks": {name: {"step": step, "loss": loss}}}
+    return {name: {"step": step, "loss": loss}}
 
 
 def best_of(folder: Path) -> str:
@@ -97,7 +98,7 @@ def test_best_checkpoint_is_linked_and_kept_until_a_better_one_is_saved(tmp_path
         checkpoints = run.checkpoints(folder, keep_latest_k=1, keep_best=True, **keys)
         for step, loss in losses.items():
             assert checkpoints.saver.is_best(loss) == (step in (1, 2, 6, 8))
-            checkpoints.save(step, scored(run, step, loss), is_last=step == 8)
+            checkpoints.save(step, hooks=scored(step, loss), is_last=step == 8)
         checkpoints.close()
         assert list_names(folder) == ["best", *map(step_folder_name, kept)]
 
@@ -112,10 +113,9 @@ def test_best_checkpoint_is_linked_and_kept_until_a_better_one_is_saved(tmp_path
 def test_best_checkpoint_is_determined_by_the_files_alone(tmp_path):
     run = TinyRun()
     checkpoints = run.checkpoints(tmp_path, keep_best=True)
-    state_of_earlier_version = run.train_state(2) | {"validation_loss": 2.0}
-    checkpoints.save(2, state_of_earlier_version)
-    checkpoints.save(4, scored(run, 4, 1.0))
-    checkpoints.save(6, scored(run, 4, 1.0))  # step 6 was not validated
+    checkpoints.save(2, validation_loss=2.0)  # as an earlier version
+    checkpoints.save(4, hooks=scored(4, 1.0))
+    checkpoints.save(6, hooks=scored(4, 1.0))  # step 6 was not validated
     checkpoints.close()
 
     def restart(**keys: Any) -> Checkpoints:
@@ -139,13 +139,13 @@ def test_best_checkpoint_is_determined_by_the_files_alone(tmp_path):
     # A failed save is not the best one.
     in_the_way = tmp_path / "step-00000003"
     in_the_way.touch()
-    checkpoints.save(3, scored(run, 3, 0.5))
+    checkpoints.save(3, hooks=scored(3, 0.5))
 
     assert checkpoints.stats()["failed_saves"] == 1
     assert checkpoints.saver.is_best(0.9)
 
     in_the_way.unlink()
-    checkpoints.save(5, scored(run, 5, 3.0))
+    checkpoints.save(5, hooks=scored(5, 3.0))
     checkpoints.close()
 
     assert best_of(tmp_path) == "step-00000002"
@@ -158,7 +158,7 @@ def test_best_checkpoint_of_a_run_survives_worse_steps_and_a_restart(tmp_path):
     options += " --validation.freq 2 --validation.holdout 0.05 --validation.sequences 4"
     options += " --training.local_batch_size 1 --training.global_batch_size 2 --training.steps"
     for last in ("7 --optimizer.lr 0.01", "12 --optimizer.lr 1"):
-        start_small(out, options, last, ranks=2).wait_for_exit(0)
+        run_small(out, options, last, ranks=2)
 
     entries = read_jsonl(out / "validation.jsonl")
     losses = {entry["step"]: entry["loss"] for entry in entries if entry["step"]}
@@ -175,7 +175,7 @@ def test_best_checkpoint_of_a_run_survives_worse_steps_and_a_restart(tmp_path):
     # Such files exist after a run has gone back to an earlier step.
     link.unlink()
     link.symlink_to("step-00000099")
-    start_small(out, options, "12").wait_for_exit(0)
+    run_small(out, options, "12")
 
     assert link.resolve().name == step_folder_name(best)
 
@@ -195,7 +195,7 @@ def test_last_save_writes_final_outputs_and_archives_earlier_ones(tmp_path, mode
         if checkpoints.load() is None or step > run.step:
             run.train(1)
             run.step = step
-        checkpoints.save(step, run.train_state(step), is_last=True)
+        checkpoints.save(step, is_last=True)
         checkpoints.close()
         assert checkpoints.has_saved(step)
         exported = hf_weights(tmp_path / "final_hf").read("norm.weight")
@@ -223,15 +223,14 @@ def test_last_save_writes_final_outputs_and_archives_earlier_ones(tmp_path, mode
         TinyRun().checkpoints(final).load()
 
 
-def test_failed_export_leaves_no_files_and_counts_as_failed_save(tmp_path, monkeypatch):
+def test_failed_export_leaves_no_files_and_counts_as_failed_save(tmp_path):
     run = TinyRun()
     folder = tmp_path / "checkpoint"
     checkpoints = run.checkpoints(folder, last_save_in_hf=True)
     run.train(1)
-    with monkeypatch.context() as patch:
-        no_space = OSError(28, "No space left on device")
-        patch.setattr(huggingface, "save_file", Mock(side_effect=no_space))
-        checkpoints.save(1, run.train_state(1), is_last=True)
+    no_space = OSError(28, "No space left on device")
+    with patch.object(huggingface, "save_file", side_effect=no_space):
+        checkpoints.save(1, is_last=True)
     checkpoints.close()
 
     assert re.search("Could not .*No space left on device", checkpoints.lines[-1])
@@ -244,7 +243,7 @@ def test_failed_export_leaves_no_files_and_counts_as_failed_save(tmp_path, monke
         (tmp_path / name).mkdir(parents=True)
     checkpoints = run.checkpoints(folder, last_save_in_hf=True)
     checkpoints.load()
-    checkpoints.save(1, run.train_state(1), is_last=True)
+    checkpoints.save(1, is_last=True)
 
     assert checkpoints.has_saved(1)
     assert list_names(tmp_path) == [".tmp-final_hf-y", "checkpoint", "final", "final_hf"]
@@ -253,7 +252,7 @@ def test_failed_export_leaves_no_files_and_counts_as_failed_save(tmp_path, monke
 
 def fail_exports() -> None:
     error = OSError(28, "No space left on device")
-    huggingface.save_file = Mock(side_effect=error)  # type: ignore[assignment]
+    patch.object(huggingface, "save_file", side_effect=error).start()
 
 
 @pytest.mark.slow
@@ -261,13 +260,13 @@ def test_error_after_a_failed_export_names_the_saved_checkpoint_and_a_restart_ex
     run = tmp_path / "run"
     options = "--checkpoint.last_save_in_hf --training.steps 2"
 
-    log = start_small(run, options, before=fail_exports).wait_for_exit(4)
+    log = run_small(run, options, before=fail_exports, code=4)
 
     [error] = [line for line in log.splitlines() if "exporting it" in line]
     assert f"{run}/checkpoint/step-00000002" in error
 
     metrics = (run / "metrics.jsonl").read_bytes()
-    start_small(run, options).wait_for_exit(0)
+    run_small(run, options)
 
     assert (run / "final_hf/config.json").is_file()
     assert (run / "metrics.jsonl").read_bytes() == metrics
@@ -282,7 +281,7 @@ def test_last_save_never_replaces_files_of_other_programs(tmp_path, name):
     options = {"last_save_in_hf": "hf" in name, "last_save_model_only": "final/" in name}
     checkpoints = run.checkpoints(tmp_path / "checkpoint", keep_best=True, **options)
     run.train(1)
-    checkpoints.save(1, scored(run, 1, 2.0), is_last=True)
+    checkpoints.save(1, hooks=scored(1, 2.0), is_last=True)
     checkpoints.close()
 
     assert (tmp_path / name).read_text() == name
@@ -300,9 +299,8 @@ def test_foreign_final_hf_is_an_error_before_training(tmp_path):
     assert list_names(tmp_path / "out") == ["final_hf"]
 
 
-def test_next_start_finishes_an_interrupted_removal(two_saved, monkeypatch):
-    folder, run = two_saved
-    checkpoints = run.checkpoints(folder, keep_latest_k=1)
+def test_next_start_finishes_an_interrupted_removal(saved_run, tmp_path):
+    checkpoints = saved_run.checkpoints(tmp_path, keep_latest_k=1)
     unlink = Path.unlink
 
     def fail_at_index(path: Path, missing_ok: bool = False) -> None:
@@ -310,14 +308,13 @@ def test_next_start_finishes_an_interrupted_removal(two_saved, monkeypatch):
             raise OSError(5, "Input/output error")
         unlink(path, missing_ok)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", fail_at_index)
-        checkpoints.save(6, run.train_state(6))
+    with patch.object(Path, "unlink", fail_at_index):
+        checkpoints.save(6)
     checkpoints.close()
 
-    assert list_checkpoints(folder) == [folder / "step-00000006"]
-    assert list_names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
+    assert list_checkpoints(tmp_path) == [tmp_path / "step-00000006"]
+    assert list_names(tmp_path) == ["step-00000002", "step-00000004", "step-00000006"]
 
-    run.checkpoints(folder)
+    saved_run.checkpoints(tmp_path)
 
-    assert list_names(folder) == ["step-00000006"]
+    assert list_names(tmp_path) == ["step-00000006"]

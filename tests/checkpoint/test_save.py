@@ -7,11 +7,18 @@ import shutil
 import threading
 from importlib.metadata import version
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import pytest
 import torch
-from tiny_run import Checkpoints, TinyRun, assert_equal, list_names, load_model_weights
+from tiny_run import (
+    Checkpoints,
+    TinyRun,
+    assert_equal,
+    list_names,
+    load_model_weights,
+    train_state,
+)
 from torch.distributed.fsdp import fully_shard
 
 from titanlite.checkpoint import dcp, save, saved_folders
@@ -35,25 +42,23 @@ def test_save_waits_for_the_save_in_progress_and_counts_it(tmp_path, monkeypatch
 
     monkeypatch.setattr(dcp, "publish_checkpoint", publish_when_released)
     checkpoints = run.checkpoints(tmp_path, async_mode="async")
-    checkpoints.save(1, run.train_state(1))
+    checkpoints.save(1)
 
     assert "step-00000001" not in list_names(tmp_path)
 
     threading.Timer(0.2, release.set).start()
-    checkpoints.save(2, run.train_state(2))
+    checkpoints.save(2)
     checkpoints.close()
 
     assert checkpoints.stats()["save_waits"] == 1
     assert list_names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
-def test_manifest_describes_the_run(two_saved):
-    folder, run = two_saved
-
-    info = read_manifest(folder / "step-00000002")["info"]
+def test_manifest_describes_the_run(saved_run, tmp_path):
+    info = read_manifest(tmp_path / "step-00000002")["info"]
 
     assert info["layout"] == {"world_size": 1}
-    assert info["architecture"] == dataclasses.asdict(run.model.arch)
+    assert info["architecture"] == dataclasses.asdict(saved_run.model.arch)
     assert info["versions"]["torch"] == version("torch")
 
 
@@ -66,16 +71,14 @@ def test_manifest_describes_the_run(two_saved):
     ],
 )
 def test_save_that_cannot_be_staged_is_written_while_training_waits(
-    two_saved, monkeypatch, owner, name, error
+    saved_run, tmp_path, owner, name, error
 ):
     """Old checkpoints are also removed after such a save."""
-    folder, run = two_saved
-    checkpoints = run.checkpoints(folder, async_mode="async", keep_latest_k=2)
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, Mock(side_effect=error))
-        checkpoints.save(6, run.train_state(6))
+    checkpoints = saved_run.checkpoints(tmp_path, async_mode="async", keep_latest_k=2)
+    with patch.object(owner, name, side_effect=error):
+        checkpoints.save(6)
 
-    assert list_names(folder) == ["step-00000004", "step-00000006"]
+    assert list_names(tmp_path) == ["step-00000004", "step-00000006"]
 
     checkpoints.close()
     cause = f"{type(error).__name__}: {error}"
@@ -87,66 +90,61 @@ def test_save_that_cannot_be_staged_is_written_while_training_waits(
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 @pytest.mark.parametrize("error", [KeyError("key"), OSError(28, "disk full")])
 @pytest.mark.parametrize("place", [(save, "dcp_save"), (dcp, "publish_checkpoint")])
-def test_failed_save_does_not_affect_the_next_one(tmp_path, monkeypatch, mode, error, place):
+def test_failed_save_does_not_affect_the_next_one(tmp_path, mode, error, place):
     run = TinyRun()
     checkpoints = run.checkpoints(tmp_path, async_mode=mode)
-    with monkeypatch.context() as patch:
-        patch.setattr(*place, Mock(side_effect=error))
-        checkpoints.save(1, run.train_state(1))
+    with patch.object(*place, side_effect=error):
+        checkpoints.save(1)
         checkpoints.saver.wait_until_saved()
 
     assert not checkpoints.has_saved(1)
     assert list_names(tmp_path) == []
 
     run.train(1)
-    checkpoints.save(2, run.train_state(2))
+    checkpoints.save(2)
     checkpoints.close()
 
     assert checkpoints.stats()["failed_saves"] == 1
 
     resumed = TinyRun(seed=99)
-    assert resumed.checkpoints(tmp_path).load() == run.train_state(2)
+    assert resumed.checkpoints(tmp_path).load() == train_state(2)
     assert_equal(resumed.copy_state(), run.copy_state())
 
 
-def test_failed_removal_of_old_checkpoints_does_not_fail_the_save(two_saved, monkeypatch):
-    folder, run = two_saved
-    checkpoints = run.checkpoints(folder, async_mode="async", keep_latest_k=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(saved_folders, "remove_checkpoint", Mock(side_effect=KeyError("key")))
-        checkpoints.save(6, run.train_state(6))
+def test_failed_removal_of_old_checkpoints_does_not_fail_the_save(saved_run, tmp_path):
+    checkpoints = saved_run.checkpoints(tmp_path, async_mode="async", keep_latest_k=1)
+    with patch.object(saved_folders, "remove_checkpoint", side_effect=KeyError("key")):
+        checkpoints.save(6)
         checkpoints.saver.wait_until_saved()
 
     assert (checkpoints.stats()["failed_saves"], checkpoints.has_saved(6)) == (0, True)
 
-    checkpoints.save(8, run.train_state(8))
+    checkpoints.save(8)
     checkpoints.close()
 
-    assert list_names(folder) == ["step-00000008"]
+    assert list_names(tmp_path) == ["step-00000008"]
 
 
-def test_save_whose_rename_may_not_be_durable_counts_as_saved(two_saved, monkeypatch, caplog):
-    folder, run = two_saved
-    checkpoints = run.checkpoints(folder, keep_latest_k=1)
+def test_save_whose_rename_may_not_be_durable_counts_as_saved(saved_run, tmp_path, caplog):
+    checkpoints = saved_run.checkpoints(tmp_path, keep_latest_k=1)
     sync = os.fsync
 
     def fail_for_the_folder(descriptor: int) -> None:
-        if os.path.samestat(os.fstat(descriptor), folder.stat()):
+        if os.path.samestat(os.fstat(descriptor), tmp_path.stat()):
             raise OSError(5, "Input/output error")
         sync(descriptor)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fail_for_the_folder)
-        checkpoints.save(6, run.train_state(6))
+    with patch.object(os, "fsync", fail_for_the_folder):
+        checkpoints.save(6)
 
     assert checkpoints.has_saved(6)
     assert checkpoints.stats()["failed_saves"] == 0
-    assert str(folder / "step-00000006") in caplog.text  # a warning
+    assert str(tmp_path / "step-00000006") in caplog.text  # a warning
     # The older checkpoints stay until a save is durable, because the new one may be lost.
-    assert list_names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
+    assert list_names(tmp_path) == ["step-00000002", "step-00000004", "step-00000006"]
 
-    checkpoints.save(8, run.train_state(8))
-    assert list_names(folder) == ["step-00000008"]
+    checkpoints.save(8)
+    assert list_names(tmp_path) == ["step-00000008"]
 
 
 def test_save_with_fp8_all_gather_stores_plain_weights(tmp_path):
@@ -164,7 +162,7 @@ def test_save_with_fp8_all_gather_stores_plain_weights(tmp_path):
 
     assert any(type(to_local(parameter)) is not torch.Tensor for parameter in model.parameters())
 
-    checkpoints.save(0, {"step": 0, "tokens": 0})
+    checkpoints.save(0)
 
     plain = Llama(model.arch)
     load_model_weights(tmp_path, plain)
@@ -196,10 +194,9 @@ def test_run_that_cannot_save_fails_at_the_start(tmp_path):
         context.check_free_space(2 * free)
 
 
-def test_folder_without_file_locks_is_used_with_a_warning(tmp_path, monkeypatch):
-    no_locks = OSError(37, "No locks available")
-    monkeypatch.setattr(fcntl, "lockf", Mock(side_effect=no_locks))
+def test_folder_without_file_locks_is_used_with_a_warning(tmp_path):
     lines: list[str] = []
 
-    assert lock_folder(tmp_path, 0, lines.append) is None
+    with patch.object(fcntl, "lockf", side_effect=OSError(37, "No locks available")):
+        assert lock_folder(tmp_path, 0, lines.append) is None
     assert "No locks available" in lines[0]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_run import TinyRun, assert_equal
+from tiny_run import TinyRun, assert_equal, train_state
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,14 +22,14 @@ def test_save_contains_the_state_of_its_own_step(tmp_path, mode):
         checkpoints = run.checkpoints(tmp_path / "saves", async_mode=mode)
         expected = run.copy_state()
         random_state = torch.cuda.get_rng_state()
-        checkpoints.save(2, run.train_state())
+        checkpoints.save(2)
         # This changes the live state immediately.
         run.train(3)
         torch.rand(1, device="cuda")
         checkpoints.close()
         assert checkpoints.stats()["failed_saves"] == 0
         resumed = TinyRun(seed=99, device="cuda")
-        assert resumed.checkpoints(tmp_path / "saves").load() == run.train_state(2)
+        assert resumed.checkpoints(tmp_path / "saves").load() == train_state(2)
         assert_equal(resumed.copy_state(), expected)
         assert torch.equal(torch.cuda.get_rng_state(), random_state)
     finally:

@@ -51,6 +51,10 @@ mode = "none"
 """)
 
 
+def train_state(step: int, **state: Any) -> dict[str, Any]:
+    return {"step": step, "tokens": 0, **state}
+
+
 class Checkpoints:
     """The checkpoints of a run. Keyword arguments are options of section [checkpoint]."""
 
@@ -79,10 +83,12 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        state: dict[str, Any],
-        **keys: Any,
+        *,
+        is_last: bool = False,
+        **state: Any,
     ) -> None:
-        self.saver.save(step, lambda: state, **keys)
+        """Save a step. `state` is added to the state of the trainer."""
+        self.saver.save(step, lambda: train_state(step, **state), is_last=is_last)
 
     def load(self) -> Any:
         state = self.resumer.load()
@@ -118,10 +124,6 @@ class TinyRun:
     def checkpoints(self, folder: Path, **keys: Any) -> Checkpoints:
         live = LiveState(self.model, self.optimizer, self.train_step.new_optimizer)
         return Checkpoints(folder, live, **keys)
-
-    def train_state(self, step: int | None = None) -> dict[str, Any]:
-        step = self.step if step is None else step
-        return {"step": step, "tokens": 0}
 
     def train(self, steps: int) -> list[float]:
         losses = []

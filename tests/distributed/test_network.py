@@ -25,6 +25,15 @@ pytestmark = [
     ),
 ]
 LISTENS = "0A"  # in /proc/net/tcp
+LAUNCHED: list["subprocess.Popen[str]"] = []
+
+
+@pytest.fixture(autouse=True)
+def kill_launchers() -> Iterator[None]:
+    """Kill the launchers that a failed test leaves."""
+    yield
+    for process in LAUNCHED:
+        process.kill()
 
 
 def launch(
@@ -36,9 +45,11 @@ def launch(
     command += f" --job.dump_folder out --training.steps 100000 {options}"
     with (folder / log).open("w") as out:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-        return subprocess.Popen(
+        launcher = subprocess.Popen(
             command.split(), cwd=folder, env=environment, stdout=out, stderr=out, text=True
         )
+    LAUNCHED.append(launcher)
+    return launcher
 
 
 def wait_for(pattern: str, folder: Path, running: Sequence["subprocess.Popen[str]"]) -> str:
@@ -49,15 +60,6 @@ def wait_for(pattern: str, folder: Path, running: Sequence["subprocess.Popen[str
             return output
         assert all(process.poll() is None for process in running), output
         time.sleep(0.1)
-
-
-@contextlib.contextmanager
-def kill_at_exit(processes: list["subprocess.Popen[str]"]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
 
 
 def list_sockets(pid: int) -> set[str]:
@@ -98,14 +100,12 @@ def test_a_run_on_one_node_opens_no_port_to_other_nodes(tmp_path):
     cluster = {"NGPU": "2", "MASTER_ADDR": socket.gethostname(), **interfaces}
     options = "--checkpoint.async_mode async --dataset.num_workers 1"
     run = launch(tmp_path, options, **cluster)
-    try:
-        wait_for("Saved step 5 ", tmp_path, [run])
-        pids = descendants(run.pid)
-        assert len(pids) > 2
-        addresses = list_addresses(pids)
-    finally:
-        run.send_signal(signal.SIGTERM)
-        assert run.wait(timeout=120) == 75, (tmp_path / "log").read_text()
+    wait_for("Saved step 5 ", tmp_path, [run])
+    pids = descendants(run.pid)
+    assert len(pids) > 2
+    addresses = list_addresses(pids)
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(timeout=120) == 75, (tmp_path / "log").read_text()
 
     # gloo listens on at least one address.
     assert addresses
@@ -124,14 +124,13 @@ def test_a_crash_on_one_node_restarts_all_and_a_signal_to_one_saves_and_stops_al
     (tmp_path / "tmp").mkdir()
     variables = {"NNODES": "2", "MAX_RESTARTS": "1", "TMPDIR": str(tmp_path / "tmp")}
     running = start_two_nodes(tmp_path, **variables)
-    with kill_at_exit(running):
-        wait_for("Saved step 5 ", tmp_path, running)
-        # The rank is a child of the agent, which is a child of the launcher.
-        rank = descendants(running[1].pid)[2]
-        os.kill(rank, signal.SIGKILL)
-        output = wait_for(r"Resumed after step.*Saved step", tmp_path, running)
-        running[1].send_signal(signal.SIGTERM)
-        assert [process.wait(120) for process in running] == [75, 75], output
+    wait_for("Saved step 5 ", tmp_path, running)
+    # The rank is a child of the agent, which is a child of the launcher.
+    rank = descendants(running[1].pid)[2]
+    os.kill(rank, signal.SIGKILL)
+    output = wait_for(r"Resumed after step.*Saved step", tmp_path, running)
+    running[1].send_signal(signal.SIGTERM)
+    assert [process.wait(120) for process in running] == [75, 75], output
 
     for number in (0, 1):
         output = (tmp_path / f"log{number}").read_text()
@@ -149,13 +148,12 @@ def test_a_crash_on_one_node_restarts_all_and_a_signal_to_one_saves_and_stops_al
 @pytest.mark.long
 def test_a_run_continues_after_the_loss_of_a_node(tmp_path):
     running = start_two_nodes(tmp_path, NNODES="1:2", MAX_RESTARTS="3")
-    with kill_at_exit(running):
-        wait_for("Saved step 5 ", tmp_path, running)
-        for pid in descendants(running[1].pid):
-            os.kill(pid, signal.SIGKILL)
-        wait_for(r" 1 x cpu.*Resumed after step.*Saved step", tmp_path, running[:1])
-        running[0].send_signal(signal.SIGTERM)
-        assert running[0].wait(120) == 75
+    wait_for("Saved step 5 ", tmp_path, running)
+    for pid in descendants(running[1].pid):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(r" 1 x cpu.*Resumed after step.*Saved step", tmp_path, running[:1])
+    running[0].send_signal(signal.SIGTERM)
+    assert running[0].wait(120) == 75
     steps = list(read_losses(tmp_path / "out"))
 
     assert steps == list(range(1, len(steps) + 1))
@@ -177,8 +175,7 @@ class Leaving(Hook):
     write_plugin("leaving_hook", hook)
     plugin = "--job.plugins leaving_hook --job.hooks leaving"
     running = start_two_nodes(tmp_path, plugin, NNODES="2")
-    with kill_at_exit(running):
-        assert [process.wait(180) for process in running] == [1, 1]
+    assert [process.wait(180) for process in running] == [1, 1]
 
 
 @pytest.mark.long
@@ -196,7 +193,6 @@ def test_a_node_that_loses_the_other_ends_soon_after_the_timeout(tmp_path):
     finally:
         for pid in lost:
             os.kill(pid, signal.SIGKILL)
-        running[1].kill()
 
 
 @pytest.mark.long
@@ -212,17 +208,15 @@ def test_the_node_with_the_master_address_hosts_the_store(tmp_path):
     cluster = {"NGPU": "1", "NNODES": "2", "MASTER_ADDR": address, "MASTER_PORT": str(free_port())}
     options = "--training.steps 2"
     running = [launch(tmp_path, options, f"log{n}", **cluster) for n in (0, 1)]
-    with kill_at_exit(running):
-        assert [process.wait(180) for process in running] == [0, 0]
+    assert [process.wait(180) for process in running] == [0, 0]
 
 
 def test_a_node_that_waits_logs_what_is_missing(tmp_path):
     cluster = {"NNODES": "1:2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     run = launch(tmp_path, NGPU="1", NODE_RANK="1", TMPDIR=str(tmp_path), **cluster)
-    with kill_at_exit([run]):
-        output = wait_for("cannot connect to 127.0.0.1", tmp_path, [run])
-        run.send_signal(signal.SIGINT)
-        assert run.wait(60) == 130
+    output = wait_for("cannot connect to 127.0.0.1", tmp_path, [run])
+    run.send_signal(signal.SIGINT)
+    assert run.wait(60) == 130
 
     assert "1 to 2 nodes" in output
     assert not list(tmp_path.glob("titanlite-launch-*"))

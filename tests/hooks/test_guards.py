@@ -42,15 +42,17 @@ LAYOUTS = {
 
 
 class Fault(Hook):
-    """Writes values into one gradient element of rank 1, and records which steps change nothing.
+    """Writes values into one gradient element of rank 1, and records the state of the run.
 
     Attributes:
         unchanged: Whether weights and optimizer state are bitwise unchanged by each step.
+        saved_numbers: All numbers of weights and optimizer at each save.
     """
 
     def __init__(self, faults: dict[int, float]) -> None:
         self._faults = faults
         self.unchanged = dict[int, bool]()
+        self.saved_numbers = dict[int, Tensor]()
 
     def built(self, trainer: Trainer) -> None:
         self._live = LiveState(trainer.model, trainer.optimizer)
@@ -77,6 +79,10 @@ class Fault(Hook):
             old = self._before.get(name, torch.zeros_like(value))
             is_unchanged &= torch.equal(old, value)
         self.unchanged[step] = is_unchanged
+
+    def saved(self, step: int) -> None:
+        numbers = [value.flatten() for value in self._state().values()]
+        self.saved_numbers[step] = torch.cat(numbers)
 
 
 def train_with_bad_gradients(folder: Path, layouts: list[str]) -> None:
@@ -159,27 +165,14 @@ def test_a_spike_after_a_resume_is_detected_with_the_history_of_the_first_start(
     assert re.findall(r"Step (\d) is a spike: gradient norm", log) == ["7"]
 
 
-class RecordSaves(Fault):
-    """Records all numbers of weights and optimizer at each save."""
-
-    def __init__(self, faults: dict[int, float]) -> None:
-        super().__init__(faults)
-        self.states = dict[int, Tensor]()
-
-    def saved(self, step: int) -> None:
-        numbers = [value.flatten() for value in self._state().values()]
-        self.states[step] = torch.cat(numbers)
-
-
 def train_with_rollbacks(folder: Path) -> None:
     """Train several runs with a spike in step 7."""
     options = f"{ROLL_BACK} --guards.max_roll_backs 1 {LAYOUTS['fp8']} --metrics.log_freq 3"
 
     def train_until(step: int, name: str) -> dict[int, Tensor]:
-        """Return the saved states by step."""
-        saves = RecordSaves({7: 1e6})
-        train_small(folder / name, saves, options, "--training.steps", step)
-        return saves.states
+        fault = Fault({7: 1e6})
+        train_small(folder / name, fault, options, "--training.steps", step)
+        return fault.saved_numbers
 
     whole = train_until(12, "whole")
     parts = train_until(9, "parts")

@@ -43,8 +43,8 @@ class RequestingHook(Hook):
         return {"skipped_records": 7, "mine": step / 2, "losses": 3}
 
 
-def record_calls(folder: Path, delay: int) -> list[tuple[str, int | None]]:
-    """Train with a hook, and return its calls with their steps."""
+def record_calls(folder: Path, delay: int) -> list[tuple[str, int]]:
+    """Train with a hook, and return its calls, each with the latest step that a call names."""
     REQUEST_DELAY["cpu"] = delay
     hook = Mock(spec=Hook, wraps=RequestingHook())
     options = "--checkpoint.interval 2 --metrics.log_freq 2"
@@ -53,11 +53,25 @@ def record_calls(folder: Path, delay: int) -> list[tuple[str, int | None]]:
     train_small(folder, hook, options)
 
     calls = []
+    step = 0
     for name, args, _ in hook.mock_calls:
         if name not in ("wants", "numbers", "state_dict", "tensors"):
-            has_step = args and isinstance(args[0], int)
-            calls.append((name, args[0] if has_step else None))
+            if args and isinstance(args[0], int):
+                step = args[0]
+            calls.append((name, step))
     return calls
+
+
+STEP = "before_step gradients before_update updated after_step"
+CALLS = {
+    0: "built started train_begins validated",
+    1: f"{STEP} logged check act",
+    2: f"{STEP} logged check saving saved act",
+    3: f"{STEP} check saving saved act",
+    4: f"{STEP} logged check saving saved validated act",
+    5: f"{STEP} check saving saved validated act ended close",
+}
+"""Expected calls of a hook in each step, in order."""
 
 
 @pytest.mark.parametrize("delay", [0, 1], ids=["CPU", "GPU"])
@@ -67,18 +81,9 @@ def test_a_hook_is_called_and_its_requests_take_effect_in_the_same_order_on_all_
     """On a GPU, requests are submitted one step earlier, and take effect after the same step."""
     first, second = run_ranks(2, record_calls, tmp_path, delay)
 
-    step = ("before_step", "gradients", "before_update", "updated", "after_step")
-    save = ("saving", "saved")
-    expected = [("built", None), ("started", 0), ("train_begins", 0), ("validated", 0)]
-    expected += [(name, 1) for name in step]
-    expected += [("logged", None), ("check", 1), ("act", 1)]
-    expected += [(name, 2) for name in step] + [("logged", None)]
-    expected += [(name, 2) for name in ("check", *save, "act")]
-    expected += [(name, 3) for name in (*step, "check", *save, "act")]
-    expected += [(name, 4) for name in step] + [("logged", None)]
-    expected += [(name, 4) for name in ("check", *save, "validated", "act")]
-    expected += [(name, 5) for name in (*step, "check", *save, "validated", "act", "ended")]
-    expected += [("close", None)]
+    expected = []
+    for step, names in CALLS.items():
+        expected += [(name, step) for name in names.split()]
     assert first == second == expected
 
     assert list_saved_steps(tmp_path / "out") == [2, 3, 4, 5]
@@ -124,14 +129,10 @@ class TensorHook(Hook):
         return {}
 
 
-def train_with_tensor(folder: Path, method: str) -> None:
-    with pytest.raises(UserError, match="tensor_hook"):
-        train_small(folder, TensorHook(method), "--checkpoint.interval 2")
-
-
 @pytest.mark.parametrize("method", ["numbers", "state_dict"])
-def test_a_hook_that_returns_a_tensor_instead_of_json_is_named(tmp_path, method):
-    run_ranks(1, train_with_tensor, tmp_path, method)
+def test_a_hook_that_returns_a_tensor_instead_of_json_is_named(tmp_path, method, single_rank):
+    with pytest.raises(UserError, match="tensor_hook"):
+        train_small(tmp_path, TensorHook(method), "--checkpoint.interval 2")
 
 
 class Interrupting(Hook):
@@ -151,13 +152,9 @@ class Interrupting(Hook):
         self.calls.append(("act", step))
 
 
-def train_with_hook_class(folder: Path) -> None:
+def test_a_hook_class_instead_of_an_object_is_rejected(tmp_path, single_rank):
     with pytest.raises(UserError, match="Interrupting"):
-        train_small(folder, Interrupting)  # type: ignore[arg-type]
-
-
-def test_a_hook_class_instead_of_an_object_is_rejected(tmp_path):
-    run_ranks(1, train_with_hook_class, tmp_path)
+        train_small(tmp_path, Interrupting)  # type: ignore[arg-type]
 
 
 def calls_until_stopped(folder: Path) -> list[tuple[str, int]]:
@@ -218,23 +215,21 @@ class Tally(Hook):
         return [self._count, int(self._total)]
 
 
-def train_with_tallies(folder: Path) -> None:
-    """Train with two hooks of one class, resume twice, and rename a hook at the second resume."""
+def test_two_hooks_of_one_class_keep_their_states_and_a_renamed_hook_is_reported(
+    tmp_path, single_rank
+):
+    """Train, resume twice, and rename a hook at the second resume."""
     options = "--checkpoint.interval 1 --lr_scheduler.decay_ratio 0 --training.steps"
-    train_small(folder, [Tally("one", 1), Tally("ten", 10)], options, 2)
+    train_small(tmp_path, [Tally("one", 1), Tally("ten", 10)], options, 2)
 
     one = Tally("one", 1)
     ten = Tally("ten", 10)
-    train_small(folder, [one, ten], options, 4)
+    train_small(tmp_path, [one, ten], options, 4)
     assert (one.sums, ten.sums) == ([4, 4], [40, 40])
 
     renamed = Tally("uno", 1)
-    train_small(folder, [renamed, ten], options, 5)
+    train_small(tmp_path, [renamed, ten], options, 5)
     assert renamed.sums == [1, 1]
-
-
-def test_two_hooks_of_one_class_keep_their_states_and_a_renamed_hook_is_reported(tmp_path):
-    run_ranks(1, train_with_tallies, tmp_path)
 
     log = read_log(tmp_path / "out")
     assert re.findall(r" hooks .*: (\w+)$| hooks, .*: (\w+)$", log, flags=re.M) == [
@@ -243,15 +238,11 @@ def test_two_hooks_of_one_class_keep_their_states_and_a_renamed_hook_is_reported
     ]
 
 
-def build_with_hooks(folder: Path, *names: str) -> None:
-    with pytest.raises(UserError, match="Tally") as caught:
-        small_trainer(folder, [Tally(name, 1) for name in names])
-    assert caught.value.exit_code == 2
-
-
 @pytest.mark.parametrize(
     "names",
     [("one", "one"), ("ema.x",), ("",), ("spike_guard",)],
 )
-def test_hooks_with_state_need_unique_valid_names(names, tmp_path):
-    run_ranks(1, build_with_hooks, tmp_path, *names)
+def test_hooks_with_state_need_unique_valid_names(names, tmp_path, single_rank):
+    with pytest.raises(UserError, match="Tally") as caught:
+        small_trainer(tmp_path, [Tally(name, 1) for name in names])
+    assert caught.value.exit_code == 2

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_small, start_small, start_titanlite
+from ranks import run_small, titanlite
 from small_runs import ROOT, read_events, read_metrics, read_printed_json
 
 from titanlite.config.schema import Profiling
@@ -38,8 +38,7 @@ def fill_disk_once() -> None:
 def test_a_profiled_run_writes_scheduled_traces_and_the_metrics_of_an_unprofiled_run(tmp_path):
     """The disk is full at the first trace, which must not end the run."""
     run_small(tmp_path / "plain", ranks=2)
-    world = start_small(tmp_path / "profiled", ALL, ranks=2, before=fill_disk_once)
-    output = world.wait_for_exit(0)
+    output = run_small(tmp_path / "profiled", ALL, ranks=2, before=fill_disk_once)
 
     assert output.count("No space left on device") == 2
     assert "aten::mm" in output
@@ -86,10 +85,9 @@ def test_documented_profile_commands_write_one_trace_and_print_a_table(
     small = "--training.seq_len 64 --training.local_batch_size 1 --training.steps 5"
     options = [*command.split()[1:], *small.split()]
     if is_json:
-        world = start_titanlite(*options, "--json", ranks=2)
+        table = titanlite(*options, "--json", ranks=2)
     else:
-        world = start_titanlite(*options)
-    table = world.wait_for_exit(0)
+        table = titanlite(*options)
 
     (trace,) = folder.iterdir()
     if is_json:

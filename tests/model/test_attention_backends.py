@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import tomli
 from ranks import titanlite
-from small_runs import SMALL_WITHOUT_WORKERS, read_metrics
+from small_runs import read_metrics
 
 from titanlite.config.errors import UserError
 from titanlite.load_run import load_run
@@ -18,13 +18,6 @@ WINDOW = "--model.sliding_window 12"
 PATTERN = f"{WINDOW} --model.full_attention_interval 2"
 ONE_SEQUENCE = "--training.local_batch_size 1"
 VALIDATION = "--validation.freq 2 --validation.holdout 0.1"
-
-
-@pytest.fixture
-def job_file(tmp_path) -> Path:
-    path = tmp_path / "small.toml"
-    path.write_text(SMALL_WITHOUT_WORKERS)
-    return path
 
 
 def make_options(job_file: Path, backend: str, options: str) -> list[str]:

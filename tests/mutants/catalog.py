@@ -1,9 +1,9 @@
 """A catalog of mistakes in parallel training, each as a small patch of one function.
 
 `titanlite prove` must find every one, and its first line must point to the cause. Many are modelled
-on bugs of real frameworks (`like`). Mutants are applied in each rank before the command starts, so
-they also change the one-rank run of the proof. To add one, write the function that replaces a
-function of titanlite or torch:
+on bugs of real frameworks, whose issues or pull requests the comments name. Mutants are applied in
+each rank before the command starts, so they also change the one-rank run of the proof. To add one,
+write the function that replaces a function of titanlite or torch:
 
     @mutant(
         FSDP,
@@ -80,22 +80,17 @@ class Mutant(NamedTuple):
         apply: Function without arguments that plants it.
         layout: Layout in which it matters.
         expected: Regular expression that the reported first difference must match.
-        like: Issue or pull request of another framework with such a bug, or "".
     """
 
-    name: str
     apply: Function
     layout: Layout
     expected: str
-    like: str
 
 
 CATALOG: dict[str, Mutant] = {}
 
 
-def mutant(
-    layout: Layout, expected: str, like: str = "", *, replaces: str = ""
-) -> Callable[[Function], Function]:
+def mutant(layout: Layout, expected: str, *, replaces: str = "") -> Callable[[Function], Function]:
     """Add the decorated function to the catalog.
 
     Args:
@@ -104,9 +99,8 @@ def mutant(
     """
 
     def add(function: Function) -> Function:
-        name = function.__name__
         apply = partial(wrap, replaces, function) if replaces else function
-        CATALOG[name] = Mutant(name, apply, layout, expected, like)
+        CATALOG[function.__name__] = Mutant(apply, layout, expected)
         return function
 
     return add
@@ -131,24 +125,25 @@ def is_parallel() -> bool:
 # Norm and loss
 
 
-@mutant(DDP, r"gradient norm .* the square root of the .*number of replicas", "torchtitan#2318")
+# As in torchtitan#2318.
+@mutant(DDP, r"gradient norm .* the square root of the .*number of replicas")
 def norm_counts_replicas_twice():
     swap("titanlite.optim.clip.count_replicas", lambda tensor: 1)
 
 
+# As in torchtitan#2318.
 @mutant(
     TP,
     r"gradient norm of rank 0 .* the square root of the tensor-parallel degree",
-    "torchtitan#2318",
 )
 def norm_without_shards_of_other_ranks():
     swap("titanlite.optim.clip.count_replicas", lambda tensor: 2 if is_parallel() else 1)
 
 
+# As in torchtitan#2206.
 @mutant(
     FSDP,
     r"loss .* 2 times the expected value = the data-parallel degree",
-    "torchtitan#2206",
     replaces="titanlite.train.step.TokenCount",
 )
 def loss_divided_by_local_tokens(original, num_valid_tokens, *args):
@@ -223,10 +218,10 @@ def is_partial(grad: Any) -> bool:
     return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
 
 
+# As in Megatron-LM#1446.
 @mutant(
     TP,
     r"replicas of gradients of .*norm.* \(tensor\)",
-    "Megatron-LM#1446",
     replaces=GRADIENT,
 )
 def norm_gradients_not_reduced_over_tensor_ranks(original, self, grad):
@@ -240,10 +235,10 @@ def norm_gradients_summed_twice_over_tensor_ranks(original, self, grad):
     return 2 * reduced if is_partial(grad) else reduced
 
 
+# As in piper#13.
 @mutant(
     FSDP.plus("--model.tied_embeddings"),
     r"gradient .* only parameters of the kind tok_embeddings.weight",
-    "piper#13",
     replaces="titanlite.parallel.forward_backward.LossHead.__call__",
 )
 def gradient_of_the_tied_output_is_lost(original, self, hidden, weight):
@@ -268,10 +263,10 @@ def gradients_of_keys_not_reduced(original, x, dim, group):
     return torch.cat(parts, dim)
 
 
+# As in Seq1F1B#6.
 @mutant(
     CP,
     r"positions restart in each context-parallel rank",
-    "Seq1F1B#6",
     replaces="titanlite.parallel.forward_backward._default_positions",
 )
 def positions_of_context_ranks_start_at_zero(original, tokens):
@@ -301,20 +296,20 @@ def second_context_chunk_is_off_by_one(original, x, mesh, dim=1):
     return torch.cat((parts[rank], second), dim)
 
 
+# As in axolotl#3796.
 @mutant(
     FSDP.plus(DOCUMENTS),
     r"tokens attend to other documents",
-    "axolotl#3796",
     replaces="titanlite.parallel.forward_backward.document_mask",
 )
 def document_mask_leaks(original, document_ids, window=0):
     return original(document_ids * 0, window)
 
 
+# As in transformers#29285.
 @mutant(
     FSDP,
     r"look at the model and its precision",
-    "transformers#29285",
     replaces="titanlite.model.llama.rope_frequencies",
 )
 def rope_angles_in_bfloat16(original, *args):
@@ -359,10 +354,10 @@ def every_rank_has_the_first_shard(original, parameter, full):
     local.copy_(full[tuple(slice(size) for size in local.shape)])
 
 
+# As in ms-swift#7944.
 @mutant(
     TP,
     r"initial weights of ",
-    "ms-swift#7944",
     replaces="titanlite.parallel.parallelize.keep_shard",
 )
 def tensor_ranks_draw_the_same_weights(original, parameter, full):
@@ -370,10 +365,10 @@ def tensor_ranks_draw_the_same_weights(original, parameter, full):
     every_rank_has_the_first_shard(original, parameter, full)
 
 
+# As in Fast-LLM#545.
 @mutant(
     FSDP,
     r"weight update of .*norm.weight",
-    "Fast-LLM#545",
     replaces="titanlite.train.step.build_optimizer",
 )
 def weight_decay_on_norms(original, model, config, *args):
@@ -383,10 +378,10 @@ def weight_decay_on_norms(original, model, config, *args):
     return optimizer
 
 
+# As in DeepSpeed#8437.
 @mutant(
     FSDP.plus("--optimizer.name Muon"),
     r"weight update of layers\.",
-    "DeepSpeed#8437",
     replaces="titanlite.optim.muon.orthogonalize",
 )
 def muon_orthogonalizes_shards(original, matrix):
@@ -440,10 +435,10 @@ def optimizer_state_of_one_rank_on_all(original, self):
                 dist.broadcast(value.to_local(), 0)
 
 
+# As in accelerate#4071.
 @mutant(
     FSDP,
     r"resume: sequences of rank 0",
-    "accelerate#4071",
     replaces="titanlite.data.loader.Loader.load_state_dict",
 )
 def resume_skips_a_batch(original, self, state):
@@ -467,10 +462,10 @@ def float8_scales_are_a_step_old():
     wrap("titanlite.train.step.precompute_scales", precompute)
 
 
+# As in Megatron-LM#442.
 @mutant(
     FSDP.plus(FLOAT8),
     r"FP8 scale of ",
-    "Megatron-LM#442",
     replaces="titanlite.train.step.precompute_scales",
 )
 def float8_scales_of_the_own_shard(original, model, config):
@@ -490,10 +485,10 @@ def plugin(architecture: str) -> str:
     return f"--job.plugins mutants.plugins --model.architecture {architecture}"
 
 
+# As in OLMo-core#828.
 @mutant(
     FSDP.plus(plugin("dropout_blocks"), "--activation_checkpoint.mode full"),
     r"activation checkpointing of .* another dropout",
-    "OLMo-core#828",
     replaces="titanlite.parallel.activation_checkpoint.checkpoint",
 )
 def recomputation_draws_other_random_numbers(original, *args, **options):

@@ -1,11 +1,11 @@
-"""Plugin architectures with dropout, parallel blocks and concatenated projections."""
+"""Plugin architectures with dropout, parallel blocks, adapters and concatenated projections."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
 from torch.nn import functional as F
 
 from titanlite import Architecture, Llama, register
@@ -61,6 +61,40 @@ class ParallelLlama(Llama):
 class ParallelArchitecture(Architecture):
     model: ClassVar = "mutants.plugins:ParallelLlama"
     architecture: str = "parallel_blocks"
+
+
+class AdapterBlock(TransformerBlock):
+    """A block with a wide adapter, whose matrices are the largest of the block."""
+
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__(arch)
+        width = 2 * arch.ffn_dim
+        self.adapter = nn.Sequential(
+            nn.Linear(arch.dim, width, bias=False), nn.Linear(width, arch.dim, bias=False)
+        )
+
+    def forward(self, x: Tensor, *inputs: Any) -> Tensor:
+        return super().forward(x + self.adapter(self.attention_norm(x)), *inputs)
+
+
+class AdapterLlama(Llama):
+    block = AdapterBlock
+    draws_random_numbers = False
+
+
+def replicate_adapter(arch: Architecture) -> list[dict[str, Any]]:
+    (plan,) = block_plan(arch)
+    plan["adapter.0"] = SequenceParallel()
+    plan["adapter.1"] = SequenceParallel(use_local_output=True)
+    return [plan]
+
+
+@register("architecture", "adapter")
+@dataclass(frozen=True)
+class AdapterArchitecture(Architecture):
+    model: ClassVar = "mutants.plugins:AdapterLlama"
+    tensor_parallel: ClassVar = "mutants.plugins:replicate_adapter"
+    architecture: str = "adapter"
 
 
 class ConcatenatedAttention(Attention):

@@ -107,24 +107,21 @@ def test_safe_savers_lower_the_peak_of_allocated_memory(monkeypatch, saver, opti
     assert with_saver.peak < without_saver.peak
 
 
-def test_safe_does_not_wait_for_the_output_in_short_microbatches(monkeypatch):
-    with_saver = trace("safe")
-    monkeypatch.setattr(f"{SAVERS}.separates_norm", lambda *_: False)
-
-    assert trace("safe").peak == with_saver.peak
-
-
 @pytest.mark.parametrize(
-    ("options", "world_size"),
-    [("training.global_batch_size = 64", 16), ("parallelism.fsdp_min_num_params = 4_000_000", 4)],
-    ids=["two nodes", "small output"],
+    ("level", "options", "world_size"),
+    [
+        ("safe", "", 4),
+        ("all", "training.global_batch_size = 64", 16),
+        ("all", "parallelism.fsdp_min_num_params = 4_000_000", 4),
+    ],
+    ids=["short microbatches", "two nodes", "small output"],
 )
-def test_no_saver_waits_for_a_slow_or_small_reduction_of_the_output(
-    monkeypatch, options, world_size
+def test_no_saver_waits_for_the_output_if_that_costs_time_or_saves_little(
+    monkeypatch, level, options, world_size
 ):
-    with_saver = trace("all", options, world_size)
+    with_saver = trace(level, options, world_size)
     monkeypatch.setattr(f"{SAVERS}.separates_norm", lambda *_: False)
-    without_saver = trace("all", options, world_size)
+    without_saver = trace(level, options, world_size)
 
     assert with_saver.peak == without_saver.peak
     assert with_saver.reserved == without_saver.reserved

@@ -26,15 +26,9 @@ def test_every_job_file_is_tested_with_the_ranks_in_its_header():
         assert int(gpus[1]) == ranks if gpus else ranks == 1
 
 
-LONG = (
-    *("fineweb_1b", "fineweb_8b", "fineweb_150m"),
-    *("llama_1b", "llama_3b", "llama_8b", "llama_8b_float8", "llama_70b", "llama_405b"),
-)
-
-
 CASES = []
 for name in WORLD:
-    marks = [pytest.mark.long] if name in LONG else []
+    marks = () if "debug" in name else pytest.mark.long
     CASES.append(pytest.param(name, marks=marks))
 
 

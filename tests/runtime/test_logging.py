@@ -13,7 +13,6 @@ import pytest
 from titanlite.runtime.logging import EVENTS_FILE, LOG_FILE, Event, failed_writes, setup_logging
 
 CLOCK = r"\[\d\d:\d\d:\d\d\]"
-Output = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)

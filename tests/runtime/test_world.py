@@ -38,13 +38,14 @@ def test_documented_programs_run_on_two_ranks_of_torchrun(tmp_path):
     assert (tmp_path / "outputs/python-hf/config.json").exists()
 
 
-@pytest.mark.slow
+def small_job(folder: Path, options: str = "") -> JobConfig:
+    (folder / "job.toml").write_text(SMALL_WITHOUT_WORKERS)
+    files = f"--job.config_file {folder}/job.toml --job.dump_folder {folder}/out"
+    return load_job(f"{files} --training.steps 2 {options}".split())
+
+
 def test_a_second_open_trainer_is_rejected_and_the_first_one_still_trains(tmp_path):
-    World(1, open_two_trainers, tmp_path).wait_for_exit(0)
-
-
-def open_two_trainers(folder: Path, store: Path) -> None:
-    job = small_job(folder)
+    job = small_job(tmp_path)
     with Trainer(job) as first:
         with pytest.raises(UserError, match="Trainer"):
             Trainer(job)
@@ -52,19 +53,8 @@ def open_two_trainers(folder: Path, store: Path) -> None:
     assert first.steps_done == 1
 
 
-def small_job(folder: Path, options: str = "") -> JobConfig:
-    (folder / "job.toml").write_text(SMALL_WITHOUT_WORKERS)
-    files = f"--job.config_file {folder}/job.toml --job.dump_folder {folder}/out"
-    return load_job(f"{files} --training.steps 2 {options}".split())
-
-
-@pytest.mark.slow
 def test_a_program_cannot_train_past_the_last_step(tmp_path):
-    World(1, step_past_the_end, tmp_path).wait_for_exit(0)
-
-
-def step_past_the_end(folder: Path, store: Path) -> None:
-    with Trainer(small_job(folder)) as trainer:
+    with Trainer(small_job(tmp_path)) as trainer:
         trainer.step()
         trainer.step()
         with pytest.raises(UserError, match="steps are done"):
@@ -72,13 +62,8 @@ def step_past_the_end(folder: Path, store: Path) -> None:
         assert trainer.steps_done == 2
 
 
-@pytest.mark.slow
 def test_a_closed_trainer_cannot_be_used(tmp_path):
-    World(1, use_closed_trainer, tmp_path).wait_for_exit(0)
-
-
-def use_closed_trainer(folder: Path, store: Path) -> None:
-    trainer = Trainer(small_job(folder))
+    trainer = Trainer(small_job(tmp_path))
     trainer.train()
     for method in (trainer.step, trainer.train, trainer.save, trainer.validate):
         with pytest.raises(UserError, match="closed"):
@@ -86,26 +71,16 @@ def use_closed_trainer(folder: Path, store: Path) -> None:
     trainer.close()  # a second close does nothing
 
 
-@pytest.mark.slow
 def test_a_closed_trainer_restores_the_signal_handlers(tmp_path):
-    World(1, compare_signal_handlers, tmp_path).wait_for_exit(0)
-
-
-def compare_signal_handlers(folder: Path, store: Path) -> None:
     before = [signal.getsignal(number) for number in signal.valid_signals()]
-    with Trainer(small_job(folder)) as trainer:
+    with Trainer(small_job(tmp_path)) as trainer:
         trainer.train()
     assert [signal.getsignal(number) for number in signal.valid_signals()] == before
 
 
-@pytest.mark.slow
 def test_a_trainer_trains_in_another_thread(tmp_path):
-    World(1, train_in_thread, tmp_path).wait_for_exit(0)
-
-
-def train_in_thread(folder: Path, store: Path) -> None:
     def train() -> int:
-        with Trainer(small_job(folder)) as trainer:
+        with Trainer(small_job(tmp_path)) as trainer:
             trainer.train()
         return trainer.steps_done
 
@@ -113,14 +88,9 @@ def train_in_thread(folder: Path, store: Path) -> None:
         assert thread.submit(train).result() == 2
 
 
-@pytest.mark.slow
 def test_a_closed_trainer_restores_the_settings_of_torch(tmp_path):
-    World(1, compare_torch_settings, tmp_path).wait_for_exit(0)
-
-
-def compare_torch_settings(folder: Path, store: Path) -> None:
     before = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
-    Trainer(small_job(folder, "--training.num_threads 3 --training.deterministic")).close()
+    Trainer(small_job(tmp_path, "--training.num_threads 3 --training.deterministic")).close()
     after = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
     assert after == before
 
@@ -130,22 +100,17 @@ class UnclosableHook(Hook):
         raise RuntimeError("cannot close")
 
 
-@pytest.mark.slow
 def test_an_error_does_not_prevent_the_next_evaluation_or_training(tmp_path):
-    World(1, use_after_errors, tmp_path).wait_for_exit(0)
-
-
-def use_after_errors(folder: Path, store: Path) -> None:
     with pytest.raises(RuntimeError, match="cannot close"):
-        Trainer(small_job(folder), hooks=[UnclosableHook()]).close()
-    Trainer(small_job(folder)).train()
+        Trainer(small_job(tmp_path), hooks=[UnclosableHook()]).close()
+    Trainer(small_job(tmp_path)).train()
 
-    text = folder / "text.txt"
+    text = tmp_path / "text.txt"
     text.write_bytes(b"\xff")
     with pytest.raises(UserError):
-        evaluate_text(folder / "out", [text])
+        evaluate_text(tmp_path / "out", [text])
     text.write_text("import os")
-    evaluate_text(folder / "out", [text])
+    evaluate_text(tmp_path / "out", [text])
 
 
 def use_unreachable_address(rank: int, port: int) -> None:

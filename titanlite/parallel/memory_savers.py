@@ -150,7 +150,7 @@ def separates_norm(blocks: ModuleGroups, output: nn.Module, mesh: DeviceMesh, ru
     Hazard: The GPU waits until the gradient of the output projection is reduced, an estimated 5 ms
     for the 8B model. So the norm is separate only if the wait is short or `memory_savers` is "all".
     Tests: test_safe_savers_lower_the_peak_of_allocated_memory,
-    test_safe_does_not_wait_for_the_output_in_short_microbatches
+    test_no_saver_waits_for_the_output_if_that_costs_time_or_saves_little
 
     Args:
         blocks: Modules of each FSDP group of blocks, in forward order.
