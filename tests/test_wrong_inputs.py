@@ -316,7 +316,7 @@ check --training.steps.sede 3 => Known names are job,
 check --1 x => --1
 check --training.local_batch_size 1000000000 => training.local_batch_size
 check --world-sise 4 => --world-size
-check --world-size many => --world-size many
+check --world-size many => --world-size must be an integer.*many
 check --parallelism.pipeline_parallel_degree 7 --parallelism.tensor_parallel_degree 3 => 4 mistakes
 check --tokenizer.path nofile.json => read nofile.json
 check --tokenizer.path me/mine => titanlite get tokenizer me/mine
@@ -480,7 +480,7 @@ NNODES=2:1 launch => NNODES=2:1
 {MASTER} NODE_RANK=0 MASTER_PORT=http launch => MASTER_PORT
 MAX_RESTARTS=often launch => MAX_RESTARTS
 NGPU=2 NNODES=1:3 MASTER_ADDR=here launch --training.global_batch_size 8 => data-parallel degree = 6
-profile --steps 1e9 => --steps 1e9
+profile --steps 1e9 => --steps must be an integer.*1e9
 prove --out job.toml => --out
 prove --world-size 500 => --world-size 500
 prove --parallelism.tensor_parallel_degree 3 => parallelism.tensor_parallel_degree

@@ -27,7 +27,7 @@ from pydantic import (
 )
 
 from titanlite.config.errors import UserError
-from titanlite.config.mistakes import COMMAND_LINE, wrap_text
+from titanlite.config.mistakes import COMMAND_LINE, find_types, wrap_text
 from titanlite.config.registry import load_plugins
 from titanlite.config.run import MOST_RANKS
 from titanlite.config.schema import RootConfig, check_path
@@ -161,7 +161,7 @@ def parse_options_and_job(
     except SystemExit as exit_request:
         if exit_request.code == 0:  # tyro has printed the help
             raise
-        message = _extract_message(stderr.getvalue())
+        message = _name_number_type(options, _extract_message(stderr.getvalue()))
         raise UserError(f"{message}. Run `{prog} --help` for all options.") from None
 
     load_plugins(getattr(parsed, "plugins", ()))
@@ -196,6 +196,21 @@ def _extract_message(box: str) -> str:
         if not is_rule and not is_help_text:
             parts.append(text.strip())
     return " ".join(parts).rstrip(".!")
+
+
+def _name_number_type(options: type[Options], message: str) -> str:
+    """Name the expected type in a tyro message about an option that takes a number.
+
+    For example, "Error parsing --steps: invalid literal for int() with base 10: '1e3'" becomes
+    "--steps must be an integer: invalid literal for int() with base 10: '1e3'".
+    """
+    for flag, field in zip(_list_flags(options), options.model_fields.values(), strict=True):
+        types = find_types(field.annotation)
+        if float in types:
+            message = message.replace(f"Error parsing {flag}:", f"{flag} must be a number:")
+        if int in types:
+            message = message.replace(f"Error parsing {flag}:", f"{flag} must be an integer:")
+    return message
 
 
 def _hide_empty_defaults(options: type[AnyOptions]) -> type[AnyOptions]:
