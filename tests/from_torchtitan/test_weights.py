@@ -4,11 +4,11 @@ import math
 import pickle
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from ranks import run_ranks
 from tiny_run import load_model_weights
 from torch import Tensor
@@ -20,7 +20,6 @@ from titanlite.checkpoint.huggingface import checkpoint_weights
 from titanlite.cli import main
 from titanlite.config.flavors import Architecture
 from titanlite.config.schema import Model
-from titanlite.model import llama
 from titanlite.model.formats import parameter_shapes
 from titanlite.model.llama import Llama
 from titanlite.torchtitan.weights import torchtitan_weights
@@ -83,18 +82,31 @@ def rotate(x: Tensor, factor: float) -> Tensor:
 
 
 def compute_logits(factor: float) -> Tensor:
-    """Compute the logits of the torchtitan Llama, which differs only in its rotary embeddings.
+    """Compute the logits of the torchtitan Llama with plain operations."""
+    w = make_weights()
 
-    tests/model/test_formats.py compares all other computations with transformers.
-    """
-    model = Llama(ARCH)
-    model.load_state_dict(make_weights())
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), w[f"{name}.weight"], 1e-5)
 
-    def rotate_heads(q: Tensor, k: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-        return rotate(q, factor), rotate(k, factor)
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ w[f"{name}.weight"].T
 
-    with patch.object(llama, "apply_rope_eager", rotate_heads), torch.no_grad():
-        return model(TOKENS)
+    x = w["tok_embeddings.weight"][TOKENS]
+    for layer in range(ARCH.n_layers):
+        at = f"layers.{layer}.attention"
+        h = norm(x, f"{at}_norm")
+        channels = [linear(h, f"{at}.w{name}") for name in "qkv"]
+        q, k, v = [x.unflatten(-1, (-1, 8)) for x in channels]
+        q = rotate(q, factor).transpose(1, 2)
+        k = rotate(k, factor).transpose(1, 2)
+        v = v.transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + linear(mixed.transpose(1, 2).flatten(-2), f"{at}.wo")
+        h = norm(x, f"layers.{layer}.ffn_norm")
+        at = f"layers.{layer}.feed_forward"
+        gate = F.silu(linear(h, f"{at}.w1"))
+        x = x + linear(gate * linear(h, f"{at}.w3"), f"{at}.w2")
+    return linear(norm(x, "norm"), "output")
 
 
 def model_options(factor: float = 8.0, **keys: int) -> str:
