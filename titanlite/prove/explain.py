@@ -120,7 +120,7 @@ def explain_factor(value: Tensor, expected: Tensor, run: Run) -> str:
     return explain_ratio(ratio, run)
 
 
-def describe_names(failed: Sequence[str], names: Iterable[str]) -> str:
+def describe_names(failed: Sequence[str], names: Sequence[str], run: Run) -> str:
     """Describe which parameters differ, for the message of a failed check.
 
     For example, "only parameters of the kind attention.wq.weight differ".
@@ -128,6 +128,7 @@ def describe_names(failed: Sequence[str], names: Iterable[str]) -> str:
     Args:
         failed: Names of the parameters that differ.
         names: Names of all parameters.
+        run: The run, which assigns parameters to pipeline stages.
     """
     correct = set(names).difference(failed)
     if not correct:
@@ -138,12 +139,23 @@ def describe_names(failed: Sequence[str], names: Iterable[str]) -> str:
     if kinds.isdisjoint(remove_block_number(name) for name in correct):
         return f"only parameters of the kind {', '.join(sorted(kinds))} differ"
 
-    # For example, "only a, b, c and 2 others differ".
-    listed = ", ".join(failed[:MAX_NAMES])
-    num_others = len(failed) - MAX_NAMES
-    if num_others > 0:
-        listed += f" and {format_count(num_others, 'other')}"
-    return f"only {listed} differ"
+    # Check whether all parameters of some pipeline stages differ.
+    stages = {_find_stage(name, run) for name in failed}
+    are_whole_stages = stages.isdisjoint(_find_stage(name, run) for name in correct)
+    if run.degrees.pipeline > 1 and are_whole_stages:
+        noun = "stage" if len(stages) == 1 else "stages"
+        return f"only the parameters of pipeline {noun} {_join(stages)} differ"
+
+    return f"only {_list_first_names(failed)} differ"
+
+
+def _list_first_names(names: Sequence[str]) -> str:
+    """Return names as text, such as "a, b, c and 2 others"."""
+    text = ", ".join(names[:MAX_NAMES])
+    num_others = len(names) - MAX_NAMES
+    if num_others <= 0:
+        return text
+    return f"{text} and {format_count(num_others, 'other')}"
 
 
 def remove_block_number(name: str) -> str:
@@ -152,6 +164,14 @@ def remove_block_number(name: str) -> str:
     For example, "layers.3.attention.wq.weight" becomes "attention.wq.weight".
     """
     return re.sub(r"^layers\.\d+\.", "", name)
+
+
+def _find_stage(name: str, run: Run) -> int:
+    """Return the index of the pipeline stage that holds a parameter."""
+    match = re.match(r"layers\.(\d+)\.", name)
+    if match is None:
+        return 0 if "embeddings" in name else len(run.stages) - 1
+    return next(i for i, blocks in enumerate(run.stages) if int(match[1]) in blocks)
 
 
 def explain_gradient(
@@ -176,7 +196,7 @@ def explain_gradient(
         sequences: Fields of the global batch, such as "input_ids", each of shape (sequences, T).
         compute_gradients: `ReferenceTrainer.compute_gradients` for the weights before the step.
     """
-    where = describe_names(failed, expected)
+    where = describe_names(failed, list(expected), run)
     failed_with_gradient = [name for name in failed if name in gradients]
     if not failed_with_gradient:
         return f"{where}: they have no gradient"
