@@ -78,6 +78,9 @@ CHECKSUM = "xxh3_128"
 """Attribute of the DCP class `_StorageInfo` with the checksum of a chunk. DCP ignores it."""
 
 
+# Writing
+
+
 class CheckpointWriter(FileSystemWriter):
     """Writes a checkpoint with DCP and publishes its folder once all ranks have written.
 

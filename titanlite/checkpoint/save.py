@@ -83,7 +83,7 @@ class Saver:
         self._num_waits = 0
         # Whether the newest save of each step and, at the end of the run, its export succeeded.
         self._has_succeeded: dict[int, bool] = {}
-        # The save in progress: its step, and a future that is True if it succeeds on this rank.
+        # The save in progress: its step, and a future with the result of `_write_and_publish`.
         self._pending: tuple[int, Future[bool]] | None = None
 
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -188,8 +188,9 @@ class Saver:
     ) -> None:
         """Start writing a checkpoint in the background.
 
-        If checkpoint.async_mode is "disabled" or the background save cannot start, write the
-        checkpoint before returning.
+        If checkpoint.async_mode is "disabled", or if this rank cannot copy the tensors or start the
+        thread, write the checkpoint before returning. With pinned memory, the copy is made during
+        the next step. If it fails there, the save fails on all ranks.
 
         Args:
             folder: Parent of the step folder.
@@ -312,7 +313,8 @@ class Saver:
             CheckpointError: On all ranks, if copying failed on any rank.
         """
 
-        def wait_here() -> Tensors:
+        def get_tensors_here() -> Tensors:
+            """Return the copies of this rank, or convert an error for all ranks."""
             try:
                 return get_tensors()
             except BaseException as error:
@@ -321,7 +323,7 @@ class Saver:
                 problem = f"copying the tensors failed: {describe_error(error)}"
                 raise CheckpointError(problem) from None
 
-        return self._ranks.run_together(wait_here)
+        return self._ranks.run_together(get_tensors_here)
 
     def _log_success(self, writer: CheckpointWriter, seconds_blocked: float | None) -> None:
         """Log that a save succeeded and how long it took.
@@ -354,6 +356,7 @@ class Saver:
             self._log(f"Waiting for the save of step {step}, which is still in progress")
         self._pending = None
 
+        # The result is the same on all ranks, unless a rank has lost its connection.
         results_of_ranks = self._ranks.gather(result.result())
         self._has_succeeded[step] = all(results_of_ranks)
         if self._has_succeeded[step]:

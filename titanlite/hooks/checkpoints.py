@@ -287,7 +287,7 @@ class BestCheckpoint(Hook):
     name = BEST_CHECKPOINT
 
     def built(self, trainer: Trainer) -> None:
-        """Keep a reference to the checkpointer of the trainer."""
+        """Start without a validation loss, and keep a reference to the checkpointer."""
         self._newest: dict[str, Any] = {}  # step and loss of the newest validation
         assert trainer.checkpointer is not None
         self._checkpointer = trainer.checkpointer

@@ -1,7 +1,8 @@
 """Measure a training run: loss, throughput, time and memory.
 
-Invariant: Measuring a step never waits for the GPU. Only log steps do: `Meter.read` copies all its
-values from the GPU with a single host sync. All times are measured with the CPU clock.
+Invariant: Measuring a step never waits for the GPU. Only log steps and saves do: `Meter.read`
+copies all its values from the GPU with a single host sync, and `Meter.tokens_so_far` reads one
+number. All times are measured with the CPU clock.
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
     #     "never"   | no        | no                     | no
     #
     # With a pipeline, "default" means "never". Without a pipeline, `configure_microbatch` overrides
-    # the column "output" before each microbatch.
+    # the column "output" before each microbatch. Memory savers skip the second gather of the
+    # embedding and, if the loss allows it, of the output (`skip_unshard_in_backward`).
     reshard = run.job.parallelism.fsdp_reshard_after_forward
     if reshard == "default" and run.degrees.pipeline > 1:
         reshard = "never"  # otherwise every microbatch would gather the parameters again

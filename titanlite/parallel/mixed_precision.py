@@ -30,14 +30,14 @@ def cast_weights(model: Llama, dtype: torch.dtype, compiles_blocks: bool) -> Non
         compiles_blocks: Whether the blocks will be compiled.
     """
     names = [name for name, _ in model.named_parameters()]
-    # Cast outside of compiled blocks. In a block that contains the cast, the compiler skips the
-    # rounding of some gradients to `dtype`.
     if not compiles_blocks:
         # Cast in each block, so that activation checkpointing repeats the cast when it recomputes.
         for block in model.layers.values():
             block_names = [name for name, _ in block.named_parameters()]
             block.forward = _CastingForward(block.forward, block, block_names, dtype)
         names = [name for name in names if not name.startswith("layers.")]
+    # Cast the weights of compiled blocks outside of the blocks. In a block that contains the cast,
+    # the compiler skips the rounding of some gradients to `dtype`.
     model.forward = _CastingForward(model.forward, model, names, dtype)
 
 

@@ -592,7 +592,8 @@ class _MicrobatchSkipper:
             # There is nothing to send. torch does not use the results of the other methods.
             return [] if name.endswith("send_ops") else None
 
-        self.counter.recording = self.recordings[key] = []
+        self.recordings[key] = []
+        self.counter.recording = self.recordings[key]
         result = method(microbatch, *args, **kwargs)
         if returns_loss:
             self.last_loss = result.detach()
@@ -620,7 +621,8 @@ class _MicrobatchSkipper:
         # For a skipped microbatch, the action and the receive each log their recording again. If
         # the recording of the action included these allocations, they would be logged twice.
         action_recording = self.counter.recording
-        self.counter.recording = self.recordings[key] = []
+        self.recordings[key] = []
+        self.counter.recording = self.recordings[key]
         operations = method(microbatch)
         self.counter.recording = action_recording
         return operations

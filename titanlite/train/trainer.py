@@ -669,7 +669,8 @@ class Trainer:
         """
         sums = torch.zeros(2, self.mesh.degrees.data, dtype=torch.float64, device=self.device)
         sums[0, self.mesh.data_rank] = loss
-        # Divide the tokens among the ranks that share them, so that the sum counts them once.
+        # Divide the tokens among the ranks that share them, so that the sum counts them once. To
+        # assign a number, the CPU waits for the GPU, but only in log steps.
         num_sharing_ranks = self.mesh.degrees.context * self.mesh.degrees.pipeline
         sums[1, self.mesh.data_rank] = local_tokens / num_sharing_ranks
         # Tensor parallel ranks compute the same loss, so they are not in this group.
