@@ -273,8 +273,8 @@ def check_batch_sizes(run: Run) -> Problems:
         if size == 0 or size % unit:
             yield Problem(
                 key,
-                f"must be a multiple of {unit}, local_batch_size times data-parallel degree = "
-                f"{run.degrees.data}.",
+                f"must be a multiple of {unit} (local_batch_size times {run.degrees.data} "
+                "data-parallel ranks).",
             )
 
 

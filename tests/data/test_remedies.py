@@ -94,7 +94,7 @@ def test_a_source_whose_records_are_all_skipped_is_an_error_with_the_reason(tmp_
 
     message = check(f"{JSONL} {file} --dataset.on_bad_record skip", code=2)
 
-    assert "400 records were skipped" in message
+    assert "Skipped 400 records" in message
     assert "no field 'text'" in message
 
 
@@ -104,7 +104,7 @@ def test_a_source_with_skipped_and_empty_records_is_an_error_with_both_reasons(t
 
     message = check(f"{JSONL} {file} --dataset.on_bad_record skip", code=2)
 
-    assert "1 records were skipped" in message
+    assert "Skipped 1 record;" in message
     assert "line 2" in message
 
 

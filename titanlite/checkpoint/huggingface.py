@@ -345,7 +345,9 @@ def _open_safetensors(folder: Path) -> dict[str, Tensor]:
     for path in _list_safetensors(folder):
         try:
             tensors |= load_file(path)
-        except (OSError, SafetensorError, ValueError) as error:
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {shorten(str(error))}.") from None
+        except (SafetensorError, ValueError) as error:
             raise UserError(
                 f"cannot read {path}: {shorten(str(error))}. Download it again, with `git lfs "
                 "pull` if it is a Git LFS pointer."

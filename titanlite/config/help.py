@@ -94,9 +94,9 @@ def _print_section(job: JobConfig, section: str, topics: set[str]) -> None:
         print(wrap_text(f"[{section}] {model.__doc__}"), end="\n\n")
 
     values = dict(job)[section]
+    first_advanced_key = next(iter(model.advanced), None)
     for key in [*_list_common_keys(model), *model.advanced]:
-        is_first_advanced = key in model.advanced[:1]
-        if is_topic and is_first_advanced:
+        if is_topic and key == first_advanced_key:
             print(f"Advanced keys of [{section}]:\n")
         name = f"{section}.{key}"
         if is_topic or key in topics or name in topics:

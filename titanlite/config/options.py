@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import io
+import re
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -202,14 +203,15 @@ def _name_number_type(options: type[Options], message: str) -> str:
     """Name the expected type in a tyro message about an option that takes a number.
 
     For example, "Error parsing --steps: invalid literal for int() with base 10: '1e3'" becomes
-    "--steps must be an integer: invalid literal for int() with base 10: '1e3'".
+    "--steps must be an integer, got '1e3'".
     """
     for flag, field in zip(_list_flags(options), options.model_fields.values(), strict=True):
         types = find_types(field.annotation)
-        if float in types:
-            message = message.replace(f"Error parsing {flag}:", f"{flag} must be a number:")
-        if int in types:
-            message = message.replace(f"Error parsing {flag}:", f"{flag} must be an integer:")
+        if not message.startswith(f"Error parsing {flag}:") or types.isdisjoint({int, float}):
+            continue
+        expected = "a number" if float in types else "an integer"
+        values = ", ".join(re.findall("'[^']*'", message))
+        return f"{flag} must be {expected}, got {values}"
     return message
 
 
@@ -236,7 +238,7 @@ def _check_repeated(options: type[Options], argv: Sequence[str]) -> None:
     """Reject options that are repeated.
 
     Raises:
-        UserError: If the command line contains such an option.
+        UserError: If an option is repeated.
     """
     words = [word.partition("=")[0] for word in argv if word.startswith("--")]
     flags = [word.replace("_", "-") for word in words]

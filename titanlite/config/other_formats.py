@@ -61,11 +61,15 @@ def _explain_other_format(content: bytes) -> str:
 
     Return an empty string for any other file.
     """
-    if parse_json(content) is not None:
+    table = parse_json(content)
+    if table is not None and "model_spec" in table:
         return (
-            "this is JSON, and a job file is TOML. `titanlite train --from FOLDER` trains a "
-            "Hugging Face model. `titanlite migrate FILE` converts a TOML job file of torchtitan, "
-            "or a resolved config of torchtitan 0.3, which has the key model_spec."
+            "this is a resolved config of torchtitan 0.3. Convert it with `titanlite migrate FILE`."
+        )
+    if table is not None:
+        return (
+            "this is JSON, and a job file is TOML. If it is the config.json of a Hugging Face "
+            "model, train the model with `titanlite train --from FOLDER`."
         )
     if _PYTHON_STATEMENT.search(content.decode("utf-8-sig", errors="replace")):
         return (

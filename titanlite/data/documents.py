@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titanlite.config.errors import UserError
+from titanlite.config.errors import UserError, format_count
 from titanlite.config.run import Run
 from titanlite.config.schema import Dataset, DataSource, JobConfig
 from titanlite.data.packing import mark_ignored, remove_marks
@@ -227,12 +227,12 @@ def _explain_too_little_text(
         remedy += ", change validation.holdout, set validation.source"
     problem = (
         f"{source.name}: {documents} contain {num_tokens:,} tokens, fewer than the required "
-        f"{seq_len + 1:,}. {remedy}, or choose other files."
+        f"{seq_len + 1:,}."
     )
     skipped = [record for record in source if isinstance(record, BadRecord)]
     if skipped:
-        problem += f" {len(skipped):,} records were skipped. The first one: {skipped[0]}."
-    return problem
+        problem += f" Skipped {format_count(len(skipped), 'record')}; the first one: {skipped[0]}."
+    return f"{problem} {remedy}, or choose other files."
 
 
 def log_skipped_records(reasons: list[str]) -> None:

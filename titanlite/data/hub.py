@@ -376,6 +376,7 @@ class HubFiles:
     def _explain(self, error: Exception) -> str:
         """Return an error message with the cause of a huggingface_hub exception and remedies."""
         from huggingface_hub import constants
+        from huggingface_hub.errors import RepositoryNotFoundError
 
         text = str(error.__cause__ or error) or repr(error)
         cause = shorten(one_line(text)).rstrip(".")
@@ -383,11 +384,14 @@ class HubFiles:
             return f"{self.repo}: {cause}. Free some space, or choose another folder with --out."
         hub = (self._origin or constants.ENDPOINT).rstrip("/")
         prefix = "datasets/" if self._kind == "data" else ""
-        return (
-            f"{hub}/{prefix}{self.repo} cannot be downloaded: {cause}. Check that the page exists. "
-            "If it is gated or private, accept its license there, then create a token on "
-            f"{hub}/settings/tokens and pass it with `hf auth login` or HF_TOKEN. {_REMEDY}"
-        )
+        problem = f"{hub}/{prefix}{self.repo} cannot be downloaded: {cause}."
+        if isinstance(error, RepositoryNotFoundError):  # also if it is gated or private
+            problem += (
+                " Check that the page exists. If it is gated or private, accept its license there, "
+                f"then create a token on {hub}/settings/tokens and pass it with `hf auth login` or "
+                "HF_TOKEN."
+            )
+        return f"{problem} {_REMEDY}"
 
 
 def _choose_suffix(kind: str, names: Sequence[str]) -> str:

@@ -150,8 +150,9 @@ def find_weights(dataset: Dataset, step: int) -> list[int]:
     initial = [source.weight for source in dataset.sources] or [1.0]
     weights = dataset.get_stage_value("weights", step, initial)
     if len(weights) != len(initial) or not any(weights):
+        key = "dataset.sources" if weights is initial else "dataset.stages"
         raise UserError(
-            f"dataset.stages: step {step} has weights = {list(weights)}; expected {len(initial)} "
+            f"{key}: step {step} has weights = {list(weights)}; expected {len(initial)} "
             "weights (one per source), at least one above 0."
         )
     return _to_integers(weights)

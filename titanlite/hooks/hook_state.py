@@ -35,11 +35,17 @@ def check_hook_names(hooks: Sequence[Hook]) -> None:
         if not keeps_state(hook):
             continue
 
-        if not hook.name or "." in hook.name or hook.name in names:
+        problem = ""
+        if not hook.name:
+            problem = "has no name"
+        elif "." in hook.name:
+            problem = f"has a dot in its name {hook.name!r}"
+        elif hook.name in names:
+            problem = f"has the same name as another hook, {hook.name!r}"
+        if problem:
             raise UserError(
-                f"The hook {type(hook).__name__} keeps state, which is saved under its name, but "
-                f"its name {hook.name!r} is empty, has a dot or is the name of another hook. Set "
-                'another `name` in its class, such as name = "my_hook".'
+                f"The hook {type(hook).__name__} {problem}, but checkpoints store its state under "
+                'its name. Set another `name` in its class, such as name = "my_hook".'
             )
         names.add(hook.name)
 

@@ -629,7 +629,7 @@ def compare_shapes(
         if name not in actual:
             differences.append(f"{name}: missing")
         elif name not in expected:
-            differences.append(f"{shorten(name)}: unexpected")
+            differences.append(f"{shorten(name)}: not in this model or job")
         elif tuple(actual[name]) != expected[name]:
             shape = tuple(actual[name])
             differences.append(f"{name}: shape {shape}, expected {expected[name]}")
