@@ -13,7 +13,7 @@ import pickle
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Generator, Mapping
+from collections.abc import Container, Generator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
@@ -581,13 +581,27 @@ def _parse_index(raw: bytes) -> Metadata:
             name = _current_tensor_name(saved_name)
             tensors[name] = _parse_tensor(name, record)
 
+    positions = _parse_chunk_positions(index["storage_data"], tensors)
+    return Metadata(tensors, storage_data=positions, storage_meta=StorageMeta())
+
+
+def _parse_chunk_positions(
+    records: Mapping[_Record, _Record], tensors: Container[str]
+) -> dict[MetadataIndex, _StorageInfo]:
+    """Return the file, offset and length of each chunk (a saved tensor or shard).
+
+    Args:
+        records: Unpickled mapping from chunks (tensor name, offset in the tensor) to positions.
+        tensors: Names of the tensors whose chunks are returned.
+    """
     positions = {}
-    for chunk_record, position_record in index["storage_data"].items():
+    for chunk_record, position_record in records.items():
         name = _current_tensor_name(chunk_record.state["fqn"])
         if name in tensors:
-            chunk = MetadataIndex(name, _to_size(chunk_record.state["offset"]))
+            offset = _to_size(chunk_record.state["offset"])
+            chunk = MetadataIndex(name, offset)
             positions[chunk] = _parse_chunk_position(position_record)
-    return Metadata(tensors, storage_data=positions, storage_meta=StorageMeta())
+    return positions
 
 
 def _parse_chunk_position(record: _Record) -> _StorageInfo:

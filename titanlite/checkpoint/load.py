@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from titanlite.checkpoint.dcp import SafeReader, get_weight_prefix, join_lines, load_tensors
 from titanlite.checkpoint.find import (
@@ -318,10 +318,7 @@ class Resumer:
         try:
             self._load_tensors(reader, info, parts_to_reset)
         except Damage:
-            # Part of the damaged values may be loaded. No rank must train with them silently.
-            for tensor in self._live.tensors(optimizer=False).values():
-                _fill_with_nan(tensor)
-            _reset_optimizer(self._live)
+            _fill_live_state_with_nan(self._live)  # so that no rank trains with damaged values
             raise
 
         state = info["train_state"]
@@ -343,13 +340,11 @@ class Resumer:
             self._resize_hook_tensors(reader, info["train_state"])
         # After a rollback, state that is not loaded must not keep its values from later steps.
         self._reset_hook_tensors()
+
         loaded_prefixes = ["model."]
         if self._live.optimizer is not None and "optimizer" in parts:
             _create_optimizer_state(self._live.optimizer)
-            # The state of frozen weights and of weights on other pipeline ranks need not be loaded.
-            parameters = self._live.model.named_parameters()
-            trained_weights = [name for name, weight in parameters if weight.requires_grad]
-            loaded_prefixes += [f"optimizer.{name}." for name in trained_weights]
+            loaded_prefixes += _list_optimizer_prefixes(self._live.model)
         else:
             _reset_optimizer(self._live)
 
@@ -643,6 +638,15 @@ def _compare_with_saved_shapes(
     return compare_shapes(expected, saved)
 
 
+def _list_optimizer_prefixes(model: nn.Module) -> list[str]:
+    """Return the name prefixes of the saved optimizer state that this rank must load.
+
+    Omit frozen weights and weights on other pipeline ranks, whose state this rank need not load.
+    """
+    parameters = model.named_parameters()
+    return [f"optimizer.{name}." for name, weight in parameters if weight.requires_grad]
+
+
 def _check_finite(path: object, tensors: dict[str, Tensor]) -> None:
     """Check that all weights are finite. Ignore other tensors, such as optimizer state.
 
@@ -708,6 +712,16 @@ def _copy_hook_tensors(live: LiveState) -> dict[str, Tensor]:
         if not shard.isnan().all():
             copies[name] = shard.clone()
     return copies
+
+
+def _fill_live_state_with_nan(live: LiveState) -> None:
+    """Fill weights and hook tensors with NaN and reset the optimizer.
+
+    This keeps training from silently using the values of a partly loaded, damaged checkpoint.
+    """
+    for tensor in live.tensors(optimizer=False).values():
+        _fill_with_nan(tensor)
+    _reset_optimizer(live)
 
 
 def _fill_with_nan(tensor: Tensor) -> None:

@@ -481,31 +481,37 @@ class Mirror:
             self.num_failed += 1
 
     def _try_to_send(self, path: Path) -> UserError | None:
-        """Copy a checkpoint to the mirror, then remove outdated checkpoints from the mirror.
+        """Copy a checkpoint to the mirror and return the error if this fails.
 
-        Returns:
-            None on success, or if the run removed the checkpoint or `close` aborted the copy.
-            Otherwise the error: a CheckpointError if an access to the storage failed, so that
-            another attempt may succeed. A UserError if a different run uses the mirror, or if the
-            copy would overwrite files that this run did not write.
+        If it fails because the run removed the checkpoint or `close` aborted the copy, return None.
         """
-        name = self._get_name(path)
-        url = f"{self._url}/{name}"
-        started = time.perf_counter()
         try:
-            with storage_errors(url, CheckpointError):
-                was_copied = self._copy(path, name)
-                if was_copied:
-                    seconds = time.perf_counter() - started
-                    text = f"Copied {url} in {seconds:.1f} s"
-                    self._log(Event(text, "mirror", get_step(path)))
-                self._copied.add(name)
-                self._remove_outdated()
+            self._copy_and_remove_outdated(path)
         except UserError as error:
             was_removed = not (path / MANIFEST).is_file()
             if not was_removed and not self._is_ending.is_set():
                 return error
         return None
+
+    def _copy_and_remove_outdated(self, path: Path) -> None:
+        """Copy a checkpoint to the mirror, then remove outdated checkpoints from the mirror.
+
+        Raises:
+            CheckpointError: If an access to the storage fails. Another attempt may succeed.
+            UserError: If a different run uses the mirror, or if the copy would overwrite files that
+                this run did not write.
+        """
+        name = self._get_name(path)
+        url = f"{self._url}/{name}"
+        started = time.perf_counter()
+        with storage_errors(url, CheckpointError):
+            was_copied = self._copy(path, name)
+            if was_copied:
+                seconds = time.perf_counter() - started
+                text = f"Copied {url} in {seconds:.1f} s"
+                self._log(Event(text, "mirror", get_step(path)))
+            self._copied.add(name)
+            self._remove_outdated()
 
     def _copy(self, path: Path, name: str) -> bool:
         """Copy the files of a checkpoint to the mirror, ending with its manifest.

@@ -161,7 +161,8 @@ class Saver:
         """
         if not self.has_saved(step):
             tensors = self._live.tensors(rng=True)
-            self._start_save(self._folder, step, train_state, tensors)
+            writer = self._create_writer(self._folder, step, train_state)
+            self._start_save(writer, tensors)
         return self._folder / step_folder_name(step)
 
     def _save_only_weights(self, step: int, train_state: dict[str, Any]) -> Path:
@@ -180,23 +181,19 @@ class Saver:
         if should_save:
             tensors = self._live.tensors(optimizer=False)
             weights = {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
-            self._start_save(folder, step, train_state, weights, weights_only=True)
+            writer = self._create_writer(folder, step, train_state, weights_only=True)
+            self._start_save(writer, weights)
         return path
 
-    def _start_save(
-        self, folder: Path, step: int, train_state: dict[str, Any], tensors: Tensors, **extra: Any
-    ) -> None:
-        """Start writing a checkpoint in the background.
-
-        If checkpoint.async_mode is "disabled", or if this rank cannot copy the tensors or start the
-        thread, write the checkpoint before returning. With pinned memory, the copy is made during
-        the next step. If it fails there, the save fails on all ranks.
+    def _create_writer(
+        self, folder: Path, step: int, train_state: dict[str, Any], **extra: Any
+    ) -> CheckpointWriter:
+        """Create the writer of a checkpoint and its manifest.
 
         Args:
             folder: Parent of the step folder.
             step: The step to save.
             train_state: Training state other than tensors.
-            tensors: The tensors to save, by name.
             extra: Additional keys for `info` in the manifest, such as `weights_only`.
         """
         info = manifest_info(
@@ -209,15 +206,22 @@ class Saver:
         self._num_started += 1
         # The name of the temporary folder is unique, and the same on all ranks.
         token = f"{self._context.token}-{self._num_started}"
-        writer = CheckpointWriter(folder, step, token, info)
+        return CheckpointWriter(folder, step, token, info)
 
+    def _start_save(self, writer: CheckpointWriter, tensors: Tensors) -> None:
+        """Start writing a checkpoint in the background.
+
+        If checkpoint.async_mode is "disabled", or if this rank cannot copy the tensors or start the
+        thread, write the checkpoint before returning. With pinned memory, the copy is made during
+        the next step. If it fails there, the save fails on all ranks.
+        """
         result = self._write_in_background(writer, tensors) if self._is_async else None
         if result is None:
             # Training waits, so the tensors cannot change and need no copies. Other ranks may write
             # in the background, and call the same collectives.
             result = Future[bool]()
             result.set_result(self._write_and_publish(writer, lambda: tensors))
-        self._pending = step, result
+        self._pending = writer.step, result
         if not self._is_async:
             self.wait_until_saved()
 

@@ -127,7 +127,11 @@ class Checkpointer(Hook):
             self._mirror = Mirror(context, self._resumer.check_job)
             self._resources.callback(self._mirror.close)
             self._mirror.restore()
+        self._create_saver(context)
 
+    def _create_saver(self, context: CheckpointContext) -> None:
+        """Create the `Saver` of the run and make it notify all hooks after each save."""
+        trainer = self._trainer
         max_seq_len = trainer.run.arch.max_seq_len
         write_files = partial(write_tokenizer, trainer.tokenizer, max_seq_len=max_seq_len)
 

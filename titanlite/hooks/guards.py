@@ -137,20 +137,13 @@ class NonFiniteGuard(Hook):
             return
 
         skip_flags = torch.stack([result.skipped for _, result in results]).tolist()
-        skipped_steps = []
-        problems = []
+        skipped_results = []
         for (step, result), is_skipped in zip(results, skip_flags, strict=True):
             self._count(is_skipped)
             if is_skipped:
-                skipped_steps.append(step)
-                problems.append(self._find_problems(step, result))
-
-        # All ranks skip the same steps, but the non-finite loss or gradient may be on only one
-        # rank, so gather the problems of all ranks.
-        if skipped_steps:
-            problems_by_step = zip(*gathered(problems), strict=True)
-            for step, problems_of_ranks in zip(skipped_steps, problems_by_step, strict=True):
-                self._unlogged.append(self._describe(step, problems_of_ranks))
+                skipped_results.append((step, result))
+        if skipped_results:
+            self._unlogged += self._describe_skipped_steps(skipped_results)
 
     def _count(self, is_skipped: bool) -> None:
         """Update the total number of skipped steps, the current streak and the longest streak.
@@ -163,6 +156,20 @@ class NonFiniteGuard(Hook):
         self._num_skipped += 1
         self._num_consecutive += 1
         self._max_consecutive = max(self._max_consecutive, self._num_consecutive)
+
+    def _describe_skipped_steps(self, results: Sequence[tuple[int, StepResult]]) -> list[str]:
+        """Gather the causes of skipped steps from all ranks and return one log line per step.
+
+        Args:
+            results: Number and result of each skipped step. All ranks skip the same steps.
+        """
+        # The non-finite loss or gradient may be on only one rank, so gather the problems of all.
+        problems = [self._find_problems(step, result) for step, result in results]
+        problems_by_step = zip(*gathered(problems), strict=True)
+        return [
+            _describe_skipped_step(step, problems_of_ranks)
+            for (step, _), problems_of_ranks in zip(results, problems_by_step, strict=True)
+        ]
 
     def _find_problems(self, step: int, result: StepResult) -> dict[str, NonFiniteValue]:
         """Describe this rank's loss and first gradient in a skipped step if they are not finite.
@@ -191,27 +198,6 @@ class NonFiniteGuard(Hook):
                 subject = f"the gradient of {names[finite_flags.index(False)]}"
                 problems["gradient"] = NonFiniteValue(subject, location, "is not finite")
         return problems
-
-    def _describe(self, step: int, problems_of_ranks: Sequence[dict[str, NonFiniteValue]]) -> str:
-        """Return the log line for a skipped step, with the cause and the first affected rank.
-
-        Args:
-            step: Number of the step.
-            problems_of_ranks: Result of `_find_problems` on each rank, in rank order.
-        """
-        causes = []
-        for kind in ("loss", "gradient"):
-            affected = [problems[kind] for problems in problems_of_ranks if kind in problems]
-            if affected:
-                first = affected[0]
-                location = first.location
-                if len(affected) > 1:
-                    location += f" and {format_count(len(affected) - 1, 'more rank')}"
-                causes.append(f"{first.subject} on {location} {first.state}")
-        if not causes:
-            causes = ["the loss or the gradient norm is a spike, or a hook skipped the step"]
-        hint = f"Run `titanlite data show --step {step}` to see its sequences."
-        return f"Skipped step {step} without changing the weights: {'; '.join(causes)}. {hint}"
 
     def _list_sequences(self, step: int) -> str:
         """List the sequences of the global batch that this rank trained on, such as "3, 7, 11".
@@ -260,6 +246,46 @@ class NonFiniteGuard(Hook):
         return "\n".join([problem, *lines, remedy])
 
 
+def _describe_skipped_step(
+    step: int, problems_of_ranks: Sequence[dict[str, NonFiniteValue]]
+) -> str:
+    """Return the log line for a skipped step, with the cause and the first affected rank.
+
+    Args:
+        step: Number of the step.
+        problems_of_ranks: Non-finite values of each rank by kind, in rank order.
+    """
+    causes = _list_causes(problems_of_ranks)
+    if not causes:
+        causes = ["the loss or the gradient norm is a spike, or a hook skipped the step"]
+    hint = f"Run `titanlite data show --step {step}` to see its sequences."
+    return f"Skipped step {step} without changing the weights: {'; '.join(causes)}. {hint}"
+
+
+def _list_causes(problems_of_ranks: Sequence[dict[str, NonFiniteValue]]) -> list[str]:
+    """Describe why a step was skipped: a non-finite loss, a non-finite gradient, or both.
+
+    Each text describes the first affected rank and counts the others. Return [] if the loss and all
+    gradients are finite.
+
+    Args:
+        problems_of_ranks: Non-finite values of each rank by kind, in rank order.
+    """
+    causes = []
+    for kind in ("loss", "gradient"):
+        affected = [problems[kind] for problems in problems_of_ranks if kind in problems]
+        if not affected:
+            continue
+
+        first = affected[0]
+        location = first.location
+        num_others = len(affected) - 1
+        if num_others > 0:
+            location += f" and {format_count(num_others, 'more rank')}"
+        causes.append(f"{first.subject} on {location} {first.state}")
+    return causes
+
+
 class SpikeGuard(Hook):
     """Detects spikes in the loss or the gradient norm, and logs, skips or rolls back the step.
 
@@ -282,7 +308,12 @@ class SpikeGuard(Hook):
     name = SPIKE_GUARD
 
     def built(self, trainer: Trainer) -> None:
-        """Read the options and allocate an empty history of losses and gradient norms."""
+        """Read the options, reset the counters and allocate an empty history of recent steps."""
+        self._trainer = trainer
+        self._config = trainer.job.guards
+        self._should_skip = self._config.on_spike == "skip"
+        self._should_roll_back = self._config.on_spike == "roll_back"
+
         self._num_spikes = 0
         self._num_roll_backs = 0
         self._needs_roll_back = False
@@ -290,11 +321,6 @@ class SpikeGuard(Hook):
         # Reading waits for the GPU, so it is delayed until the next logged step, save or, with
         # "roll_back", validation.
         self._unread: list[tuple[int, Tensor]] = []
-
-        self._trainer = trainer
-        self._config = trainer.job.guards
-        self._should_skip = self._config.on_spike == "skip"
-        self._should_roll_back = self._config.on_spike == "roll_back"
 
         # With "skip", the GPU compares each step with the history. Otherwise, the CPU does so.
         device = torch.device("cpu")

@@ -176,12 +176,23 @@ class Stragglers(Hook):
             if not is_slow:
                 continue
 
-            streaks[part, slowest] = self._streaks.get((part, slowest), 0) + 1
-            if streaks[part, slowest] == STEPS_UNTIL_REPORT:
-                text = (
-                    f"Rank {slowest} ({self._trainer.hosts[slowest]}) "
-                    f"{part.description.format(seconds)}; the median of the ranks is "
-                    f"{median:.3g} s: it makes the others wait."
-                )
+            streak = self._streaks.get((part, slowest), 0) + 1
+            streaks[part, slowest] = streak
+            if streak == STEPS_UNTIL_REPORT:
+                text = self._describe_straggler(slowest, part, seconds, median)
                 self._trainer.log(Event(text, "straggler", step))
         self._streaks = streaks
+
+    def _describe_straggler(self, rank: int, part: TimedPart, seconds: float, median: float) -> str:
+        """Return the log line for a slow rank, with its time and the median time of all ranks.
+
+        Args:
+            rank: The slow rank.
+            part: Part of the step in which it is slow.
+            seconds: Time of this rank in seconds.
+            median: Median time of all ranks in seconds.
+        """
+        return (
+            f"Rank {rank} ({self._trainer.hosts[rank]}) {part.description.format(seconds)}; "
+            f"the median of the ranks is {median:.3g} s: it makes the others wait."
+        )

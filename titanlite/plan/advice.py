@@ -357,16 +357,23 @@ def _list_single_remedies(run: Run) -> list[Settings]:
         remedies.append({"parallelism.fsdp_reduce": "microbatch"})
     if run.job.activation_checkpoint.mode == "none":
         remedies.append(SAVE_SOME_OPS)
-    for degree in (2, 4, 8):
-        if degree > run.degrees.tensor:
-            remedies.append(
-                {
-                    "parallelism.data_parallel_shard_degree": -1,  # the remaining ranks
-                    "training.global_batch_size": run.global_batch_size,
-                    "parallelism.tensor_parallel_degree": degree,
-                }
-            )
-    return remedies
+    return remedies + _list_tensor_parallel_degrees(run)
+
+
+def _list_tensor_parallel_degrees(run: Run) -> list[Settings]:
+    """List changes that raise the tensor parallel degree to 2, 4 or 8.
+
+    FSDP gets the remaining ranks, and the global batch size stays the same.
+    """
+    return [
+        {
+            "parallelism.data_parallel_shard_degree": -1,  # the remaining ranks
+            "training.global_batch_size": run.global_batch_size,
+            "parallelism.tensor_parallel_degree": degree,
+        }
+        for degree in (2, 4, 8)
+        if degree > run.degrees.tensor
+    ]
 
 
 def _list_combined_remedies(run: Run) -> list[Settings]:

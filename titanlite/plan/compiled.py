@@ -265,20 +265,28 @@ def _checkpoint(function: Function, *inputs: Any, **options: Any) -> Any:
     if not torch.compiler.is_compiling():
         return checkpoint(function, *inputs, **options)
 
-    # A block that recomputes everything passes an empty list of operators to save. Replace it with
-    # a policy that also recomputes flex attention, which `_partition` would otherwise save.
-    context_fn = options["context_fn"]
-    saves_nothing = isinstance(context_fn, partial) and context_fn.args == ([],)
-    if saves_nothing:
-        context_fn = partial(create_selective_checkpoint_contexts, _recompute_all)
-
     # The context gives each node a mark and the number of its checkpointed function. A graph has
     # only one such function, with the number 0.
-    policy_context, _recompute_context = context_fn()
+    policy_context = _make_policy_context(options["context_fn"])
     policy_context.ac_graph_id = 0
     with traceback.preserve_node_meta(), policy_context:
         traceback.current_meta["ac_graph_id"] = 0  # needed only before torch 2.13
         return function(*inputs)
+
+
+def _make_policy_context(context_fn: Callable[[], tuple[Any, Any]]) -> Any:
+    """Return the context that marks the result of each operator to be saved or recomputed.
+
+    Args:
+        context_fn: The argument `context_fn` of `torch.utils.checkpoint.checkpoint`.
+    """
+    # A block that recomputes everything passes an empty list of operators to save. Replace it with
+    # a policy that also recomputes flex attention, which `_partition` would otherwise save.
+    saves_nothing = isinstance(context_fn, partial) and context_fn.args == ([],)
+    if saves_nothing:
+        context_fn = partial(create_selective_checkpoint_contexts, _recompute_all)
+    forward_context, _recompute_context = context_fn()
+    return forward_context
 
 
 def _recompute_all(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -379,15 +387,7 @@ def _schedule_kernels(graph: Graph) -> list[_Kernel]:
     bases = _find_bases(nodes)
     returned_bases = {bases[node] for node in output.all_input_nodes}
     stored = _find_stored(nodes, bases) | returned_bases | inputs
-    stored_inputs = _find_stored_inputs(nodes, bases, stored)
-
-    # Kernels compute the stored values, or copy a value into an existing tensor. Other values need
-    # no separate kernel: the kernels that use them compute them.
-    kernels: list[_Kernel] = []
-    for node in nodes:
-        if node.op == "call_function" and (node in stored or _is_copy(node)):
-            is_generated = not _has_library_kernel(node)
-            kernels.append(_Kernel(node, stored_inputs[node], is_generated))
+    kernels = _list_kernels(nodes, stored, _find_stored_inputs(nodes, bases, stored))
     _set_num_bytes(kernels)
     _set_freed(kernels, bases, returned_bases)
     return kernels
@@ -426,6 +426,27 @@ def _find_stored(nodes: Sequence[Node], bases: Mapping[Node, Node]) -> set[Node]
         elif _is_reduction(node):
             stored.add(node)
     return stored
+
+
+def _list_kernels(
+    nodes: Sequence[Node], stored: set[Node], stored_inputs: Mapping[Node, set[Node]]
+) -> list[_Kernel]:
+    """List the kernels that write the values of a graph to memory, in the order in which they run.
+
+    These kernels compute stored values, or copy a value into an existing tensor. Values that are
+    not stored need no separate kernel: the kernels that use them compute them.
+
+    Args:
+        nodes: Nodes of the graph in order, without the output node.
+        stored: Nodes whose values are written to memory.
+        stored_inputs: For each node, the stored values that a kernel must read to compute it.
+    """
+    kernels: list[_Kernel] = []
+    for node in nodes:
+        if node.op == "call_function" and (node in stored or _is_copy(node)):
+            is_generated = not _has_library_kernel(node)
+            kernels.append(_Kernel(node, stored_inputs[node], is_generated))
+    return kernels
 
 
 def _set_num_bytes(kernels: Iterable[_Kernel]) -> None:

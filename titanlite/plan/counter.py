@@ -336,14 +336,21 @@ class Counter(TorchDispatchMode):
 
         kwargs = kwargs or {}
         if func.is_view:
-            # An operator such as `reshape` only calls simpler operators, which are counted instead.
-            # torch disables a dispatch mode while the mode handles an operator. Enable this mode
-            # again, so that it receives the simpler operators.
-            with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:  # otherwise, `func` calls no other operators
-                return result
+            return self._run_view(func, args, kwargs)
         return self._run_and_count(func, args, kwargs)
+
+    def _run_view(self, func: Any, args: tuple[Any, ...], kwargs: OperatorArguments) -> Any:
+        """Run an operator that returns a view, or a copy if a view is impossible.
+
+        An operator that only calls simpler operators, such as `reshape`, is not counted itself.
+        """
+        # torch disables a dispatch mode while the mode handles an operator. Enable this mode again,
+        # so that it receives and counts the simpler operators.
+        with self:
+            result = func.decompose(*args, **kwargs)
+        if result is NotImplemented:  # `func` calls no other operators
+            return self._run_and_count(func, args, kwargs)
+        return result
 
     def _run_and_count(self, func: Any, args: tuple[Any, ...], kwargs: OperatorArguments) -> Any:
         """Run one operator and return its result.
@@ -557,16 +564,13 @@ def _describe_kernel(
     """Return the work of one operator call: its dtype, shape, FLOPs and bytes."""
     op = signature.name.removeprefix("aten::")
     shape, flops = _count_flops(op, arguments)
-    num_bytes = bytes_of(result) if signature.returns_new else 0
-    for name, value in arguments.items():
-        num_bytes += signature.accesses[name] * bytes_of(value)
     return Work(
         phase,
         op=op,
         dtype=_describe_dtype(_find_inputs(op, arguments)),
         shape=shape,
         flops=flops,
-        bytes=num_bytes,
+        bytes=_count_traffic(signature, arguments, result),
     )
 
 
@@ -588,6 +592,14 @@ def _describe_dtype(inputs: Iterable[Tensor]) -> str:
         if tensor.is_floating_point():
             return str(tensor.dtype).removeprefix("torch.")
     return ""
+
+
+def _count_traffic(signature: _Signature, arguments: OperatorArguments, result: Any) -> int:
+    """Return how many bytes of memory an operator reads and writes."""
+    num_bytes = bytes_of(result) if signature.returns_new else 0
+    for name, value in arguments.items():
+        num_bytes += signature.accesses[name] * bytes_of(value)
+    return num_bytes
 
 
 def _count_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlops:
@@ -613,34 +625,53 @@ def _count_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlops:
         shape, mean_visible_keys = _describe_attention(op, arguments)
     else:
         return (), 0
+    return shape, _attention_flops(op, shape, mean_visible_keys)
+
+
+def _attention_flops(
+    op: str, shape: tuple[int, int, int, int, int], mean_visible_keys: Fraction
+) -> int:
+    """Return the FLOPs of attention, excluding scores that are masked out.
+
+    Args:
+        op: Name of the operator, which contains "backward" for the backward pass.
+        shape: (batch, heads, queries, keys, head_dim).
+        mean_visible_keys: Average number of keys that a query attends to.
+    """
     batch, heads, num_queries, _num_keys, head_dim = shape
-    num_scores = batch * heads * num_queries * mean_visible_keys  # excluding masked scores
+    num_scores = batch * heads * num_queries * mean_visible_keys
     # The backward pass has five matmuls, because it recomputes the scores.
     num_matmuls = 5 if "backward" in op else 2
-    return shape, int(2 * num_matmuls * num_scores * head_dim)
+    return int(2 * num_matmuls * num_scores * head_dim)
 
 
 def _describe_attention(op: str, arguments: OperatorArguments) -> ShapeAndVisibleKeys:
     """Return the shape and the visible keys of scaled dot-product attention or flex attention.
 
+    Both have a causal mask.
+
     Args:
         op: Forward or backward operator, without "aten::".
         arguments: Arguments of the operator by name.
+
+    Returns:
+        (batch, heads, queries, keys, head_dim), and the average number of keys that a query attends
+        to.
     """
     batch, heads, num_queries, head_dim = arguments["query"].shape
     num_keys = arguments["key"].shape[2]
+    shape = (batch, heads, num_queries, num_keys, head_dim)
     if op in FLEX_OPS:
-        # With context parallelism, one call has all queries of a rank, which are spread over the
-        # whole sequence. On average, they attend to as many keys as all queries of the sequence.
+        # With context parallelism, the queries of a rank are spread over the whole sequence. On
+        # average, they attend to as many keys as all queries of the sequence.
         window = int(arguments.get(FLEX_WINDOW_ARGUMENT) or num_keys)  # 0 means no window
-        mean_visible_keys = _mean_visible_keys(num_keys, window)
-    else:
-        # With context parallelism, each chunk of queries is a separate call, whose keys end where
-        # the queries end. The first query attends to all keys before the queries, and the last
-        # query to all keys. Take the mean of both.
-        num_earlier_keys = num_keys - num_queries
-        mean_visible_keys = Fraction(num_earlier_keys + num_keys, 2)
-    return (batch, heads, num_queries, num_keys, head_dim), mean_visible_keys
+        return shape, _mean_visible_keys(num_keys, window)
+
+    # The keys end where the queries end. With context parallelism, the queries are a chunk of the
+    # sequence, and the keys also include all earlier tokens. The first query attends to the earlier
+    # keys, and the last query to all keys. Take the mean of both.
+    num_earlier_keys = num_keys - num_queries
+    return shape, Fraction(num_earlier_keys + num_keys, 2)
 
 
 def _describe_varlen_attention(arguments: OperatorArguments) -> ShapeAndVisibleKeys:

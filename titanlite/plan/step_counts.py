@@ -198,7 +198,13 @@ def _skippable_microbatches(run: Run) -> range:
     """
     if run.degrees.pipeline == 1:
         return range(2, run.microbatches - 1)
+    if run.microbatches < MIN_MICROBATCHES or not _has_equal_microbatches(run):
+        return range(0)
+    return range(3, run.microbatches - 1)
 
+
+def _has_equal_microbatches(run: Run) -> bool:
+    """Return whether all microbatches use the same amount of memory in a given pipeline stage."""
     # In a V-shaped schedule, stages on one rank hand their results to each other.
     is_v_shaped = run.job.parallelism.pipeline_parallel_schedule in V_SHAPED
     # With many stages on a rank, torch unshards and reshards some while others run.
@@ -206,11 +212,7 @@ def _skippable_microbatches(run: Run) -> range:
     # If stages reshard after each forward pass, a backward pass gathers its weights unless it
     # directly follows another backward pass.
     reshards = run.job.parallelism.fsdp_reshard_after_forward == "always"
-    has_different_microbatches = is_v_shaped or has_many_stages or reshards
-
-    if has_different_microbatches or run.microbatches < MIN_MICROBATCHES:
-        return range(0)
-    return range(3, run.microbatches - 1)
+    return not (is_v_shaped or has_many_stages or reshards)
 
 
 def _describe_groups(mesh: Mesh) -> dict[str, Group]:
@@ -526,12 +528,7 @@ def _skip_microbatches(
     skipper = _MicrobatchSkipper(counter, skipped, last_loss=torch.zeros(()))
     with ExitStack() as stack:
         for stage in stages:
-            methods: dict[str, Any] = dict(UNANIMOUS_SHAPE_VOTE)  # no other ranks can vote
-            for name in PIPELINE_ACTIONS:
-                methods[name] = partial(skipper.run_action, stage, name, getattr(stage, name))
-            for name in PIPELINE_RECEIVES:
-                methods[name] = partial(skipper.run_receive, stage, name, getattr(stage, name))
-            stack.enter_context(override(stage, **methods))
+            stack.enter_context(override(stage, **skipper.list_replacements(stage)))
         yield
 
 
@@ -556,7 +553,17 @@ class _MicrobatchSkipper:
     last_loss: Tensor
     recordings: dict[tuple[str, int], list[LogEntry]] = field(default_factory=dict)
 
-    def run_action(
+    def list_replacements(self, stage: PipelineStage) -> dict[str, Any]:
+        """Return a mapping from the names of methods to their replacement functions."""
+        # Other ranks do not exist, so they cannot vote.
+        replacements: dict[str, Any] = dict(UNANIMOUS_SHAPE_VOTE)
+        for name in PIPELINE_ACTIONS:
+            replacements[name] = partial(self._run_action, stage, name, getattr(stage, name))
+        for name in PIPELINE_RECEIVES:
+            replacements[name] = partial(self._run_receive, stage, name, getattr(stage, name))
+        return replacements
+
+    def _run_action(
         self,
         stage: PipelineStage,
         name: str,
@@ -599,7 +606,7 @@ class _MicrobatchSkipper:
             self.last_loss = result.detach()
         return result
 
-    def run_receive(
+    def _run_receive(
         self, stage: PipelineStage, name: str, method: Callable[..., Any], microbatch: int
     ) -> list[Any]:
         """List the receive operations of a microbatch, unless it is skipped.

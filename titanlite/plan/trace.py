@@ -304,18 +304,8 @@ def _summarize(rank: int, counts: StepCounts) -> RankTrace:
     """
     location, sizes = max(counts.peaks.items(), key=lambda peak: peak[1].sum())
     is_in_block = location.name == "block"
-
-    stream_peaks = defaultdict[int | str, int](int)
-    for (stream, _location), size in counts.stream_peaks.items():
-        stream_peaks[stream] = max(stream_peaks[stream], size)
+    stream_peaks = _find_stream_peaks(counts)
     cpu_peak = stream_peaks.pop(OFFLOADED, 0)
-
-    reserved = counts.reserved
-    if reserved is None:  # the allocations were not replayed on a simulated allocator
-        # The allocator does not reuse memory across CUDA streams, so their peaks add up.
-        allocated = sum(stream_peaks.values())
-        reserved = int((1 + FRAGMENTATION) * allocated) + CUBLAS_WORKSPACES
-
     return RankTrace(
         rank=rank,
         peak=int(sizes.sum()),
@@ -323,8 +313,36 @@ def _summarize(rank: int, counts: StepCounts) -> RankTrace:
         kinds=dict(zip(KINDS, sizes.tolist(), strict=True)),
         cpu_peak=cpu_peak,
         work=tuple(_list_work(counts)),
-        reserved=reserved,
+        reserved=_predict_reserved(counts, stream_peaks),
     )
+
+
+def _find_stream_peaks(counts: StepCounts) -> dict[int | str, int]:
+    """Return the highest memory use of each stream during a step, in bytes.
+
+    The stream `OFFLOADED` stands for CPU memory.
+    """
+    stream_peaks = defaultdict[int | str, int](int)
+    for (stream, _location), size in counts.stream_peaks.items():
+        stream_peaks[stream] = max(stream_peaks[stream], size)
+    return stream_peaks
+
+
+def _predict_reserved(counts: StepCounts, cuda_stream_peaks: Mapping[int | str, int]) -> int:
+    """Return how many bytes the caching allocator of a GPU reserves.
+
+    If the allocations were not replayed on a simulated allocator, estimate the number.
+
+    Args:
+        counts: Counts for all blocks of the rank.
+        cuda_stream_peaks: Highest memory use of each CUDA stream, in bytes.
+    """
+    if counts.reserved is not None:
+        return counts.reserved
+
+    # The allocator does not reuse memory across CUDA streams, so the peaks of all streams add up.
+    allocated = sum(cuda_stream_peaks.values())
+    return int((1 + FRAGMENTATION) * allocated) + CUBLAS_WORKSPACES
 
 
 def _list_work(counts: StepCounts) -> Iterator[Work]:

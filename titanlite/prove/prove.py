@@ -17,11 +17,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -79,6 +80,20 @@ MODEL = "model."
 OPTIMIZER = "optimizer."
 LOG_FILE = "prove.log"
 EXPORTED_WEIGHTS = "exported weights"  # name of a check
+
+
+class RecordedRun(NamedTuple):
+    """The tested run, after all ranks have trained it and recorded each step in files.
+
+    Attributes:
+        run: The run, in which each option "auto" is replaced by the value that was used.
+        folder: Temporary folder with the record files of all ranks.
+        device_name: Name of the GPU of rank 0, such as "NVIDIA H100", or "CPU".
+    """
+
+    run: Run
+    folder: Path
+    device_name: str
 
 
 @dataclass
@@ -223,20 +238,35 @@ def prove(job: JobConfig, small_job: SmallJob, out: Path) -> Certificate | None:
     log_file = (out / LOG_FILE).open("a", encoding="utf-8")
     # When `stack` is closed, it deletes the temporary files.
     with log_file, redirect_stdout(log_file), redirect_stderr(log_file), ExitStack() as stack:
-        with process_group(small_job.run.job) as device:
-            is_first_rank = dist.get_rank() == 0
-            device_name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
-            folder = _create_shared_folder(out, stack)
-            # Replace options "auto", so that the later run on one rank computes in the same way.
-            run = settle_compute_dtype(small_job.run, device)
-            run = run.resolve_attention_backend(on_gpu=device.type == "cuda")
-            run = with_keys(run, {"job.dump_folder": str(folder / "layout")})
-            train_and_resume(run, device, folder)
-
-        if not is_first_rank:  # only rank 0 makes the comparisons
+        recorded = _train_on_all_ranks(small_job.run, out, stack)
+        if recorded is None:  # only rank 0 makes the comparisons
             return None
-        checks = compare_with_one_rank(run, folder)
-    return _make_certificate(job, small_job, run, checks, device_name)
+        checks = compare_with_one_rank(recorded.run, recorded.folder)
+    return _make_certificate(job, small_job, recorded.run, checks, recorded.device_name)
+
+
+def _train_on_all_ranks(run: Run, out: Path, stack: ExitStack) -> RecordedRun | None:
+    """Train a run, resume it from its checkpoint, and record each step in files.
+
+    All ranks must call this together, before they have a process group.
+
+    Args:
+        run: The run to train.
+        out: Existing folder that all ranks share.
+        stack: Exit stack. When it is closed, rank 0 deletes the record files.
+
+    Returns:
+        The recorded run on rank 0, and None on all other ranks.
+    """
+    with process_group(run.job) as device:
+        device_name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+        folder = _create_shared_folder(out, stack)
+        # Replace the options "auto", so that the later run on one rank computes in the same way.
+        run = settle_compute_dtype(run, device)
+        run = run.resolve_attention_backend(on_gpu=device.type == "cuda")
+        run = with_keys(run, {"job.dump_folder": str(folder / "layout")})
+        train_and_resume(run, device, folder)
+        return RecordedRun(run, folder, device_name) if dist.get_rank() == 0 else None
 
 
 def _leave_launched_ranks() -> None:
@@ -514,22 +544,47 @@ def compare_replicas(
         tested_step: Records of all ranks.
         kind: Recorded tensors to compare: "gradients" or "state".
     """
-    num_replicas = 0
+    replicas = list(_list_replicas([getattr(record, kind) for record in tested_step.ranks]))
     hints: dict[str, str] = {}  # the first two ranks that differ, by tensor name
-    first_replicas: dict[ShardKey, tuple[int, str]] = {}  # rank and digest of the first replica
-    for rank, record in enumerate(tested_step.ranks):
-        for shard, digest in getattr(record, kind).digests.items():
-            first_rank, first_digest = first_replicas.setdefault(shard, (rank, digest))
-            if first_rank == rank:
-                continue
-            num_replicas += 1
-            if digest != first_digest:
-                hints.setdefault(shard.tensor, _describe_ranks(run, first_rank, rank))
+    for replica in replicas:
+        if not replica.is_equal:
+            ranks = _describe_ranks(run, replica.first_rank, replica.rank)
+            hints.setdefault(replica.tensor, ranks)
 
     for tensor, hint in hints.items():
         yield Check(name, step, tensor, error=1.0, tolerance=0.0, hint=hint)
-    if num_replicas and not hints:
-        yield Check(name, step, f"{num_replicas} shards", error=0.0, tolerance=0.0)
+    if replicas and not hints:
+        yield Check(name, step, f"{len(replicas)} shards", error=0.0, tolerance=0.0)
+
+
+class Replica(NamedTuple):
+    """Comparison of a shard with the same shard on an earlier rank.
+
+    Attributes:
+        tensor: Name of the tensor.
+        first_rank: First rank that has the shard.
+        rank: The other rank.
+        is_equal: Whether the shards on both ranks are bitwise equal.
+    """
+
+    tensor: str
+    first_rank: int
+    rank: int
+    is_equal: bool
+
+
+def _list_replicas(snapshots: Sequence[Snapshot]) -> Iterator[Replica]:
+    """Compare each shard with the same shard on the first rank that has it.
+
+    Args:
+        snapshots: Recorded tensors of each rank, in rank order.
+    """
+    first_replicas: dict[ShardKey, tuple[int, str]] = {}  # rank and digest of the first replica
+    for rank, snapshot in enumerate(snapshots):
+        for shard, digest in snapshot.digests.items():
+            first_rank, first_digest = first_replicas.setdefault(shard, (rank, digest))
+            if rank != first_rank:
+                yield Replica(shard.tensor, first_rank, rank, is_equal=digest == first_digest)
 
 
 def _describe_ranks(run: Run, first: int, second: int) -> str:

@@ -172,12 +172,8 @@ class Recorder(Hook):
             tensor = to_plain(tensor)
             shard = to_local(tensor).contiguous().cpu()
             content = shard.flatten().view(torch.uint8).numpy().tobytes()
-            whole = shard
-            bounds: tuple[tuple[int, int], ...] = ()
-            if isinstance(tensor, DTensor):
-                whole = tensor.full_tensor().cpu()
-                bounds = tuple((part.start, part.stop) for part in shard_slices(tensor))
-            snapshot.digests[ShardKey(name, bounds)] = hashlib.sha256(content).hexdigest()
+            snapshot.digests[ShardKey(name, _bounds(tensor))] = hashlib.sha256(content).hexdigest()
+            whole = tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else shard
             if self._keeps_unsharded:
                 snapshot.unsharded[name] = whole.clone()
         return snapshot
@@ -260,6 +256,13 @@ def turn_dropout_off(trainer: Trainer) -> None:
 def has_random_numbers(run: Run) -> bool:
     """Return whether the forward pass of the model may draw random numbers, as dropout does."""
     return draws_random_numbers(resolve(run.arch.model))
+
+
+def _bounds(tensor: Tensor) -> tuple[tuple[int, int], ...]:
+    """Return where this rank's shard lies within the unsharded tensor; see `ShardKey.bounds`."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    return tuple((part.start, part.stop) for part in shard_slices(tensor))
 
 
 def _float8_scales(trainer: Trainer) -> NamedTensors:

@@ -147,10 +147,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     if not values:
         return ""
 
-    # Divide the values into groups of about the same size, and draw the mean of each group.
-    num_means = min(width, len(values))
-    ends = [i * len(values) // num_means for i in range(num_means + 1)]
-    means = [fmean(values[start:end]) for start, end in pairwise(ends)]
+    means = _average_neighbors(values, min(width, len(values)))
     low = min(means)
     span = max(means) - low
     if span == 0:
@@ -158,6 +155,15 @@ def sparkline(values: Sequence[float], width: int) -> str:
     blocks = "▁▂▃▄▅▆▇█"  # the lowest value is drawn as block 0, and the highest as block 7
     heights = [round((mean - low) / span * 7) for mean in means]
     return "".join(blocks[height] for height in heights)
+
+
+def _average_neighbors(values: Sequence[float], num_means: int) -> list[float]:
+    """Divide values into `num_means` groups of adjacent values and return the mean of each group.
+
+    The groups have about the same size.
+    """
+    ends = [i * len(values) // num_means for i in range(num_means + 1)]
+    return [fmean(values[start:end]) for start, end in pairwise(ends)]
 
 
 def read_json_lines(
