@@ -180,6 +180,19 @@ class Ranks:
 
     def _start(self) -> None:
         """Start a process for each rank of this node."""
+        variables = self._common_variables()
+        self._processes.clear()
+        for local_rank, rank in enumerate(self.ranks):
+            variables["RANK"] = str(rank)
+            variables["LOCAL_RANK"] = str(local_rank)
+            # Start each rank in a new session, so that Ctrl-C reaches only the launcher, which
+            # passes it on once.
+            self._processes[rank] = start_python(
+                ["-u", *self.words], variables, start_new_session=True
+            )
+
+    def _common_variables(self) -> dict[str, str]:
+        """Return the environment variables that are the same for all ranks of this node."""
         num_local_ranks = len(self.ranks)
         variables = {
             "WORLD_SIZE": str(self.size),
@@ -193,16 +206,7 @@ class Ranks:
             variables["GLOO_SOCKET_IFNAME"] = LOOPBACK
             variables["NCCL_SOCKET_IFNAME"] = f"={LOOPBACK}"  # = means exactly this name
             variables[STORE] = f"{self._folder}/store"
-
-        self._processes.clear()
-        for local_rank, rank in enumerate(self.ranks):
-            variables["RANK"] = str(rank)
-            variables["LOCAL_RANK"] = str(local_rank)
-            # Start each rank in a new session, so that Ctrl-C reaches only the launcher, which
-            # passes it on once.
-            self._processes[rank] = start_python(
-                ["-u", *self.words], variables, start_new_session=True
-            )
+        return variables
 
     def _watch(self) -> tuple[list[RankEnd], list[int]]:
         """Wait until all ranks have ended. Meanwhile, forward signals to them and report stalls.
@@ -267,20 +271,23 @@ class Ranks:
         return KNOWN_EXIT_PATIENCE if exit_codes else math.inf
 
     def _check_stall(self, running: Set[int]) -> None:
-        """Print a report, once per stall, if no running rank of this node can continue by itself.
+        """Print a report, once per stall, if all running ranks of this node are stalled."""
+        reports = _read_hangs(self._folder)
+        is_stalled = self._is_stalled(running, reports)
+        if is_stalled and not self._is_stall_reported:
+            self._report_stall(reports)
+        self._is_stall_reported = is_stalled
+
+    def _is_stalled(self, running: Set[int], reports: Sequence[RankHang]) -> bool:
+        """Return whether no running rank of this node can continue by itself.
 
         A rank cannot continue if it has reported that it waits for another rank, or if SIGSTOP or a
         debugger has stopped it. A busy rank, for example during a long save, can continue.
         """
-        reports = _read_hangs(self._folder)
-        has_only_waiting = bool(reports) and all(report.is_waiting for report in reports)
+        if not reports or not all(report.is_waiting for report in reports):
+            return False
         ranks_without_report = running - {report.rank for report in reports}
-        is_stalled = has_only_waiting and all(
-            _is_stopped(self._processes[rank].pid) for rank in ranks_without_report
-        )
-        if is_stalled and not self._is_stall_reported:
-            self._report_stall(reports)
-        self._is_stall_reported = is_stalled
+        return all(_is_stopped(self._processes[rank].pid) for rank in ranks_without_report)
 
     def _report_stall(self, reports: Sequence[RankHang]) -> None:
         """Print where in the code the ranks wait, and how to continue ranks that are stopped."""
@@ -354,14 +361,24 @@ class Ranks:
         lines.append(cause.message or self.resume_hint())  # a message also explains how to resume
         text = "\n".join(lines).rstrip("\n")
 
-        if cause.message and cause.rank == 0:  # rank 0 has already logged its message
+        kind = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
+        self._print_end(cause, text, kind)
+        return exit_code
+
+    def _print_end(self, cause: RankEnd, text: str, kind: str) -> None:
+        """Print why the run ended, and log it unless rank 0 has already logged it.
+
+        Args:
+            cause: How the rank that triggered the shutdown ended.
+            text: Text to print.
+            kind: Kind of the event to log, such as "failure".
+        """
+        if cause.message and cause.rank == 0:
             _print(text)
-            return exit_code
+            return
         if not cause.message and is_live_terminal():
             note("")  # ends the line in which the live view left the cursor
-        kind = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
         self._print_and_log(text, kind)
-        return exit_code
 
     def _describe_failure(
         self, cause: RankEnd, killed: Sequence[int], is_unsaved_stop: bool

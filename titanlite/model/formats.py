@@ -175,23 +175,8 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
         UserError: If the model family is not supported, or the model cannot be represented exactly.
             The message names every key that prevents it.
     """
-    families = _families_by_kind()
-    kind = config.get("model_type")
-    family = families.get(kind) if isinstance(kind, str) else None
-    if family is None:
-        raise UserError(
-            f"config.json: model_type = {shorten(format_value(kind))} is not supported; "
-            f"expected one of {', '.join(families)}."
-        )
-
-    # Keys that have an effect are checked. Unknown keys are errors.
-    relevant = {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT}
-    try:
-        parsed = family.model_validate(relevant)
-    except ValidationError as error:
-        raise UserError(f"config.json: {explain_error(family, error)}") from None
-    if family is not HFConfig:  # only Llama has default sizes
-        _check_has_sizes(parsed)
+    parsed = _parse_hf_config(config)
+    family = type(parsed)  # the class of the model family, such as `_Qwen3`
 
     fields = _import_fields(parsed) | _read_rope(parsed)
     fields["n_kv_heads"] = parsed.n_kv_heads or parsed.n_heads
@@ -211,6 +196,35 @@ def _import_fields(model: FileModel) -> dict[str, Any]:
         value = getattr(model, name)
         fields[name] = 0 if value is None else value
     return fields
+
+
+def _parse_hf_config(config: dict[str, Any]) -> HFConfig:
+    """Validate the content of a config.json for the model family that its `model_type` names.
+
+    Raises:
+        UserError: If the family is not supported, or keys are missing or not supported.
+    """
+    families = _families_by_kind()
+    kind = config.get("model_type")
+    family = families.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        raise UserError(
+            f"config.json: model_type = {shorten(format_value(kind))} is not supported; "
+            f"expected one of {', '.join(families)}."
+        )
+
+    # Keys that have an effect are checked. Unknown keys are errors.
+    relevant = {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT}
+    try:
+        parsed = family.model_validate(relevant)
+    except ValidationError as error:
+        raise UserError(f"config.json: {explain_error(family, error)}") from None
+
+    # Missing sizes have been set to the Llama defaults, which are wrong for other families.
+    is_llama = family is HFConfig
+    if not is_llama:
+        _check_has_sizes(parsed)
+    return parsed
 
 
 def _check_has_sizes(parsed: HFConfig) -> None:

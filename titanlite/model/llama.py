@@ -73,15 +73,24 @@ def _yarn_kept_fraction(arch: Architecture, device: torch.device) -> Tensor:
     0 between two channel pairs. If these are pairs 20 and 46, for example, it is 1 for pairs 0 to
     20, 0.5 for pair 33, and 0 for pair 46 and above. See https://arxiv.org/abs/2309.00071.
     """
-    # The first of the two pairs completes about `rope_beta_fast` turns in the original context, and
-    # the second `rope_beta_slow` turns. Round and clamp both as in the YaRN reference code.
-    last_kept = max(math.floor(_find_rope_pair(arch, arch.rope_beta_fast)), 0)
-    first_divided = min(math.ceil(_find_rope_pair(arch, arch.rope_beta_slow)), arch.head_dim - 1)
-    if first_divided == last_kept:
-        first_divided += 0.001  # avoid a division by 0
+    last_kept, first_divided = _find_yarn_ramp(arch)
     pairs = torch.arange(arch.head_dim // 2, dtype=torch.float32, device=device)
     divided_fraction = ((pairs - last_kept) / (first_divided - last_kept)).clamp(0.0, 1.0)
     return 1.0 - divided_fraction
+
+
+def _find_yarn_ramp(arch: Architecture) -> tuple[float, float]:
+    """Return the channel pairs between which YaRN passes from unscaled to scaled frequencies.
+
+    The first pair is unscaled, and completes about `rope_beta_fast` turns in the original context.
+    The second pair is fully scaled, and completes about `rope_beta_slow` turns. Both indices are
+    rounded and clamped as in the YaRN reference code.
+    """
+    last_kept = max(math.floor(_find_rope_pair(arch, arch.rope_beta_fast)), 0)
+    first_divided = min(math.ceil(_find_rope_pair(arch, arch.rope_beta_slow)), arch.head_dim - 1)
+    if first_divided == last_kept:
+        first_divided += 0.001  # the caller divides by the difference
+    return last_kept, first_divided
 
 
 def _find_rope_pair(arch: Architecture, turns: float) -> float:

@@ -269,8 +269,7 @@ def check_memory(
         num_local_ranks: Number of ranks on this node. By default, read it from the environment
             variables of the launcher.
         on_other_nodes: Whether the run is for other nodes, whose memory is unknown. The check then
-            assumes the memory of the largest known GPU, or of this node if it has more. With CPU
-            offload, it assumes practically unlimited memory.
+            assumes the memory of the largest known GPU, or of this node if it has more.
 
     Raises:
         UserError: If the memory is too small.
@@ -280,12 +279,10 @@ def check_memory(
         return
 
     is_offloaded = run.job.training.enable_cpu_offload
-    if not on_other_nodes:
-        memory = _memory_of_rank(num_local_ranks, is_offloaded)
-    elif is_offloaded:
-        memory = int(MOST_GIB * GIB)  # practically unlimited, because the CPU memory is unknown
+    if on_other_nodes:
+        memory = _largest_memory(is_offloaded)
     else:
-        memory = max(physical_memory(), *(gpu.memory for gpu in known_gpus()))
+        memory = _memory_of_rank(num_local_ranks, is_offloaded)
     if memory is None:  # unknown
         return
 
@@ -345,6 +342,20 @@ def _describe_missing_memory(run: Run, memory: int, state: int) -> str:
         f"of {run.world_size:,} ranks. Each rank has {memory / GIB:,.1f} GiB. Use at least "
         f"{num_devices:,} such devices; `titanlite plan` shows other options."
     )
+
+
+def _largest_memory(is_offloaded: bool) -> int:
+    """Return the most memory that a rank on an unknown node can have, in bytes.
+
+    This is the memory of the largest known GPU, or of this node if it has more.
+
+    Args:
+        is_offloaded: Whether the training state is in CPU memory. The CPU memory of other nodes
+            is unknown, so the result is then practically unlimited.
+    """
+    if is_offloaded:
+        return int(MOST_GIB * GIB)
+    return max(physical_memory(), *(gpu.memory for gpu in known_gpus()))
 
 
 def _memory_of_rank(num_local_ranks: int | None, is_offloaded: bool) -> int | None:

@@ -207,16 +207,25 @@ def _read_memory(device: torch.device) -> dict[str, Any]:
     Returns:
         The fields of `LoggedStep` that describe memory. Sizes are in GiB.
     """
-    if device.type == "cuda":
-        stats = torch.cuda.memory_stats(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return {
-            "memory": stats["reserved_bytes.all.peak"] / GIB,
-            "memory_peak": stats["allocated_bytes.all.peak"] / GIB,
-            "memory_active": stats["active_bytes.all.peak"] / GIB,
-            "alloc_retries": stats["num_alloc_retries"],
-        }
+    if device.type != "cuda":
+        return _read_process_memory()
 
+    stats = torch.cuda.memory_stats(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {
+        "memory": stats["reserved_bytes.all.peak"] / GIB,
+        "memory_peak": stats["allocated_bytes.all.peak"] / GIB,
+        "memory_active": stats["active_bytes.all.peak"] / GIB,
+        "alloc_retries": stats["num_alloc_retries"],
+    }
+
+
+def _read_process_memory() -> dict[str, Any]:
+    """Measure the CPU memory of this process.
+
+    Returns:
+        The fields of `LoggedStep` that describe memory. Sizes are in GiB.
+    """
     # macOS reports the peak in bytes, Linux in KiB.
     peak_unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * peak_unit

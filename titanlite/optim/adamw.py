@@ -167,20 +167,22 @@ class AdamW(torch.optim.Optimizer):
         """
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not parameters:
-                continue
+            if parameters:
+                self._update_parameters(parameters, group)
 
-            # Compute the values that all parameters of the group share.
-            steps_taken = self.state[parameters[0]]["step"]
-            skip = getattr(self, "found_inf", torch.zeros_like(steps_taken))
-            increment = 1 - skip  # a skipped step does not count
-            scalars = self._step_scalars(group, steps_taken + 1, skip)
-            beta1, beta2 = group["betas"]
-            rule = UpdateRule(self.rule, beta1, beta2, group["eps"], self._stochastic_rounding)
+    def _update_parameters(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        """Update some parameters of one group. All of them must have a gradient."""
+        # Compute the values that all parameters share.
+        steps_taken = self.state[parameters[0]]["step"]
+        skip = getattr(self, "found_inf", torch.zeros_like(steps_taken))
+        increment = 1 - skip  # a skipped step does not count
+        scalars = self._step_scalars(group, steps_taken + 1, skip)
+        beta1, beta2 = group["betas"]
+        rule = UpdateRule(self.rule, beta1, beta2, group["eps"], self._stochastic_rounding)
 
-            for parameter in parameters:
-                self.state[parameter]["step"].add_(increment)
-                self._update_parameter(parameter, scalars, rule)
+        for parameter in parameters:
+            self.state[parameter]["step"].add_(increment)
+            self._update_parameter(parameter, scalars, rule)
 
     def _step_scalars(self, group: dict[str, Any], step: Tensor, skip: Tensor) -> StepScalars:
         """Compute the scalars that the parameters of a group share in one step.

@@ -136,16 +136,24 @@ def _sum_of_squares_on_cpu(shards: list[Tensor]) -> Tensor:
     matrices: list[Tensor] = []
     rows_per_shard: list[int] = []
     for shard in shards:
-        # For example, cut 600 elements into 2 full rows and a row with the remaining 88.
-        flat = shard.flatten()
-        num_full_rows = len(flat) // CPU_SUM_LENGTH
-        remainder_start = num_full_rows * CPU_SUM_LENGTH
-        matrices.append(flat[:remainder_start].view(-1, CPU_SUM_LENGTH))
-        matrices.append(flat[remainder_start:].view(1, -1))
-        rows_per_shard.append(num_full_rows + 1)
+        full_rows, last_row = _cut_into_rows(shard)
+        matrices += [full_rows, last_row]
+        rows_per_shard.append(len(full_rows) + 1)
     norms = [torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32) for matrix in matrices]
     squares = torch.cat(norms).double().square()
     return torch.stack([shard_squares.sum() for shard_squares in squares.split(rows_per_shard)])
+
+
+def _cut_into_rows(shard: Tensor) -> tuple[Tensor, Tensor]:
+    """Split a shard into a matrix with rows of `CPU_SUM_LENGTH` elements, and a shorter last row.
+
+    For example, 600 elements become 2 full rows and a row with the remaining 88.
+    """
+    flat = shard.flatten()
+    num_full_rows = len(flat) // CPU_SUM_LENGTH
+    remainder_start = num_full_rows * CPU_SUM_LENGTH
+    full_rows = flat[:remainder_start].view(-1, CPU_SUM_LENGTH)
+    return full_rows, flat[remainder_start:].view(1, -1)
 
 
 def local_shard(tensor: Tensor) -> Tensor:

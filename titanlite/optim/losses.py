@@ -147,11 +147,7 @@ class LogitsLoss(Loss):
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
         """Return `scale` times the sum of `token_losses`. See `Loss.__call__` for the arguments."""
-        if isinstance(weight, DTensor):
-            local_logits = F.linear(_gather_sequence(hidden), weight.to_local())
-            logits = gather_logits(local_logits, weight)  # (B, T, V)
-        else:
-            logits = F.linear(hidden, weight)
+        logits = _project(hidden, weight)  # (B, T, V)
         return self._sum(logits.flatten(0, 1), labels.flatten()) * scale
 
     def _sum_token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -184,6 +180,20 @@ class Reference(LogitsLoss):
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the cross entropy of each token, shape (N,)."""
         return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+
+
+def _project(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return the logits (B, T, V) of the whole vocabulary on every tensor parallel rank.
+
+    Args:
+        hidden: Hidden states, shape (B, T, C), possibly a DTensor sharded along T.
+        weight: Output matrix, shape (V, C), possibly a DTensor sharded along V.
+    """
+    if not isinstance(weight, DTensor):
+        return F.linear(hidden, weight)
+
+    local_logits = F.linear(_gather_sequence(hidden), weight.to_local())  # (B, T, V / ranks)
+    return gather_logits(local_logits, weight)
 
 
 def gather_logits(local_logits: Tensor, weight: DTensor) -> Tensor:
@@ -473,13 +483,17 @@ def _backpropagate(
         weight_grad: Sum of the weight gradients, shape (V, C), fp32.
         is_first: Initialize `weight_grad` instead of adding to it.
     """
-    num_tokens, num_classes = logits_grad.shape
-    if logits_grad.dtype == hidden.dtype or hidden.is_cuda or num_classes <= VOCAB_BLOCK:
-        logits_grad = logits_grad.to(hidden.dtype)
-    else:  # on a CPU, where a copy would be large
-        logits_grad = _convert_in_place(logits_grad, hidden.dtype, num_tokens * VOCAB_BLOCK)
+    logits_grad = _convert_logits_grad(logits_grad, hidden.dtype)
     _add_weight_grad(weight_grad, logits_grad, hidden, is_first)
     torch.mm(logits_grad, weight, out=hidden)
+
+
+def _convert_logits_grad(logits_grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert the logits gradient, shape (n, V), to `dtype`, in place if a copy would be large."""
+    num_tokens, num_classes = logits_grad.shape
+    if logits_grad.dtype == dtype or logits_grad.is_cuda or num_classes <= VOCAB_BLOCK:
+        return logits_grad.to(dtype)
+    return _convert_in_place(logits_grad, dtype, num_tokens * VOCAB_BLOCK)
 
 
 def _add_weight_grad(
@@ -498,8 +512,7 @@ def _add_weight_grad(
     beta = 0 if is_first else 1  # factor of the old values of `weight_grad`
     if hidden.dtype == torch.float32:
         weight_grad.addmm_(logits_grad.T, hidden, beta=beta)
-        return
-    if hidden.is_cuda:
+    elif hidden.is_cuda:
         # One kernel multiplies bfloat16 matrices and adds the products in fp32.
         torch.addmm(
             weight_grad,
@@ -509,9 +522,18 @@ def _add_weight_grad(
             out_dtype=torch.float32,
             out=weight_grad,
         )
-        return
+    else:
+        _add_rounded_weight_grad(weight_grad, logits_grad, hidden, is_first)
 
-    # On a CPU, compute some rows at a time, so that only these rows exist in bfloat16.
+
+def _add_rounded_weight_grad(
+    weight_grad: Tensor, logits_grad: Tensor, hidden: Tensor, is_first: bool
+) -> None:
+    """Add a chunk's weight gradient, rounded to bfloat16, to `weight_grad` on a CPU.
+
+    See `_add_weight_grad` for the arguments.
+    """
+    # Compute some rows at a time, so that only these rows exist in bfloat16.
     weight_blocks = weight_grad.split(VOCAB_BLOCK)
     logits_blocks = logits_grad.split(VOCAB_BLOCK, dim=1)
     for weight_block, logits_block in zip(weight_blocks, logits_blocks, strict=True):

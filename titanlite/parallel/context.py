@@ -155,9 +155,20 @@ def context_attention(
     if mask is not None:
         return attention(q, full_k, full_v, mask)
 
+    return _attend_causally(q, full_k, full_v, mesh.get_local_rank())
+
+
+def _attend_causally(q: Tensor, full_k: Tensor, full_v: Tensor, rank: int) -> Tensor:
+    """Compute causal attention of a rank's two chunks of queries to the keys of whole sequences.
+
+    Args:
+        q: Queries of both chunks, shape (B, H, T / degree, D).
+        full_k: Keys of whole sequences, shape (B, H_kv, T, D).
+        full_v: Values of whole sequences, same shape as `full_k`.
+        rank: Index of this rank among the context parallel ranks.
+    """
     # The early chunk is chunk number `rank`, counted from the start of the sequence. The late chunk
     # has the same number, counted from the end.
-    rank = mesh.get_local_rank()
     chunk_size = q.shape[2] // 2
     early_q, late_q = q.chunk(2, dim=2)
     early_end = (rank + 1) * chunk_size

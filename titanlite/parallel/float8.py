@@ -284,9 +284,7 @@ def _to_float8_style(style: Any, module: nn.Module) -> ParallelStyle:
     from torchao.float8 import float8_tensor_parallel as float8
 
     # Gather the input in FP8 only if all linear layers that read it are FP8 layers.
-    linears = [child for child in module.modules() if isinstance(child, nn.Linear)]
-    has_only_float8 = bool(linears) and all(type(linear) is not nn.Linear for linear in linears)
-    if not has_only_float8:
+    if not _has_only_float8_linears(module):
         return style
 
     # Compare exact types, because a subclass in a plugin may behave differently.
@@ -310,6 +308,12 @@ def _to_float8_style(style: Any, module: nn.Module) -> ParallelStyle:
         output_layouts=output_layout,
         use_local_output=style.use_local_output,
     )
+
+
+def _has_only_float8_linears(module: nn.Module) -> bool:
+    """Return whether a module contains linear layers, and all of them are FP8 layers."""
+    linears = [child for child in module.modules() if isinstance(child, nn.Linear)]
+    return bool(linears) and all(type(linear) is not nn.Linear for linear in linears)
 
 
 def _patch_torchao_to_gather_bytes() -> None:

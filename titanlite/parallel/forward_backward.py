@@ -480,19 +480,32 @@ def _build_mask(
     Returns:
         The mask, or None if plain causal attention is enough.
     """
-    document_ids = batch.document_ids
-    is_window_shorter = 0 < window < batch.input_ids.shape[1]
-    if document_ids is None and is_window_shorter:
-        document_ids = torch.zeros_like(batch.input_ids)  # each sequence is one document
+    document_ids = _find_document_ids(batch, window)
     if uses_flex:
         # With context parallelism, flex attention is causal only with a mask.
-        needs_mask = document_ids is not None or context is not None
-        return flex_mask(batch.input_ids, document_ids, context, window) if needs_mask else None
+        if document_ids is None and context is None:
+            return None
+        return flex_mask(batch.input_ids, document_ids, context, window)
 
     if document_ids is None:
         return None
     mask = document_mask(document_ids, window)  # (B, 1, T, T): queries, keys
-    return mask if context is None else local_chunks(mask, context, dim=2)
+    if context is None:
+        return mask
+    return local_chunks(mask, context, dim=2)  # the queries of this rank
+
+
+def _find_document_ids(batch: Microbatch, window: int) -> Tensor | None:
+    """Return the document of each token, shape (B, T), or None if all earlier tokens are visible.
+
+    Without document ids, only a window that is shorter than the sequences needs a mask. Each
+    sequence is then one document.
+    """
+    tokens = batch.input_ids
+    is_window_shorter = 0 < window < tokens.shape[1]
+    if batch.document_ids is None and is_window_shorter:
+        return torch.zeros_like(tokens)
+    return batch.document_ids
 
 
 def _default_positions(tokens: Tensor) -> Tensor:

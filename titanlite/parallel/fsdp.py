@@ -10,6 +10,7 @@ On a single rank, FSDP copies weights and gradients, so it is applied only if th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from itertools import pairwise
 from typing import Any, cast
@@ -188,19 +189,25 @@ def _group_modules(model: Llama, run: Run) -> tuple[ModuleGroups, ModuleGroups, 
     embedding: ModuleGroups = []
     if model.tok_embeddings is not None and not model.arch.tied_embeddings:
         embedding = [[model.tok_embeddings]]
-
-    # With blocks of 40 parameters and a `min_size` of 100, for example, three blocks form a group.
-    blocks: ModuleGroups = []
-    for block in model.layers.values():
-        if blocks and count_params(blocks[-1]) < min_size:
-            blocks[-1].append(block)
-        else:
-            blocks.append([block])
-
+    blocks = _group_blocks(model.layers.values(), min_size)
     output: ModuleGroups = []
     if model.norm is not None and model.output is not None:
         output = [[model.norm, model.output]]
     return embedding, blocks, output
+
+
+def _group_blocks(blocks: Iterable[nn.Module], min_size: int) -> ModuleGroups:
+    """Group consecutive blocks so that all groups but the last have at least `min_size` parameters.
+
+    For example, blocks of 40 parameters with a `min_size` of 100 form groups of three.
+    """
+    groups: ModuleGroups = []
+    for block in blocks:
+        if groups and count_params(groups[-1]) < min_size:
+            groups[-1].append(block)
+        else:
+            groups.append([block])
+    return groups
 
 
 def _should_reshard(blocks: ModuleGroups, mesh: DeviceMesh, run: Run) -> bool:

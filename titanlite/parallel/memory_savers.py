@@ -162,16 +162,20 @@ def separates_norm(blocks: ModuleGroups, output: nn.Module, mesh: DeviceMesh, ru
         return False  # the network between nodes is slow, so the wait would be long
 
     config = run.job.parallelism
-    num_output_params = count_params([output])
-    if num_output_params < 16 * config.fsdp_min_num_params:
+    if count_params([output]) < 16 * config.fsdp_min_num_params:
         return False  # the gradient is small, so freeing it early saves little memory
+    return config.memory_savers == "all" or _is_wait_short(blocks, output, run)
 
-    # Assume that the time of a microbatch is proportional to the number of tokens times the number
-    # of block parameters, and the time of the reduction to the number of output parameters.
+
+def _is_wait_short(blocks: ModuleGroups, output: nn.Module, run: Run) -> bool:
+    """Estimate whether reducing the gradient of the output takes at most 0.3% of a microbatch.
+
+    The time of a microbatch is assumed to be proportional to the number of tokens times the number
+    of block parameters, and the time of the reduction to the number of output parameters.
+    """
     num_block_params = sum(count_params(group) for group in blocks)
     microbatch_work = run.local_microbatch_tokens * num_block_params
-    is_wait_short = microbatch_work >= MIN_WORK_PER_OUTPUT_PARAM * num_output_params
-    return config.memory_savers == "all" or is_wait_short
+    return microbatch_work >= MIN_WORK_PER_OUTPUT_PARAM * count_params([output])
 
 
 def count_params(modules: Iterable[nn.Module]) -> int:

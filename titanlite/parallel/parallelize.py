@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from titanlite.config import schema
 from titanlite.config.errors import UserError
 from titanlite.config.registry import resolve
 from titanlite.config.run import Run
@@ -76,9 +77,7 @@ def build_model(
         model.to(init_dtype)
         num_parameters = len(list(model.parameters()))
         parallelize(model, mesh, run, log, has_float8)
-        if device.type != "meta":
-            model.to_empty(device="cpu" if training.enable_cpu_offload else device)
-            model.init_weights(training.seed, keep_shard, device)
+        _materialize(model, device, training)
         # Each FSDP group allocates a separate copy of a parameter that several groups share.
         if len(list(model.parameters())) > num_parameters:
             raise UserError(
@@ -89,6 +88,22 @@ def build_model(
         # Convert after sharding, so that each rank has only its shards in the dtype `init_dtype`.
         stages[stage] = model.to(dtype)
     return ShardedModel(whole=join_stages(list(stages.values())), stages=stages)
+
+
+def _materialize(model: Llama, device: torch.device, training: schema.Training) -> None:
+    """Allocate the shards of a model that is on the meta device, and initialize its weights.
+
+    Args:
+        model: Model or pipeline stage after `parallelize`.
+        device: Device on which the initial values are drawn. With the meta device, the model is
+            left unchanged.
+        training: Section [training] of the job. With CPU offload, the shards are allocated on the
+            CPU instead of on `device`.
+    """
+    if device.type == "meta":
+        return
+    model.to_empty(device="cpu" if training.enable_cpu_offload else device)
+    model.init_weights(training.seed, keep_shard, device)
 
 
 def parallelize(
@@ -140,11 +155,7 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
     """
     config = run.job.activation_checkpoint
     compiles_blocks = run.compiles("model")
-    # With the DTensors of tensor parallelism, torch 2.13 can compile the recomputation only in the
-    # selective mode "op". In other modes, it would try to save the DeviceMesh of a DTensor.
-    is_selective_by_op = config.mode == "selective" and config.selective_ac_option == "op"
-    can_compile_recomputation = mesh.tensor is None or is_selective_by_op
-    compiles_recomputation = compiles_blocks and can_compile_recomputation
+    compiles_recomputation = compiles_blocks and _can_compile_recomputation(mesh, config)
     compile_options: dict[str, Any] = {"fullgraph": True, "options": inductor_options(mesh, run)}
 
     # If torch cannot compile the recomputation, compile the blocks before checkpointing wraps them.
@@ -159,6 +170,16 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
     if compiles_recomputation:
         for block in model.layers.values():
             block.compile(**compile_options)
+
+
+def _can_compile_recomputation(mesh: Mesh, config: schema.ActivationCheckpoint) -> bool:
+    """Return whether torch can compile a block together with its activation checkpointing.
+
+    With the DTensors of tensor parallelism, torch 2.13 can do this only in the selective mode "op".
+    In other modes, it would try to save the DeviceMesh of a DTensor like a tensor.
+    """
+    is_selective_by_op = config.mode == "selective" and config.selective_ac_option == "op"
+    return mesh.tensor is None or is_selective_by_op
 
 
 def inductor_options(mesh: Mesh, run: Run) -> dict[str, Any] | None:

@@ -93,10 +93,13 @@ def _find_device_problem(job: JobConfig, device: torch.device) -> str:
         return ""
     if job.training.mixed_precision_param == "float32":
         return 'needs training.mixed_precision_param = "bfloat16". Change one of them.'
+    return _find_gpu_problem(backend, device)
 
-    name = torch.cuda.get_device_name(device)
+
+def _find_gpu_problem(backend: str, device: torch.device) -> str:
+    """Return why a GPU does not support `backend` ("varlen", "fa3" or "fa4"), or "" if it does."""
     major, _ = torch.cuda.get_device_capability(device)
     supported, description = SUPPORTED_GPUS[backend]
-    if major not in supported:
-        return f'needs {description}, not {name}. Set it to "auto".'
-    return ""
+    if major in supported:
+        return ""
+    return f'needs {description}, not {torch.cuda.get_device_name(device)}. Set it to "auto".'

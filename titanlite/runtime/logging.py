@@ -108,6 +108,14 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
         return
 
     note(text)
+    yield _note_at_intervals()
+
+
+def _note_at_intervals() -> Callable[[str], None]:
+    """Return a function that prints a message at most every `PROGRESS_INTERVAL` seconds.
+
+    All other messages are skipped.
+    """
     last_time = time.monotonic()
 
     def update(text: str) -> None:
@@ -116,7 +124,7 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
             last_time = time.monotonic()
             note(text)
 
-    yield update
+    return update
 
 
 def logged_ranks(world_size: int = MAX_WORLD_SIZE) -> list[int]:
@@ -173,7 +181,15 @@ def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:
     if rank == 0 and log_file is not None:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         handlers += _file_handlers(log_file, prefix)
+    return _install_handlers(handlers)
 
+
+def _install_handlers(handlers: list[LogHandler]) -> logging.Logger:
+    """Replace the handlers of the logger "titanlite" and of Python's warnings.
+
+    Returns:
+        The logger "titanlite".
+    """
     logging.captureWarnings(True)  # otherwise every rank prints its warnings on the terminal
     logger = logging.getLogger(LOGGER_NAME)
     for target in (logger, logging.getLogger("py.warnings")):

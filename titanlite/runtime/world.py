@@ -213,11 +213,7 @@ def _configure_torch(
         settings: Exit stack that will restore the number of threads and the determinism.
     """
     settings.callback(torch.set_num_threads, torch.get_num_threads())
-    if job.training.num_threads:
-        torch.set_num_threads(job.training.num_threads)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        cores = os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // local_world_size))
+    _set_num_threads(job.training.num_threads, local_world_size)
     if device.type == "cpu":
         keep_freed_memory()
 
@@ -233,6 +229,21 @@ def _configure_torch(
             warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
         )
         torch.use_deterministic_algorithms(True)
+
+
+def _set_num_threads(num_threads: int, local_world_size: int) -> None:
+    """Set the number of CPU threads that torch uses in this process.
+
+    Args:
+        num_threads: Number of threads. If 0, use OMP_NUM_THREADS, or by default an equal share of
+            the CPU cores of this node.
+        local_world_size: Number of ranks on this node.
+    """
+    if num_threads:
+        torch.set_num_threads(num_threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        cores = os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // local_world_size))
 
 
 def _configure_communication() -> None:

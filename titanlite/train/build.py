@@ -35,8 +35,7 @@ def standard_hooks(run: Run) -> list[Hook]:
     """Create the hooks that a job enables, in the order in which the trainer calls them.
 
     The built-in hooks come first, such as the profiler, the weight average and the guards against
-    bad steps. The plugin hooks in job.hooks follow. A plugin hook without a `name` gets the name
-    under which it is registered.
+    bad steps. The plugin hooks in job.hooks follow.
     """
     job = run.job
     profiling = job.profiling
@@ -59,8 +58,17 @@ def standard_hooks(run: Run) -> list[Hook]:
     hooks.append(LiveRun())
 
     # Plugins come last, so their `before_update` can read which steps a guard skips.
-    for name in job.job.hooks:
-        hook = HOOKS.make_instance(Hook, name, job=job)
+    return hooks + _create_plugin_hooks(run)
+
+
+def _create_plugin_hooks(run: Run) -> list[Hook]:
+    """Create the plugin hooks that job.hooks lists.
+
+    A hook without a `name` gets the name under which it is registered.
+    """
+    hooks: list[Hook] = []
+    for name in run.job.job.hooks:
+        hook = HOOKS.make_instance(Hook, name, job=run.job)
         hook.name = hook.name or name
         hooks.append(hook)
     return hooks

@@ -49,15 +49,22 @@ def explain_out_of_memory(
         peak = torch.cuda.max_memory_allocated(device)
         problem += f" The peak of allocated tensors was {peak / GIB:.2f} GiB."
 
+    out_of_memory = OutOfMemory(f"{problem} {_predict_memory(run, argv, device)}")
+    out_of_memory.add_note(resume_hint(run, argv))
+    return out_of_memory
+
+
+def _predict_memory(run: Run, argv: Sequence[str], device: torch.device) -> str:
+    """Predict the memory peak of a run with `titanlite plan` and explain it for the error message.
+
+    If the prediction fails, return the reason instead.
+    """
     # Run the planner in a child process, because this process has no memory left.
     try:
         plan = plan_in_child(argv, run.world_size, "--remedies", *_planner_options(device))
-        prediction = plan.explain_memory()
+        return plan.explain_memory()
     except UserError as failure:  # for example, if gpus.toml does not list the GPU
-        prediction = str(failure)
-    out_of_memory = OutOfMemory(f"{problem} {prediction}")
-    out_of_memory.add_note(resume_hint(run, argv))
-    return out_of_memory
+        return str(failure)
 
 
 def _planner_options(device: torch.device) -> list[str]:

@@ -255,31 +255,38 @@ class Trainer:
             GuardError: If a guard stopped the run. The failed step was not saved.
         """
         self._check_is_open()
-        first_step = self.steps_done
         try:
-            if first_step >= self.job.training.steps:
-                self.log(
-                    f"Nothing to do: step {first_step} is done. "
-                    "Set a larger training.steps to continue."
-                )
-                # Continue: the loop trains no step, but the hooks still begin and end as usual.
-
-            for hook in self.hooks:
-                hook.train_begins(first_step)
-            if first_step == 0:
-                self.validate()
-
-            end = self._run_steps()
-            has_trained = self.steps_done > first_step
-            final_actions = self._choose_final_actions(end, has_trained)
-            self._take_actions(final_actions)
-            self._finish(end)
+            self._train()
         except BaseException as error:
             if isinstance(error, UserError):
                 error.step = self.steps_done  # for the report of the error
             for hook in self.hooks:
                 hook.failed(error)
             raise
+
+    def _train(self) -> None:
+        """Run the training loop, save the last step, and end all hooks.
+
+        Unlike `train`, this does not call `Hook.failed` if an exception is raised.
+        """
+        first_step = self.steps_done
+        if first_step >= self.job.training.steps:
+            self.log(
+                f"Nothing to do: step {first_step} is done. "
+                "Set a larger training.steps to continue."
+            )
+            # Continue: the loop trains no step, but the hooks still begin and end as usual.
+
+        for hook in self.hooks:
+            hook.train_begins(first_step)
+        if first_step == 0:
+            self.validate()
+
+        end = self._run_steps()
+        has_trained = self.steps_done > first_step
+        final_actions = self._choose_final_actions(end, has_trained)
+        self._take_actions(final_actions)
+        self._finish(end)
 
     def _run_steps(self) -> _LoopEnd:
         """Train until the last step, a request to end the run, or a data error.
@@ -295,11 +302,7 @@ class Trainer:
             UserError: If the data ends before the first step.
         """
         exchange = RequestExchange(self.device)
-        # End before the first step if all steps are done, if a rank has received a stop signal, or
-        # if a rank cannot read its data.
-        data_fails = self._wait_for_data(self.steps_done + 1) is not None
-        exchange.submit(Request(stop=self.stop_signals.stop_signal, data_fails=data_fails))
-        end = self._find_end(exchange.receive())
+        end = self._find_end_before_first_step(exchange)
 
         # On a GPU, each request is submitted one step early, so that the CPU launches a step before
         # it waits for the previous one.
@@ -317,6 +320,22 @@ class Trainer:
             if end is None:
                 self._take_actions(request)
         return end
+
+    def _find_end_before_first_step(self, exchange: RequestExchange) -> _LoopEnd | None:
+        """Return why training ends before its first step, or None if it can start.
+
+        Training ends if all steps are done, if a rank has received a stop signal, or if a rank
+        cannot read its data. All ranks must call this together.
+
+        Args:
+            exchange: New exchange, through which the ranks report data errors and signals.
+
+        Raises:
+            UserError: If the data ends before the first step.
+        """
+        data_fails = self._wait_for_data(self.steps_done + 1) is not None
+        exchange.submit(Request(stop=self.stop_signals.stop_signal, data_fails=data_fails))
+        return self._find_end(exchange.receive())
 
     def step(self, has_request: bool = False) -> LoggedStep | None:
         """Run one optimizer step on this rank's part of the global batch.
@@ -411,15 +430,24 @@ class Trainer:
         validates_first = self.job.checkpoint.keep_best
         if request.validate and validates_first:
             self.validate()
-        # The checkpointer requires a save after a rollback, for example.
-        is_due = self.checkpointer is not None and self.checkpointer.is_due(self.steps_done)
-        if request.save or is_due:
-            self.save(is_last=request.last)
+        self._save_if_due(request)
         if request.validate and not validates_first:
             self.validate()
 
         for hook in self.hooks:
             hook.act(step, request)
+
+    def _save_if_due(self, request: Request) -> None:
+        """Save the completed step if a rank has requested it or the checkpointer requires it.
+
+        The checkpointer requires a save after a rollback, for example.
+
+        Args:
+            request: Combined requests of all ranks.
+        """
+        is_due = self.checkpointer is not None and self.checkpointer.is_due(self.steps_done)
+        if request.save or is_due:
+            self.save(is_last=request.last)
 
     def validate(self) -> Score | None:
         """Compute the validation loss of the current weights, and log it.
@@ -722,25 +750,42 @@ class Trainer:
             self.log(Event(f"Finished after step {step}{ending}", "finish", step))
 
     def _end_hooks(self, end: _LoopEnd) -> list[Exception]:
-        """Call `Hook.ended` of all hooks. The checkpointer comes last, and waits for the last save.
+        """Call `Hook.ended` of all hooks, and collect the errors at the end of the run.
+
+        The hooks end in reverse order, so the checkpointer comes last and waits for the last save.
 
         Returns:
-            All errors at the end of the run. The caller raises the first one.
+            The error of the training data, the errors of the hooks, and the error for a stop
+            signal, as far as they exist. The caller raises the first one.
         """
-        stopped = ""
+        stopped = ""  # the message for a stop signal, if one has arrived
         if end.request.stop != 0:
             signal_name = signal.Signals(end.request.stop).name
             stopped = f"Stopped by {signal_name} after step {self.steps_done}"
 
         errors = [end.data_error]
-        errors += [hook.ended(self.steps_done, stopped) for hook in reversed(self.hooks)]
+        for hook in reversed(self.hooks):
+            errors.append(hook.ended(self.steps_done, stopped))
         if stopped and not end.has_finished:  # a signal at the last step is not an error
-            if self.job.checkpoint.enable:
-                errors.append(StoppedBySignal(f"{stopped}: saved."))
-            else:
-                message = f"{stopped}: nothing saved, as checkpoint.enable is false."
-                errors.append(StoppedUnsaved(message, end.request.stop))
+            errors.append(self._create_stop_error(stopped, end.request.stop))
         return [error for error in errors if error is not None]
+
+    def _create_stop_error(self, stopped: str, signal_number: int) -> UserError:
+        """Create the error that ends a run after a stop signal.
+
+        Args:
+            stopped: Start of the message, such as "Stopped by SIGTERM after step 12". This method
+                appends whether the run was saved.
+            signal_number: Number of the signal.
+
+        Returns:
+            `StoppedBySignal` if the run has saved a checkpoint, or `StoppedUnsaved` if
+            checkpoint.enable is false.
+        """
+        if self.job.checkpoint.enable:
+            return StoppedBySignal(f"{stopped}: saved.")
+        message = f"{stopped}: nothing saved, as checkpoint.enable is false."
+        return StoppedUnsaved(message, signal_number)
 
 
 class _LoopEnd(NamedTuple):
