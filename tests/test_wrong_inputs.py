@@ -316,7 +316,7 @@ check --training.steps.sede 3 => Known names are job,
 check --1 x => --1
 check --training.local_batch_size 1000000000 => training.local_batch_size
 check --world-sise 4 => --world-size
-check --world-size many => --world-size must be an integer.*many
+check --world-size many => --world-size must be an integer, got 'many'
 check --parallelism.pipeline_parallel_degree 7 --parallelism.tensor_parallel_degree 3 => 4 mistakes
 check --tokenizer.path nofile.json => read nofile.json
 check --tokenizer.path me/mine => titanlite get tokenizer me/mine
@@ -345,8 +345,8 @@ prepare --out x --workers 1 --dataset.source jsonl --dataset.path text.jsonl \
 {LOOK} jsonl --dataset.path no.jsonl.gz => no.jsonl.gz
 {LOOK} jsonl --dataset.path empty_texts.jsonl --validation.holdout 0.1 => text_column
 {LOOK} jsonl --dataset.path skipped.jsonl --dataset.on_bad_record skip \
-=> no record contains text, and 1 are skipped. The first one skipped: skipped.jsonl, line 2
-{LOOK} jsonl --dataset.path chat.jsonl --dataset.on_bad_record skip => `jq -c
+=> Skipped 1 record; the first one: skipped.jsonl, line 2
+{LOOK} jsonl --dataset.path chat.jsonl --dataset.on_bad_record skip => no field 'text'
 {LOOK} parquet --dataset.path no.parquet => no.parquet
 {LOOK} text --dataset.path binary.txt => binary.txt
 {LOOK} shards --dataset.path broken_shards => broken_shards
@@ -426,7 +426,7 @@ report => titanlite report DIR
 plan --gpu A100-80 => --gpu A100-80: unknown. Use one of
 plan --gpu none.toml => none.toml
 plan --memory 1e300 => memory
-plan --memory 80GB => parsing --memory
+plan --memory 80GB => --memory must be a number, got '80GB'
 plan --tokens 10X => --tokens 10X
 plan --tokens 0 => --tokens 0
 plan --tokens nan => --tokens nan
@@ -455,7 +455,7 @@ train --job.dump_folder /proc/out => job.dump_folder
 train --job.dump_folder run/checkpoint/step-00000010/x => step-00000010
 train --job.dump_folder job.toml => job.toml
 train --checkpoint.folder ../../dangling => dangling
-WORLD_SIZE=3 train --training.global_batch_size 8 => data-parallel degree = 3
+WORLD_SIZE=3 train --training.global_batch_size 8 => 3 data-parallel ranks
 WORLD_SIZE=two check => WORLD_SIZE
 OMP_NUM_THREADS=abc check => OMP_NUM_THREADS
 OMP_NUM_THREADS=0 launch => OMP_NUM_THREADS
@@ -479,8 +479,8 @@ NNODES=2 MASTER_ADDR=no-such-node.invalid launch => no-such-node.invalid
 NNODES=2:1 launch => NNODES=2:1
 {MASTER} NODE_RANK=0 MASTER_PORT=http launch => MASTER_PORT
 MAX_RESTARTS=often launch => MAX_RESTARTS
-NGPU=2 NNODES=1:3 MASTER_ADDR=here launch --training.global_batch_size 8 => data-parallel degree = 6
-profile --steps 1e9 => --steps must be an integer.*1e9
+NGPU=2 NNODES=1:3 MASTER_ADDR=here launch --training.global_batch_size 8 => 6 data-parallel ranks
+profile --steps 1e9 => --steps must be an integer, got '1e9'
 prove --out job.toml => --out
 prove --world-size 500 => --world-size 500
 prove --parallelism.tensor_parallel_degree 3 => parallelism.tensor_parallel_degree

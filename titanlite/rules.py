@@ -860,10 +860,21 @@ def suggest_tokenizer(run: Run) -> str:
 
     # Some tokenizers can be downloaded, for example assets/tokenizer/gpt2.
     download = propose_download("tokenizer", path, run.arch.vocab_size)
-    return download or (
-        "; set tokenizer.path to a tokenizer.json or tokenizer.model, or train one with "
-        "`titanlite tokenizer train`"
+    return download or _suggest_training_tokenizer(run)
+
+
+def _suggest_training_tokenizer(run: Run) -> str:
+    """Return a hint with the command that trains the missing tokenizer."""
+    # Both my/tokenizer.json and my.json give the folder "my".
+    path = run.job.tokenizer.path
+    folder, name = os.path.split(path)
+    if name not in ("tokenizer.json", "tokenizer.model"):
+        folder, _ = os.path.splitext(path)
+    command = (
+        f"titanlite tokenizer train --job.config_file {run.job.job.config_file} "
+        f"--vocab-size {run.arch.vocab_size} --out {folder}"
     )
+    return f"; `{command}` trains {folder}/tokenizer.json on the data of this job"
 
 
 def check_dataset(run: Run) -> Problems:

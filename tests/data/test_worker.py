@@ -120,7 +120,8 @@ def test_a_source_that_cannot_be_pickled_is_an_error(tmp_path):
 
 BUSY = """
 import sys
-sys.path[:0] = [sys.argv[1]]
+sys.path[:0] = [sys.argv[1] + "/data", sys.argv[1]]
+from pathlib import Path
 from data_helpers import *
 path = write_jsonl(Path(sys.argv[2]) / "a.jsonl", ["word " * 40] * 20 + ["a" * 60 + "!"] * 500)
 value = json.loads((ROOT / "assets/tokenizer/tokenizer.json").read_text())
@@ -138,7 +139,7 @@ loader.next_global_batch()
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_workers_end_with_their_trainer_even_in_a_busy_loop(tmp_path, number):
-    command = [sys.executable, "-c", BUSY, str(ROOT / "tests/data"), str(tmp_path)]
+    command = [sys.executable, "-c", BUSY, str(ROOT / "tests"), str(tmp_path)]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
 
     assert trainer.stdout is not None
