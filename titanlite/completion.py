@@ -152,20 +152,30 @@ def generate(
     options = Generation(max_new_tokens=max_new_tokens, **settings)
     max_seq_len = checkpoint.model.arch.max_seq_len
     decoding = Decoding(prompt, checkpoint.tokenizer, max_new_tokens, max_seq_len)
+    # This function contains no `yield`, so that invalid arguments raise an error immediately.
+    return _generate_pieces(checkpoint, decoding, options)
 
-    # Only the nested function contains a `yield`, so that invalid arguments raise an error
-    # immediately.
-    def generate_pieces() -> Iterator[str]:
-        num_yielded = 0
-        for _ in _generate_tokens(checkpoint, [decoding], options):
-            # The text of a token depends on the tokens before it, so decode them again each time.
-            text = decoding.result().completion
-            text = text.rstrip("\ufffd")  # hold back an incomplete character until its next token
-            yield text[num_yielded:]
-            num_yielded = len(text)
-        yield decoding.result().completion[num_yielded:]
 
-    return generate_pieces()
+def _generate_pieces(
+    checkpoint: LoadedCheckpoint, decoding: Decoding, options: Generation
+) -> Iterator[str]:
+    """Generate a completion and yield the text of each token as soon as it is generated.
+
+    After the last token, yield the rest of the text, such as an incomplete character.
+
+    Args:
+        checkpoint: Model and tokenizer.
+        decoding: The prompt. The generated tokens are added to it.
+        options: Sampling options.
+    """
+    num_yielded = 0
+    for _ in _generate_tokens(checkpoint, [decoding], options):
+        # The text of a token depends on the tokens before it, so decode them again each time.
+        text = decoding.result().completion
+        text = text.rstrip("\ufffd")  # hold back an incomplete character until its next token
+        yield text[num_yielded:]
+        num_yielded = len(text)
+    yield decoding.result().completion[num_yielded:]
 
 
 def generate_many(
@@ -191,18 +201,26 @@ def generate_many(
     decodings = [
         Decoding(prompt, checkpoint.tokenizer, max_new_tokens, max_seq_len) for prompt in prompts
     ]
+    # This function contains no `yield`, so that invalid arguments raise an error immediately.
+    return _generate_completions(checkpoint, decodings, options)
 
-    # Only the nested function contains a `yield`, so that invalid arguments raise an error
-    # immediately.
-    def generate_completions() -> Iterator[Completion]:
-        for start in range(0, len(decodings), options.batch_size):
-            batch = decodings[start : start + options.batch_size]
-            for _ in _generate_tokens(checkpoint, batch, options):
-                pass  # each step updates the decodings
-            for decoding in batch:
-                yield decoding.result()
 
-    return generate_completions()
+def _generate_completions(
+    checkpoint: LoadedCheckpoint, decodings: Sequence[Decoding], options: Generation
+) -> Iterator[Completion]:
+    """Complete prompts in batches and yield the completions in the order of the prompts.
+
+    Args:
+        checkpoint: Model and tokenizer.
+        decodings: The prompts. The generated tokens are added to them.
+        options: Sampling options, such as the batch size.
+    """
+    for start in range(0, len(decodings), options.batch_size):
+        batch = decodings[start : start + options.batch_size]
+        for _ in _generate_tokens(checkpoint, batch, options):
+            pass  # each step updates the decodings
+        for decoding in batch:
+            yield decoding.result()
 
 
 class Decoding:

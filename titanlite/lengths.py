@@ -103,9 +103,7 @@ def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
         counter = TokenCounter(converted_run, progress)
         steps = _count_steps(counter, key, num_tokens)
         if not 1 <= steps <= MAX_STEPS:
-            text = f"makes {steps:,} steps of {counter.count(key, 1):,} tokens."
-            limits = f"Lengths must have 1 to {MAX_STEPS:,} steps."
-            problems.append(Problem(key, f"{text} {limits}"))
+            problems.append(_describe_bad_length(counter, key, steps))
             steps = 1
         converted_run = _set_length(converted_run, key, steps)
     return converted_run, problems
@@ -142,6 +140,13 @@ def _keep_completed_warmup(counter: TokenCounter, steps: int) -> int:
     if has_other_batch_sizes and is_warmup_over:
         return progress.warmup_steps or steps
     return steps
+
+
+def _describe_bad_length(counter: TokenCounter, key: str, steps: int) -> Problem:
+    """Describe a length in tokens that is less than one step or more than `MAX_STEPS` steps."""
+    tokens_per_step = counter.count(key, 1)
+    limits = f"Lengths must have 1 to {MAX_STEPS:,} steps."
+    return Problem(key, f"makes {steps:,} steps of {tokens_per_step:,} tokens. {limits}")
 
 
 def _set_length(run: Run, key: str, steps: int) -> Run:

@@ -22,7 +22,13 @@ from titanlite.checkpoint.load import check_on_all_ranks, check_tokenizer, load_
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.mistakes import ConfigError
 from titanlite.config.options import Scoring
-from titanlite.config.run import Run, build_architecture, compute_degrees, sequence_divisor
+from titanlite.config.run import (
+    Degrees,
+    Run,
+    build_architecture,
+    compute_degrees,
+    sequence_divisor,
+)
 from titanlite.config.schema import JobConfig, Parallelism
 from titanlite.data.sources.files import describe_file, open_source
 from titanlite.data.tokenizer import load_tokenizer
@@ -174,7 +180,9 @@ def _build_run(
         raise UserError(f"--window {window}: must be at most model.max_seq_len = {max_window}.")
 
     world_size = read_world_size()
-    run = Run(_make_job(saved_job, options, window, parallelism, world_size), world_size)
+    degrees = compute_degrees(parallelism, world_size)
+    training = _make_training_section(saved_job, options, window, degrees)
+    run = Run(_make_job(saved_job, parallelism, training), world_size)
     problems = list(check_layout(run))
     if problems:
         raise ConfigError([make_mistake(run, problem) for problem in problems], "eval")
@@ -182,44 +190,53 @@ def _build_run(
 
 
 def _make_job(
-    saved_job: JobConfig,
-    options: Scoring,
-    window: int,
-    parallelism: Parallelism,
-    world_size: int,
+    saved_job: JobConfig, parallelism: Parallelism, training: dict[str, Any]
 ) -> JobConfig:
     """Create the job of an evaluation from the job that trained the model.
 
     Args:
         saved_job: Job that trained the model.
-        options: Options of the evaluation.
-        window: Number of tokens per sequence. It is rounded up if the layout requires it.
         parallelism: Layout of the ranks.
-        world_size: Number of ranks.
+        training: Section [training] of the evaluation.
     """
-    # Context and tensor parallel ranks divide each sequence, so round up its length.
-    degrees = compute_degrees(parallelism, world_size)
-    divisor = sequence_divisor(degrees)
-    sequence_length = math.ceil(window / divisor) * divisor
-    dtype = options.dtype or _default_dtype(saved_job)
-
     # Options of a plugin architecture or tokenizer are in the section with its name.
     plugin_sections = {saved_job.model.architecture, saved_job.tokenizer.name or ""}
     sections = saved_job.model_dump(include={"job", "tokenizer", "comm", *plugin_sections})
     sections["model"] = saved_job.model.model_copy(update={"attention_backend": "auto"})
     sections["parallelism"] = parallelism
     sections["activation_checkpoint"] = {"mode": "none"}
-    sections["training"] = {
+    sections["training"] = training
+    return JobConfig.model_validate(sections)
+
+
+def _make_training_section(
+    saved_job: JobConfig, options: Scoring, window: int, degrees: Degrees
+) -> dict[str, Any]:
+    """Create the section [training] for an evaluation: sequence length, batch sizes and dtype.
+
+    Args:
+        saved_job: Job that trained the model.
+        options: Options of the evaluation.
+        window: Number of tokens per sequence. It is rounded up if the layout requires it.
+        degrees: Parallelism degrees of the evaluation.
+    """
+    # Context and tensor parallel ranks divide each sequence, so round up its length.
+    divisor = sequence_divisor(degrees)
+    sequence_length = math.ceil(window / divisor) * divisor
+
+    # A data-parallel rank scores one batch at a time. With a pipeline, it scores one batch per
+    # pipeline rank at a time, to keep all pipeline ranks busy.
+    global_batch_size = options.batch_size * degrees.data * degrees.pipeline
+
+    dtype = options.dtype or _default_dtype(saved_job)
+    return {
         "seq_len": sequence_length,
         "local_batch_size": options.batch_size,
-        # A data-parallel rank scores one batch at a time. With a pipeline, it scores one batch per
-        # pipeline rank at a time, to keep all pipeline ranks busy.
-        "global_batch_size": options.batch_size * degrees.data * degrees.pipeline,
+        "global_batch_size": global_batch_size,
         "mixed_precision_param": dtype,
         "dtype": dtype,
         "num_threads": saved_job.training.num_threads,
     }
-    return JobConfig.model_validate(sections)
 
 
 def _default_dtype(saved_job: JobConfig) -> str:

@@ -173,32 +173,46 @@ def _estimate(
         tokens: Number of tokens of the whole training run, or None if --tokens is not set.
         print_text: Function that prints a text to standard output.
     """
-    from titanlite.plan import advice  # slow, so import it before the worker processes fork
+    if options.as_json:
+        plan = _make_plan(options, run, device)
+        print_text(_add_training_time(plan, tokens).model_dump_json())
+        return
 
     def print_estimate(forecast: Forecast) -> None:
         print_text(_format_forecast(run, _add_training_time(forecast, tokens)))
 
     # The search for changes takes longer, so the estimate is printed before it starts.
+    plan = _make_plan(options, run, device, show=print_estimate)
+    changes = _format_advice(run, plan)
+    if changes:
+        print_text(changes)
+
+
+def _make_plan(
+    options: PlanOptions, run: Run, device: Gpu, show: Callable[[Forecast], None] | None = None
+) -> Forecast:
+    """Estimate the memory and time of a job, and search for changes that improve the job.
+
+    Args:
+        options: Options of the command.
+        run: The run to estimate.
+        device: GPU or CPU of each rank.
+        show: Function that is called with the estimate before the search starts.
+    """
+    from titanlite.plan import advice  # slow, so import it before the worker processes fork
+
     make_plan = partial(
         advice.make_plan,
         run,
         device,
         quick=options.quick,
         remedies=options.remedies,
-        show=None if options.as_json else print_estimate,
+        show=show,
     )
     if run.degrees.pipeline <= 2:
-        plan = make_plan()
-    else:
-        with workers() as pool:  # trace the stages in parallel
-            plan = make_plan(map_function=pool.map)
-
-    if options.as_json:
-        print_text(_add_training_time(plan, tokens).model_dump_json())
-        return
-    changes = _format_advice(run, plan)
-    if changes:
-        print_text(changes)
+        return make_plan()
+    with workers() as pool:  # trace the stages in parallel
+        return make_plan(map_function=pool.map)
 
 
 def _format_advice(run: Run, forecast: Forecast) -> str:

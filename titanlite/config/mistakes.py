@@ -254,15 +254,31 @@ def _describe_unknown(root: type[BaseModel], location: list[str], value: object)
         _, message = removed_names[last_name]
         return Mistake(key, name, format_value(value), problem=message, kind=REMOVED_NAME)
 
-    known_names = _list_annotations(table or root)
-    if table is not None and last_name in known_names:  # such as "dataset.sources.path"
-        problem = f"belongs to a list of tables. Write [[{key}]] in a job file."
-    elif suggestions := _suggest_names(location, table, tables):
-        problem = f"is unknown. Did you mean {' or '.join(suggestions[:3])}?"
-    else:
-        problem = f"is unknown. Known names are {', '.join(known_names)}."
     displayed_name = f"[{key}]" if isinstance(value, dict) else name
+    problem = _explain_unknown_name(location, table, tables)
     return Mistake(key, displayed_name, value="", problem=problem, kind=UNKNOWN_NAME)
+
+
+def _explain_unknown_name(
+    location: list[str], table: type[BaseModel] | None, tables: dict[str, type[BaseModel]]
+) -> str:
+    """Return an error message for an unknown name, with known names that the user may have meant.
+
+    For example, "stepz" in [training] gives "is unknown. Did you mean training.steps?".
+
+    Args:
+        location: Names that lead to the value, such as ["training", "stepz"].
+        table: Model of the table that contains the unknown name, or None if there is no such table.
+        tables: Models of all tables, by name.
+    """
+    known_names = _list_annotations(table or tables[""])  # "" is the whole job or file
+    if table is not None and location[-1] in known_names:  # such as "dataset.sources.path"
+        return f"belongs to a list of tables. Write [[{_get_key(location)}]] in a job file."
+
+    suggestions = _suggest_names(location, table, tables)
+    if suggestions:
+        return f"is unknown. Did you mean {' or '.join(suggestions[:3])}?"
+    return f"is unknown. Known names are {', '.join(known_names)}."
 
 
 def _suggest_names(

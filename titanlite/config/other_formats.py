@@ -44,16 +44,22 @@ def parse_toml(content: bytes) -> dict[str, Any]:
         text = content.decode("utf-8-sig")
         return tomli.loads(text)
     except tomli.TOMLDecodeError as error:
-        line = text.split("\n")[error.lineno - 1].strip()
-        position = f"{error.msg}, in column {error.colno}."
-        remedy = _REMEDIES.get(error.msg, "")
-        problem = f"line {error.lineno}: {shorten(line)} is not valid TOML: {position} {remedy}"
+        problem = _explain_syntax_error(text, error)
     except (ValueError, RecursionError) as error:
         # Not UTF-8, a number with thousands of digits, or lists that are nested too deeply.
         problem = f"not valid TOML in UTF-8: {error}."
 
     # If the whole file is in another format, this helps more than the first invalid line.
-    raise ValueError(_explain_other_format(content) or problem.rstrip())
+    raise ValueError(_explain_other_format(content) or problem)
+
+
+def _explain_syntax_error(text: str, error: tomli.TOMLDecodeError) -> str:
+    """Return an error message that contains the invalid line, its number and how to fix it."""
+    line = text.split("\n")[error.lineno - 1].strip()
+    position = f"{error.msg}, in column {error.colno}."
+    remedy = _REMEDIES.get(error.msg, "")
+    problem = f"line {error.lineno}: {shorten(line)} is not valid TOML: {position} {remedy}"
+    return problem.rstrip()
 
 
 def _explain_other_format(content: bytes) -> str:

@@ -86,22 +86,45 @@ def propose_download(kind: str, path: str, vocab_size: int = 0) -> str:
         that downloads a part follows: ", and --include 'sample/10BT/000*' 2 GB of it". Empty if no
         command is known.
     """
-    # List the possible names in order of preference: a folder of the path, the OWNER/NAME of a
-    # repository, a known tokenizer of the right size.
-    presets = load_presets()[kind]
-    names = [folder for folder in Path(path).parts if folder in presets]
-    if kind == "tokenizer":
-        if _REPOSITORY.fullmatch(path):
-            names.append(path)
-        names += [name for name, preset in presets.items() if preset["vocab_size"] == vocab_size]
-    if not names:
+    name = _choose_download(kind, path, vocab_size)
+    if not name:
         return ""
 
-    proposal = f"; `titanlite get {kind} {names[0]}` downloads it"
-    preset = presets.get(names[0], {})
+    proposal = f"; `titanlite get {kind} {name}` downloads it"
+    preset = load_presets()[kind].get(name, {})
     if "part_option" in preset:
         proposal += f", and {preset['part_option']} {preset['part_size']} of it"
     return proposal
+
+
+def _choose_download(kind: str, path: str, vocab_size: int) -> str:
+    """Return the name with which `titanlite get` downloads a missing file.
+
+    For example, the path "data/c4/*.jsonl" gives "c4". Return "" if no name is known.
+
+    Args:
+        kind: "tokenizer" or "data".
+        path: Path of the missing file in the job, or OWNER/NAME of a tokenizer.
+        vocab_size: Vocabulary size of the model. If `path` contains no known name, choose a known
+            tokenizer of this size.
+    """
+    # A folder with a known name.
+    presets = load_presets()[kind]
+    for folder in Path(path).parts:
+        if folder in presets:
+            return folder
+    if kind != "tokenizer":
+        return ""
+
+    # The OWNER/NAME of a repository.
+    if _REPOSITORY.fullmatch(path):
+        return path
+
+    # A known tokenizer of the right size.
+    for name, preset in presets.items():
+        if preset["vocab_size"] == vocab_size:
+            return name
+    return ""
 
 
 class LfsPointer(BaseModel, strict=True, frozen=True):
@@ -300,8 +323,6 @@ class HubFiles:
         Raises:
             UserError: If a page is malformed, or the list does not end.
         """
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
-
         query = "recursive=true"
         previous_queries: set[str] = set()
         while query:
@@ -309,20 +330,8 @@ class HubFiles:
             if query in previous_queries or len(previous_queries) == _MAX_PAGES:
                 raise UserError(f"{url}: the list of files does not end. {_REMEDY}")
             previous_queries.add(query)
-
-            response = http_backoff("GET", f"{url}?{query}", headers=build_hf_headers())
-            hf_raise_for_status(response)
-            try:
-                entries = _FileList.model_validate_json(response.content).root
-            except ValidationError as failure:
-                cause = shorten(explain_error(_FileList, failure))
-                problem = f"{url}: the list of files is malformed: {cause}. {_REMEDY}"
-                raise UserError(problem) from None
+            entries, query = _request_page(url, query)
             yield from entries
-
-            # Use only the query of the next link, so that it cannot lead to another host.
-            next_link = response.links.get("next", {}).get("url", "")
-            query = urlsplit(next_link).query
 
     def _download(self, entry: TreeEntry, folder: Path) -> Path:
         """Download a file into `folder`, and return its path.
@@ -392,6 +401,34 @@ class HubFiles:
                 "HF_TOKEN."
             )
         return f"{problem} {_REMEDY}"
+
+
+def _request_page(url: str, query: str) -> tuple[list[TreeEntry], str]:
+    """Request one page of a list of files from the Hub.
+
+    Args:
+        url: URL of the list, without a query.
+        query: Query string that selects the page, such as "recursive=true".
+
+    Returns:
+        The entries of the page, and the query string of the next page ("" after the last page).
+
+    Raises:
+        UserError: If the page is malformed.
+    """
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+
+    response = http_backoff("GET", f"{url}?{query}", headers=build_hf_headers())
+    hf_raise_for_status(response)
+    try:
+        entries = _FileList.model_validate_json(response.content).root
+    except ValidationError as failure:
+        cause = shorten(explain_error(_FileList, failure))
+        raise UserError(f"{url}: the list of files is malformed: {cause}. {_REMEDY}") from None
+
+    # Use only the query of the next link, so that it cannot lead to another host.
+    next_link = response.links.get("next", {}).get("url", "")
+    return entries, urlsplit(next_link).query
 
 
 def _choose_suffix(kind: str, names: Sequence[str]) -> str:

@@ -323,10 +323,7 @@ class Loader:
         del skip_reasons[:MAX_REPORTED]  # keep the others for the next call
 
         for rank_report in reports:
-            for (source, stream), position in rank_report.new_positions.items():
-                # Several ranks may have read the same stream. Its latest position is current.
-                positions = self._data.positions[source]
-                positions[stream] = max(position, positions[stream])
+            self._merge_positions(rank_report.new_positions)
             if self._data_rank == 0:
                 log_skipped_records(rank_report.skip_reasons)
         return reports
@@ -334,6 +331,15 @@ class Loader:
     def _gather(self, value: _RankReport) -> list[_RankReport]:
         """Return the `value` of each rank of the data-parallel group, in the order of the ranks."""
         return [value] if self._data_group is None else gathered(value, self._data_group)
+
+    def _merge_positions(self, new_positions: dict[tuple[int, int], StreamPosition]) -> None:
+        """Advance streams to their positions in `new_positions`, but never move a stream back.
+
+        Several ranks may have read the same stream. The latest position is the current one.
+        """
+        for (source, stream), position in new_positions.items():
+            positions = self._data.positions[source]
+            positions[stream] = max(position, positions[stream])
 
 
 @dataclass

@@ -85,21 +85,29 @@ class Mixture:
         if num_sources == 1:
             return 0
         m = 2 * num_sources - 2
+        candidates = self._find_lagging_sources(m)
+        multiple = math.lcm(*filter(None, self.weights))  # the weight of a candidate is not 0
+
+        def scaled_deadline(source: int) -> int:
+            # The deadline is (count + 1 - 1/m) * total_weight / weight sequences. Multiplying it by
+            # m * multiple / total_weight makes the deadlines of all candidates integers.
+            return (m * (self.stage_counts[source] + 1) - 1) * (multiple // self.weights[source])
+
+        return min(candidates, key=scaled_deadline)
+
+    def _find_lagging_sources(self, m: int) -> list[int]:
+        """Return the sources with a lag of at least 1/m. There is always such a source.
+
+        The lag is num_sequences * weight / total_weight - count.
+        """
         total_weight = sum(self.weights)
         num_sequences = sum(self.stage_counts) + 1  # including the next one
-        multiple = math.lcm(*filter(None, self.weights))
-        candidates = []
+        sources = []
         for source, (weight, count) in enumerate(zip(self.weights, self.stage_counts, strict=True)):
-            # The lag is num_sequences * weight / total_weight - count. Multiply both sides of
-            # lag >= 1/m by m * total_weight to compare integers, exactly.
+            # Multiply both sides of lag >= 1/m by m * total_weight to compare integers, exactly.
             if m * (num_sequences * weight - count * total_weight) >= total_weight:
-                # The deadline is (count + 1 - 1/m) * total_weight / weight sequences, where the
-                # weight of a candidate is not 0. Multiplying the deadlines of all candidates by
-                # m * multiple / total_weight makes them integers.
-                scaled_deadline = (m * (count + 1) - 1) * (multiple // weight)
-                candidates.append((scaled_deadline, source))
-        _, earliest = min(candidates)  # there is always a candidate
-        return earliest
+                sources.append(source)
+        return sources
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of the mixture as JSON values, to save in a checkpoint.

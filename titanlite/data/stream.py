@@ -36,6 +36,7 @@ from titanlite.data.packing import (
     Document,
     DocumentPosition,
     PackedSequence,
+    Segment,
     StreamPosition,
     best_fit,
     concat,
@@ -288,20 +289,24 @@ class SequenceReader:
         start = data.positions[source][stream]
 
         for segments, next_position in pack(read_documents, length, start):
-            # Concatenate the segments, and pad them with EOS.
-            joined = np.concatenate([segment.tokens for segment in segments])
-            tokens = np.full(length, data.documents.tokenizer.eos_id, dtype=np.int32)
-            tokens[: len(joined)] = joined
             skipped = self._skipped
             self._skipped = []
             yield PackedSequence(
-                tokens=tokens,
+                tokens=self._join_and_pad(segments),
                 segments=np.array([segment.origin for segment in segments], dtype=np.int64),
                 source=source,
                 stream=stream,
                 next_position=next_position,
                 skipped=skipped,
             )
+
+    def _join_and_pad(self, segments: list[Segment]) -> np.ndarray:
+        """Concatenate segments, and pad them with EOS to seq_len + 1 tokens (int32)."""
+        eos_id = self._data.documents.tokenizer.eos_id
+        padded = np.full(self._data.seq_len + 1, eos_id, dtype=np.int32)
+        tokens = np.concatenate([segment.tokens for segment in segments])
+        padded[: len(tokens)] = tokens
+        return padded
 
     def _read_documents(
         self, source_index: int, stream: int, start: DocumentPosition
@@ -333,16 +338,11 @@ class SequenceReader:
         num_streams = len(self._data.positions[source_index])
         max_epochs = self._data.specs[source_index].max_epochs
         end = max_epochs * num_units if max_epochs else _UNLIMITED
-        positions = range(stream, end, num_streams)
-        # Compute the order in blocks of about one epoch: at most 256 units, and at least 8 because
-        # each numpy call has a fixed cost.
-        block_size = max(8, min(256, num_units // num_streams))
-        for start in range(first_index, len(positions), block_size):
-            block = positions[start : start + block_size]
-            indices = epoch_order(num_units, self._data.seed, np.array(block)).tolist()
-            for i, (position, index) in enumerate(zip(block, indices, strict=True), start):
-                is_repeated = position >= num_units  # after the first epoch
-                yield _Unit(index, position, i, is_repeated)
+        positions = range(stream, end, num_streams)[first_index:]
+        indices = _iterate_order(num_units, self._data.seed, positions)
+        for i, (position, index) in enumerate(zip(positions, indices, strict=True), first_index):
+            is_repeated = position >= num_units  # after the first epoch
+            yield _Unit(index, position, i, is_repeated)
 
     def _read_document(self, source: RandomAccess, unit: _Unit) -> Document:
         """Read and tokenize the document `unit` of a source with random access."""
@@ -399,3 +399,17 @@ class SequenceReader:
         """Record which document is being read, to report it if the read hangs."""
         self._progress[_PART] = part
         self._progress[_DOCUMENT] = document
+
+
+def _iterate_order(num_units: int, seed: int, positions: range) -> Iterator[int]:
+    """Yield the indices of the units at `positions` in the shuffled order of a source.
+
+    These are the values of `epoch_order(num_units, seed, positions)`, computed lazily in blocks.
+    """
+    # A block has the positions of about one epoch: at most 256, and at least 8 because each numpy
+    # call has a fixed cost.
+    positions_per_epoch = num_units // positions.step
+    block_size = max(8, min(256, positions_per_epoch))
+    for start in range(0, len(positions), block_size):
+        block = np.array(positions[start : start + block_size])
+        yield from epoch_order(num_units, seed, block).tolist()

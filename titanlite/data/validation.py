@@ -231,7 +231,6 @@ def window_batches(
         windows in `windows`. All ranks get the same number of microbatches with the same shapes.
     """
     batch_size = run.global_microbatch_size
-    local_batch_size = run.job.training.local_batch_size
     indexed_windows = enumerate(windows)  # pairs of index and window
     while chunk := list(islice(indexed_windows, SORTED_BATCHES * batch_size)):
         # Sort the windows of several microbatches by length, the longest first.
@@ -240,12 +239,29 @@ def window_batches(
         indices = []
         for start in range(0, len(chunk), batch_size):
             global_batch = chunk[start : start + batch_size]
-            # All ranks pad their windows to the length of the longest one, which comes first.
-            _, longest = global_batch[0]
-            num_inputs = len(longest.tokens) - 1  # the last token is only a label
-            length = padded_length(run, num_inputs)
-            local_batch = global_batch[data_rank :: run.degrees.data]  # ranks take turns
-            local_windows = [window for _, window in local_batch]
-            microbatches.append(padded_microbatch(local_windows, local_batch_size, length, device))
-            indices.append([index for index, _ in local_batch])
+            microbatch, local_indices = _make_local_batch(global_batch, run, data_rank, device)
+            microbatches.append(microbatch)
+            indices.append(local_indices)
         yield microbatches, indices
+
+
+def _make_local_batch(
+    global_batch: list[tuple[int, Window]], run: Run, data_rank: int, device: torch.device
+) -> tuple[Microbatch, list[int]]:
+    """Return this rank's microbatch of a global batch of windows, and the indices of its windows.
+
+    All ranks pad their windows to the length of the longest window in the global batch.
+
+    Args:
+        global_batch: Windows with their indices, the longest window first.
+        run: Run that sets the local batch size and the number of ranks.
+        data_rank: Index of this data-parallel rank.
+        device: Device of the microbatch.
+    """
+    _, longest = global_batch[0]
+    num_inputs = len(longest.tokens) - 1  # the last token is only a label
+    length = padded_length(run, num_inputs)
+    local_batch = global_batch[data_rank :: run.degrees.data]  # ranks take turns
+    windows = [window for _, window in local_batch]
+    microbatch = padded_microbatch(windows, run.job.training.local_batch_size, length, device)
+    return microbatch, [index for index, _ in local_batch]

@@ -469,21 +469,28 @@ def find_files(spec: TextSource) -> list[Path]:
     if spec.source == "python_stdlib":
         return _find_stdlib_files()
 
-    if spec.path is None:
-        if spec.source in _SOURCES_WITH_PATH:
-            raise UserError(f"dataset.path is missing: dataset.source = {spec.source!r} needs one")
-        return []
-    if spec.source in _HUB_SOURCES:
+    if spec.path is None and spec.source in _SOURCES_WITH_PATH:
+        raise UserError(f"dataset.path is missing: dataset.source = {spec.source!r} needs one")
+    if spec.path is None or spec.source in _HUB_SOURCES:
         return []
 
-    pattern = spec.path
-    if spec.source in _FILE_IN_FOLDER:  # the path is a folder
-        folder = pattern if storage.as_url(pattern) else glob.escape(pattern)
-        pattern = os.path.join(folder, _FILE_IN_FOLDER[spec.source])
+    pattern = _choose_pattern(spec.path, spec.source)
     files = _find_matching_files(pattern)
     if spec.source in BUILTIN_SOURCES:  # a plugin may accept any files
         _check_files(files, pattern, spec.source)
     return files
+
+
+def _choose_pattern(path: str, source: str) -> str:
+    """Return the path or glob pattern of the files that a source reads.
+
+    This is usually `path`. For sources whose path is a folder, it is a file in this folder, such as
+    "FOLDER/manifest.json" for "shards".
+    """
+    if source not in _FILE_IN_FOLDER:
+        return path
+    folder = path if storage.as_url(path) else glob.escape(path)
+    return os.path.join(folder, _FILE_IN_FOLDER[source])
 
 
 def _find_matching_files(pattern: str) -> list[Any]:

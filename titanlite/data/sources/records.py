@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import BinaryIO, NamedTuple, TypeGuard
+from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -137,14 +137,10 @@ def extract_text(raw: object, column: str, mask_column: str | None) -> str | Mas
     if not isinstance(record, dict):
         kind = type(record).__name__
         raise ValueError(f"each line must be a JSON object, this one is a {kind}")
-    if column not in record:
-        text_fields = [name for name, value in record.items() if isinstance(value, str)]
-        raise ValueError(_explain_missing_field(column, text_fields))
 
-    text = record[column]
+    text = record.get(column)
     if not isinstance(text, str):
-        json_type = type(text).__name__.replace("NoneType", "null")
-        raise ValueError(f"field {column!r} must be a string, it is {json_type}")
+        raise ValueError(_explain_missing_text(record, column))
     text.encode()  # raises for half of a surrogate pair, which a JSON escape can contain
     if mask_column is None:
         return text
@@ -243,3 +239,13 @@ def _explain_missing_field(column: str, fields: Iterable[str], key: str = "text_
     if not names:
         return f"no field {column!r}, and no other field contains text"
     return f"no field {column!r}. Set {key} to one of {names}"
+
+
+def _explain_missing_text(record: dict[str, Any], column: str) -> str:
+    """Return an error message for a record without text in the field `column`."""
+    if column in record:
+        json_type = type(record[column]).__name__.replace("NoneType", "null")
+        return f"field {column!r} must be a string, it is {json_type}"
+
+    text_fields = [name for name, value in record.items() if isinstance(value, str)]
+    return _explain_missing_field(column, text_fields)

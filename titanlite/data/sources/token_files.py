@@ -168,12 +168,15 @@ class TokenFiles(TokenSource):
         self._index = DocumentIndex(self._token_files, ends_by_file)
         self.num_documents = self._index.num_documents
         self.num_units = self.num_documents
-        # Hash the positions at which documents end, and the beginning and end of each file.
+        self.fingerprint = self._compute_fingerprint(ends_by_file)
+        self._check_sample(tokenizer)
+
+    def _compute_fingerprint(self, ends_by_file: list[np.ndarray]) -> str:
+        """Hash the positions at which documents end, and the beginning and end of each file."""
         digest = xxhash.xxh3_128(self.hash_samples().encode())
         for tokens, ends in zip(self._token_files, ends_by_file, strict=True):
             digest.update(tokens.dtype.str.encode() + ends.tobytes())
-        self.fingerprint = digest.hexdigest()
-        self._check_sample(tokenizer)
+        return digest.hexdigest()
 
     def _check_sample(self, tokenizer: Tokenizer) -> None:
         """Read a sample of documents, and log a warning if none of them ends with EOS.
@@ -241,40 +244,51 @@ def _open_token_file(file: File, dtype: str | None) -> TokenFile:
 
 
 def _open_megatron(file: File, dtype: str | None) -> TokenFile:
-    """Open a Megatron .bin file, whose .idx file contains the document bounds and the data type.
-
-    The .idx file contains a header, the lengths of all sequences (4 bytes each), their positions in
-    the .bin file (8 bytes each), and the document bounds (8 bytes each): the number of sequences
-    before each document, followed by the total number of sequences.
+    """Open a Megatron .bin file. Its .idx file contains the document bounds and the data type.
 
     Args:
         file: The .bin file.
         dtype: Not used, because the .idx file contains the data type.
 
     Raises:
-        ValueError: If the .idx file has a different format, is truncated, or does not match the
-            .bin file.
+        ValueError: If the .idx file has a different format, or does not match the .bin file.
     """
     index = make_file(file.path.with_suffix(".idx"))
-    raw = index.read()
-    if not raw.startswith(_MEGATRON_START) or len(raw) < _MEGATRON_HEADER_BYTES:
-        raise ValueError(f"{index.path} is not an index of Megatron's MMapIndexedDataset")
-
-    code, num_sequences, num_bounds = struct.unpack_from("<BQQ", raw, len(_MEGATRON_START))
-    if code not in _MEGATRON_DTYPES:
-        raise ValueError(f"{index.path} has the data type code {code}, which is not for token ids")
-    positions_start = _MEGATRON_HEADER_BYTES + 4 * num_sequences
-    bounds_start = positions_start + 8 * num_sequences
-    if len(raw) < bounds_start + 8 * num_bounds:
-        raise ValueError(f"{index.path} is truncated")
-    lengths = np.frombuffer(raw, "<i4", num_sequences, _MEGATRON_HEADER_BYTES)
-    bounds = np.frombuffer(raw, "<i8", num_bounds, bounds_start)
-
+    stored_dtype, lengths, bounds = _read_megatron_index(index)
     # Join the sequences of each document, such as its sentences. For example, with sequences of 3,
     # 4 and 5 tokens and the bounds 0, 2 and 3, the documents end after 7 and 12 tokens.
     sequence_ends = np.cumsum(np.append(0, lengths), dtype=np.int64)
     ends = sequence_ends[bounds[1:].clip(0, len(lengths))]
-    return TokenFile(file, np.dtype(_MEGATRON_DTYPES[code]), index=index, ends=ends)
+    return TokenFile(file, stored_dtype, index=index, ends=ends)
+
+
+def _read_megatron_index(file: File) -> tuple[np.dtype, np.ndarray, np.ndarray]:
+    """Read a Megatron .idx file.
+
+    It contains a header, the lengths of all sequences (4 bytes each), their positions in the .bin
+    file (8 bytes each), and the document bounds (8 bytes each).
+
+    Returns:
+        The data type of the ids, the length of each sequence in tokens, and the document bounds:
+        the number of sequences before each document, followed by the total number of sequences.
+
+    Raises:
+        ValueError: If the file has a different format or is truncated.
+    """
+    raw = file.read()
+    if not raw.startswith(_MEGATRON_START) or len(raw) < _MEGATRON_HEADER_BYTES:
+        raise ValueError(f"{file.path} is not an index of Megatron's MMapIndexedDataset")
+
+    code, num_sequences, num_bounds = struct.unpack_from("<BQQ", raw, len(_MEGATRON_START))
+    if code not in _MEGATRON_DTYPES:
+        raise ValueError(f"{file.path} has the data type code {code}, which is not for token ids")
+    positions_start = _MEGATRON_HEADER_BYTES + 4 * num_sequences
+    bounds_start = positions_start + 8 * num_sequences
+    if len(raw) < bounds_start + 8 * num_bounds:
+        raise ValueError(f"{file.path} is truncated")
+    lengths = np.frombuffer(raw, "<i4", num_sequences, _MEGATRON_HEADER_BYTES)
+    bounds = np.frombuffer(raw, "<i8", num_bounds, bounds_start)
+    return np.dtype(_MEGATRON_DTYPES[code]), lengths, bounds
 
 
 def _open_npy(file: File, dtype: str | None) -> TokenFile:
