@@ -293,15 +293,11 @@ def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig
     """
     manifest = read_manifest(step_folder)
     info = manifest["info"]
-    lacks_tokenizer = info.get("weights_only", False) and not get_data_state(info).get("tokenizer")
     if info["job"] is None:
         job = _read_job_of_old_import(step_folder)
-    elif tokenizer_path is None and lacks_tokenizer:
-        raise NoTokenizerError(
-            f"{step_folder} has no tokenizer, because its weights were imported without one. "
-            "Add --tokenizer.path FILE, or import them again with --tokenizer FILE."
-        )
     else:
+        if tokenizer_path is None:
+            _check_has_tokenizer(step_folder, info)
         job = _read_saved_job(step_folder, info["job"])
 
     if tokenizer_path is not None:
@@ -310,6 +306,20 @@ def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig
     if is_in_checkpoint:
         return set_tokenizer_path(job, step_folder / job.tokenizer.path)
     return job
+
+
+def _check_has_tokenizer(step_folder: Path, info: dict[str, Any]) -> None:
+    """Check that imported weights have a tokenizer.
+
+    Raises:
+        NoTokenizerError: If the weights were imported without one.
+    """
+    has_only_weights = info.get("weights_only", False)
+    if has_only_weights and not get_data_state(info).get("tokenizer"):
+        raise NoTokenizerError(
+            f"{step_folder} has no tokenizer, because its weights were imported without one. "
+            "Add --tokenizer.path FILE, or import them again with --tokenizer FILE."
+        )
 
 
 def set_tokenizer_path(job: JobConfig, path: str | Path) -> JobConfig:

@@ -609,11 +609,11 @@ class _MicrobatchSkipper:
     def _run_receive(
         self, stage: PipelineStage, name: str, method: Callable[..., Any], microbatch: int
     ) -> list[Any]:
-        """List the receive operations of a microbatch, unless it is skipped.
+        """Return the receive operations of a microbatch, or an empty list if it is skipped.
 
-        The method may allocate the tensors to receive. The counter records these allocations apart
-        from the recording of the latest action, which is still in progress. For a skipped
-        microbatch, the counter logs the latest recording again.
+        The method may allocate the tensors to receive. Record these allocations for skipped
+        microbatches, but not as part of the action that is being recorded: for a skipped
+        microbatch, both recordings are logged again, so the allocations would count twice.
 
         Args:
             stage: The pipeline stage.
@@ -624,9 +624,8 @@ class _MicrobatchSkipper:
         key = (name, stage.stage_index)
         if microbatch in self.skipped:
             self.counter.log += self.recordings.get(key, [])
-            return []  # nothing to receive
-        # For a skipped microbatch, the action and the receive each log their recording again. If
-        # the recording of the action included these allocations, they would be logged twice.
+            return []
+
         action_recording = self.counter.recording
         self.recordings[key] = []
         self.counter.recording = self.recordings[key]
