@@ -381,17 +381,21 @@ def test_stages_change_the_weights_and_each_sequence_has_one_source(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("weights", "stage_weights"),
-    [((0.0, 0.0), None), ((1.0, 1.0), (1.0,)), ((1.0, 1.0), (1.0, 1.0, 1.0))],
+    ("weights", "stage_weights", "key"),
+    [
+        ((0.0, 0.0), None, "dataset.sources"),
+        ((1.0, 1.0), (1.0,), "dataset.stages"),
+        ((1.0, 1.0), (1.0, 1.0, 1.0), "dataset.stages"),
+    ],
     ids=["only zeros", "too few in a stage", "too many in a stage"],
 )
-def test_a_program_cannot_read_a_mixture_with_wrong_weights(tmp_path, weights, stage_weights):
+def test_a_program_cannot_read_a_mixture_with_wrong_weights(tmp_path, weights, stage_weights, key):
     """The rules of a job do not run before `Loader`."""
     path = write_jsonl(tmp_path / "a.jsonl", some_texts(90))
     stages = (DataStage(start_step=4, weights=stage_weights),)
     dataset = make_mixture(*((path, weight) for weight in weights), stages=stages)
 
-    with pytest.raises(UserError, match=r"dataset\.stages.* expected 2 weights"):
+    with pytest.raises(UserError, match=f"{key}.* expected 2 weights"):
         make_loader(dataset)
 
 
