@@ -221,7 +221,9 @@ def _explain_too_little_text(
             labels are shifted by one.
     """
     documents = "the documents"
-    remedy = "Add text, set text_column to another field, lower training.seq_len"
+    remedy = "Add text, set text_column to another field"
+    if num_tokens > 0:
+        remedy += ", lower training.seq_len"
     if document_tokenizer.holdout:
         documents += f" in this split (validation.holdout = {document_tokenizer.holdout})"
         remedy += ", change validation.holdout, set validation.source"
