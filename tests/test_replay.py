@@ -32,8 +32,8 @@ def remove_checkpoints(out: Path, *steps: int) -> None:
 
 def test_a_step_after_a_rollback_needs_its_checkpoint(tmp_path):
     out = tmp_path / "out"
-    # With these texts, the gradient norm rises in step 4. Those of the standard library depend on
-    # the version of Python.
+    # With these texts, the gradient norm rises in step 4. The texts of the standard library depend
+    # on the version of Python.
     data = tmp_path / "data.txt"
     texts = ["x " * (i * 7919 % 97) + str(i) for i in range(5000)]
     data.write_text("\n\n".join(texts))
@@ -57,6 +57,16 @@ def test_a_run_without_recorded_events_is_replayed(tmp_path):
     (out / "events.jsonl").unlink()
 
     assert replay(out, 4)
+
+
+def test_a_step_whose_logged_line_is_damaged_is_rejected(tmp_path):
+    out = tmp_path / "out"
+    run_small(out, OPTIONS, 4)
+    metrics = out / "metrics.jsonl"
+    *lines, _last_line = metrics.read_text().splitlines()
+    metrics.write_text("\n".join([*lines, "{damaged", ""]))
+
+    assert "metrics.jsonl" in replay_rejected_step(out, 4)
 
 
 def test_a_step_of_an_earlier_start_needs_its_options(tmp_path):

@@ -358,8 +358,8 @@ def check_pipeline_schedule(run: Run) -> Problems:
 def check_microbatches(run: Run) -> Problems:
     """Check that the pipeline can run the number of microbatches in each global batch size.
 
-    Every schedule can run a multiple of the number of pipeline ranks, so the reported problem
-    suggests a multiple of this number of microbatches.
+    The problem asks for a multiple of the number of pipeline ranks, because every schedule can run
+    it. Some schedules can also run other numbers of microbatches.
     """
     num_ranks = run.degrees.pipeline
     unit = run.global_microbatch_size
@@ -368,7 +368,7 @@ def check_microbatches(run: Run) -> Problems:
             yield Problem(
                 key,
                 f"must be a multiple of {num_ranks * unit} ({num_ranks} pipeline ranks times "
-                f"{unit} sequences in a microbatch).",
+                f"{unit} sequences in the microbatches of all data-parallel ranks).",
             )
 
 
@@ -962,8 +962,8 @@ def _check_source(table: str, source: TextSource) -> Problems:
     if source.path is not None and has_fixed_files:
         yield Problem(
             f"{table}.path",
-            f'is not used with {table}.source = "{kind}". Set that too, for example to "text" or '
-            '"jsonl".',
+            f'is not used with {table}.source = "{kind}". Also set the source, for example to '
+            '"text" or "jsonl".',
         )
         return  # the other checks depend on `kind`, which is probably wrong
     yield from _check_source_keys(table, source)

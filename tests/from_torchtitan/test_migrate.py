@@ -229,6 +229,14 @@ def test_files_of_other_formats_are_recognized(content, named, capsys):
         assert "line 1" not in output
 
 
+def test_a_job_file_with_python_in_a_string_is_reported_by_its_invalid_line(capsys):
+    Path("file").write_text('[samples]\nprompts = ["""\ndef fib(n):\n"""]\nfreq = \n')
+
+    run("check --job.config_file file", code=2)
+
+    assert "line 5" in capsys.readouterr().err
+
+
 # Each block has torchtitan keys, followed by the resulting titanlite keys. titanlite rejects some
 # keys without the keys that they need.
 CONVERSIONS = """
@@ -405,6 +413,6 @@ def test_only_job_files_of_torchtitan_are_recognized_as_such():
     for number, text in enumerate((OF_01, OF_02, BEFORE_01)):
         Path(f"{number}.toml").write_text(text)
     for path in (*Path().glob("*.toml"), *JOB_FILES.glob("*.toml")):
-        with pytest.raises(UserError) as refused:
+        with pytest.raises(UserError) as error:
             load_job(["--job.config_file", str(path), "--training.steps", "0"])
-        assert ("titanlite migrate" in str(refused.value)) == path.stem.isdecimal()
+        assert ("titanlite migrate" in str(error.value)) == path.stem.isdecimal()

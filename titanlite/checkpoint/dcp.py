@@ -270,6 +270,9 @@ class ShardSavePlanner(DefaultSavePlanner):
         return dataclasses.replace(plan, items=items)
 
 
+# Manifests and error messages
+
+
 def manifest_info(arch: Architecture, train_state: dict[str, Any], **extra: Any) -> dict[str, Any]:
     """Return the `info` entry of a manifest, which describes the model and the run.
 
@@ -494,13 +497,15 @@ class ShardLoadPlanner(DefaultLoadPlanner):
         """Create a plan for reading all checkpoint parts that overlap this rank's tensors.
 
         Raises:
-            CheckpointError: If a saved tensor has a different shape. Without this check, a part of
-                the tensor in memory would silently keep its values.
+            CheckpointError: If a tensor is missing or has a different shape. Without this check, a
+                part of the tensor in memory would silently keep its values.
         """
         assert self.metadata is not None
         items: list[ReadItem] = []
         for name, tensor in self.state_dict.items():
-            saved = self.metadata.state_dict_metadata[name]
+            saved = self.metadata.state_dict_metadata.get(name)
+            if saved is None:
+                raise CheckpointError(f"{name}: missing")
             assert isinstance(saved, TensorStorageMetadata)
             if saved.size != tensor.shape:
                 shape = tuple(saved.size)
@@ -564,7 +569,7 @@ class _IndexUnpickler(pickle.Unpickler):
 def _parse_index(raw: bytes) -> Metadata:
     """Parse the pickled index of a checkpoint without running code from it.
 
-    Ignore values other than tensors, which only other programs save.
+    Ignore values other than tensors. Only other programs save such values.
 
     Args:
         raw: Content of the index file. Damaged content may raise any type of exception.
@@ -573,7 +578,8 @@ def _parse_index(raw: bytes) -> Metadata:
         CheckpointError: If the index contains a class that is not allowed or refers to a file
             outside the checkpoint folder.
     """
-    # Each object is unpickled as a `_Record` whose attribute `state` contains the fields.
+    # Each object is unpickled as a subclass of `_Record` with the name of its original class. The
+    # attribute `state` contains its fields.
     index = _IndexUnpickler(io.BytesIO(raw)).load().state
     tensors = {}
     for saved_name, record in index["state_dict_metadata"].items():
@@ -586,18 +592,18 @@ def _parse_index(raw: bytes) -> Metadata:
 
 
 def _parse_chunk_positions(
-    records: Mapping[_Record, _Record], tensors: Container[str]
+    records: Mapping[_Record, _Record], tensor_names: Container[str]
 ) -> dict[MetadataIndex, _StorageInfo]:
     """Return the file, offset and length of each chunk (a saved tensor or shard).
 
     Args:
         records: Unpickled mapping from chunks (tensor name, offset in the tensor) to positions.
-        tensors: Names of the tensors whose chunks are returned.
+        tensor_names: Names of the tensors whose chunks are returned.
     """
     positions = {}
     for chunk_record, position_record in records.items():
         name = _current_tensor_name(chunk_record.state["fqn"])
-        if name in tensors:
+        if name in tensor_names:
             offset = _to_size(chunk_record.state["offset"])
             chunk = MetadataIndex(name, offset)
             positions[chunk] = _parse_chunk_position(position_record)

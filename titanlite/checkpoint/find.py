@@ -309,10 +309,14 @@ def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig
 
 
 def _check_has_tokenizer(step_folder: Path, info: dict[str, Any]) -> None:
-    """Check that imported weights have a tokenizer.
+    """Check that a checkpoint does not contain weights that were imported without a tokenizer.
+
+    Args:
+        step_folder: Folder of the checkpoint.
+        info: Entry "info" of its manifest.
 
     Raises:
-        NoTokenizerError: If the weights were imported without one.
+        NoTokenizerError: If it contains such weights.
     """
     has_only_weights = info.get("weights_only", False)
     if has_only_weights and not get_data_state(info).get("tokenizer"):

@@ -546,8 +546,8 @@ def _load_and_check(
         arch: Architecture of the model.
         reader: Reader of the checkpoint.
         ranks: The ranks that load together.
-        loaded_prefixes: Name prefixes. If this run lacks any saved tensor with one of them, such as
-            the moments of a different optimizer, a UserError lists these tensors.
+        loaded_prefixes: Name prefixes, such as "model.". If this run lacks a saved tensor with one
+            of them, such as a moment of a different optimizer, a UserError lists the tensor.
     """
     ranks.run_together(lambda: _check_shapes(tensors, arch, reader, loaded_prefixes))
     load_tensors(reader, tensors, ranks.group)
@@ -589,7 +589,8 @@ def _check_shapes(
         tensors: This rank's tensors to load, by name in the checkpoint.
         arch: Architecture of the whole model. A pipeline rank holds only a part of it.
         reader: Reader of the checkpoint.
-        loaded_prefixes: Name prefixes. The run must have all saved tensors with one of them.
+        loaded_prefixes: Name prefixes, such as "model.". It is an error if this run lacks a saved
+            tensor with one of them.
 
     Raises:
         UserError: If names or shapes differ. The message lists the differences.
@@ -604,7 +605,8 @@ def _check_shapes(
     if "model" in parts:
         fix = "Restore the keys of [model]."
     else:
-        fix = f"Restore the options of the {' and the '.join(parts)}, or set {exclusion}."
+        changed = " and the ".join(parts)
+        fix = f"Restore the options that change the {changed}, or set {exclusion}."
     listed = join_lines(differences)
     raise UserError(f"{reader.path} does not fit this job:\n  {listed}\n{fix}")
 
@@ -624,7 +626,8 @@ def _compare_with_saved_shapes(
         tensors: This rank's tensors to load, by name in the checkpoint.
         arch: Architecture of the whole model.
         reader: Reader of the checkpoint.
-        loaded_prefixes: Name prefixes of saved tensors that must not be ignored.
+        loaded_prefixes: Name prefixes, such as "model.". It is a difference if this run lacks a
+            saved tensor with one of them.
     """
     weights = {f"model.{name}": shape for name, shape in parameter_shapes(arch).items()}
     # `tensors` contains some of these weights again. `tensor.shape` ignores sharding.
@@ -732,12 +735,13 @@ def _fill_with_nan(tensor: Tensor) -> None:
 def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the optimizer state, such as the moments, so that it can be loaded.
 
-    A new torch optimizer has no state before its first step, so take a step that does not change
-    the weights: all gradients and the learning rate are 0. If the optimizer already has state, do
-    nothing.
+    A new torch optimizer has no state before its first step. Take a step that does not change the
+    weights: all gradients and the learning rate are 0. Do nothing if the optimizer already has
+    state.
     """
     if any(optimizer.state.values()):
         return
+
     set_mode(optimizer, "train")  # schedule-free optimizers can only step in this mode
     for group in optimizer.param_groups:
         for parameter in group["params"]:

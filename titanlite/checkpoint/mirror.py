@@ -216,6 +216,7 @@ class Mirror:
         `_manifests`.
         """
         self._files = list_files(self._storage, self._root)
+        # If losses are equal, `_find_best` must prefer a checkpoint to its weights in `final`.
         names = find_checkpoints(self._files) + find_checkpoints(self._files, "final/")
         manifests = {}
         for name in names:

@@ -82,7 +82,7 @@ class Saver:
         self._num_failed = 0
         self._num_waits = 0
         # Whether the newest save of each step and, at the end of the run, its export succeeded.
-        self._has_succeeded: dict[int, bool] = {}
+        self._success_by_step: dict[int, bool] = {}
         # The save in progress: its step, and a future with the result of `_write_and_publish`.
         self._pending: tuple[int, Future[bool]] | None = None
 
@@ -362,8 +362,8 @@ class Saver:
 
         # The result is the same on all ranks, unless a rank has lost its connection.
         results_of_ranks = self._ranks.gather(result.result())
-        self._has_succeeded[step] = all(results_of_ranks)
-        if self._has_succeeded[step]:
+        self._success_by_step[step] = all(results_of_ranks)
+        if self._success_by_step[step]:
             self._on_saved(step)
         else:
             self._num_failed += 1
@@ -381,7 +381,7 @@ class Saver:
         )
         if not is_exported:
             self.failed_export = path
-            self._has_succeeded[step] = False
+            self._success_by_step[step] = False
             self._num_failed += 1
 
     def has_saved(self, step: int) -> bool:
@@ -389,7 +389,7 @@ class Saver:
 
         If the last save of this step or its export failed, return False.
         """
-        return self._has_succeeded.get(step, step == self.loaded_step)
+        return self._success_by_step.get(step, step == self.loaded_step)
 
     def stats(self) -> dict[str, int]:
         """Return the number of failed saves and of saves that had to wait for the previous one."""

@@ -100,10 +100,16 @@ def _read_logged_step(folder: Path, step: int) -> dict[str, Any] | None:
 
     Returns:
         A dictionary with the keys "loss" and "grad_norm", or None if the step was not logged.
+
+    Raises:
+        UserError: If the step is not found and the metrics file is damaged.
     """
-    for metrics in read_metrics(folder, problems=[]):
+    problems: list[str] = []
+    for metrics in read_metrics(folder, problems):
         if metrics["step"] == step:
             return _select_loss_and_norm(metrics)
+    if problems:
+        raise UserError("; ".join(problems))
     return None
 
 

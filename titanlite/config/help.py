@@ -178,7 +178,7 @@ def _list_types(annotations: Sequence[Any]) -> list[str]:
         arguments = typing.get_args(annotation)
         if typing.get_origin(annotation) is typing.Literal:
             names.append("|".join(map(str, arguments)))
-        elif annotation in _TYPE_NAMES:
+        elif isinstance(annotation, type) and annotation in _TYPE_NAMES:
             names.append(_TYPE_NAMES[annotation])
         else:
             names += _list_types(arguments)

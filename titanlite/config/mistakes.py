@@ -219,18 +219,24 @@ def _list_annotations(table: type[BaseModel]) -> dict[str, Any]:
     return annotations | SECTIONS if is_job else annotations
 
 
-def _list_tables(model: type[BaseModel], name: str = "") -> dict[str, type[BaseModel]]:
+def _list_tables(
+    model: type[BaseModel], name: str = "", parents: tuple[type[BaseModel], ...] = ()
+) -> dict[str, type[BaseModel]]:
     """Return the models of a table and of all tables in it, by name, such as "dataset.sources".
 
     Args:
         model: Model of the table.
         name: Full name of the table. "" for a whole job or file.
+        parents: Models of the tables that contain this table. They are not listed again, because
+            the table of a plugin can contain tables of the same model.
     """
     tables = {name: model}
+    parents += (model,)
     for inner_name, annotation in _list_annotations(model).items():
         inner_model = find_table_model(annotation)
-        if inner_model is not None:
-            tables |= _list_tables(inner_model, f"{name}.{inner_name}".removeprefix("."))
+        if inner_model is not None and inner_model not in parents:
+            full_name = f"{name}.{inner_name}".removeprefix(".")
+            tables |= _list_tables(inner_model, full_name, parents)
     return tables
 
 
@@ -272,13 +278,15 @@ def _explain_unknown_name(
         tables: Models of all tables, by name.
     """
     known_names = _list_annotations(table or tables[""])  # "" is the whole job or file
-    if table is not None and location[-1] in known_names:  # such as "dataset.sources.path"
+    has_section_index = len(location) > 1 and location[1].isdecimal()  # as in "training.0.steps"
+    if table is not None and not has_section_index and location[-1] in known_names:
         return f"belongs to a list of tables. Write [[{_get_key(location)}]] in a job file."
 
     suggestions = _suggest_names(location, table, tables)
     if suggestions:
         return f"is unknown. Did you mean {' or '.join(suggestions[:3])}?"
-    return f"is unknown. Known names are {', '.join(known_names)}."
+    kind = "names" if table is not None else "tables"
+    return f"is unknown. Known {kind} are {', '.join(known_names)}."
 
 
 def _suggest_names(
@@ -327,11 +335,11 @@ def _rephrase(message: str) -> str:
 
 
 def explain_error(model: type[BaseModel], failure: ValidationError) -> str:
-    """Describe up to ten mistakes in the content of a file, in one line.
+    """Describe up to ten mistakes in a file or in environment variables, in one line.
 
     Args:
-        model: Pydantic model of the content.
-        failure: Error that the validation of the content raised.
+        model: Pydantic model of the values.
+        failure: Error that their validation raised.
     """
     descriptions = []
     for error in failure.errors(include_url=False)[:10]:

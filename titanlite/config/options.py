@@ -210,7 +210,7 @@ def _name_number_type(options: type[Options], message: str) -> str:
         if not message.startswith(f"Error parsing {flag}:") or types.isdisjoint({int, float}):
             continue
         expected = "a number" if float in types else "an integer"
-        values = ", ".join(re.findall("'[^']*'", message))
+        values = ", ".join(re.findall(r"""'[^']*'|"[^"]*\"""", message))
         return f"{flag} must be {expected}, got {values}"
     return message
 

@@ -31,6 +31,7 @@ _REMEDIES = {
 _PYTHON_STATEMENT = re.compile(
     r"^(import [\w.]+( as \w+)?\s*$|from [\w.]+ import |def \w+\(|class \w+[(:])", re.MULTILINE
 )
+_TABLE_HEADER = re.compile(r"^\s*\[\[?[\w.-]+\]", re.MULTILINE)
 
 
 def parse_toml(content: bytes) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def parse_toml(content: bytes) -> dict[str, Any]:
 
 
 def _explain_syntax_error(text: str, error: tomli.TOMLDecodeError) -> str:
-    """Return an error message that contains the invalid line, its number and how to fix it."""
+    """Return an error message with the invalid line, its number and, if known, how to fix it."""
     line = text.split("\n")[error.lineno - 1].strip()
     position = f"{error.msg}, in column {error.colno}."
     remedy = _REMEDIES.get(error.msg, "")
@@ -77,7 +78,8 @@ def _explain_other_format(content: bytes) -> str:
             "this is JSON, and a job file is TOML. If it is the config.json of a Hugging Face "
             "model, train the model with `titanlite train --from FOLDER`."
         )
-    if _PYTHON_STATEMENT.search(content.decode("utf-8-sig", errors="replace")):
+    text = content.decode("utf-8-sig", errors="replace")
+    if _PYTHON_STATEMENT.search(text) and not _TABLE_HEADER.search(text):
         return (
             "this is Python code, which titanlite does not run. To convert a config of torchtitan "
             "0.3, see docs/reference/from_torchtitan.md. Otherwise, copy a job file from "

@@ -221,12 +221,14 @@ def _explain_too_little_text(
             labels are shifted by one.
     """
     documents = "the documents"
-    remedy = "Add text, set text_column to another field"
+    remedy = "Add text"
     if num_tokens > 0:
         remedy += ", lower training.seq_len"
+    elif not isinstance(source, TokenSource):
+        remedy += ", set text_column to another field"
     if document_tokenizer.holdout:
         documents += f" in this split (validation.holdout = {document_tokenizer.holdout})"
-        remedy += ", change validation.holdout, set validation.source"
+        remedy += ", change validation.holdout, replace it with validation.source"
     problem = (
         f"{source.name}: {documents} contain {num_tokens:,} tokens, fewer than the required "
         f"{seq_len + 1:,}."

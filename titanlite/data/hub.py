@@ -395,10 +395,10 @@ class HubFiles:
         prefix = "datasets/" if self._kind == "data" else ""
         problem = f"{hub}/{prefix}{self.repo} cannot be downloaded: {cause}."
         if isinstance(error, RepositoryNotFoundError):  # also if it is gated or private
-            problem += (
-                " Check that the page exists. If it is gated or private, accept its license there, "
-                f"then create a token on {hub}/settings/tokens and pass it with `hf auth login` or "
-                "HF_TOKEN."
+            return (
+                f"{problem} Check that the page exists. If it is gated or private, accept its "
+                f"license there, then create a token on {hub}/settings/tokens and pass it with "
+                "`hf auth login` or HF_TOKEN."
             )
         return f"{problem} {_REMEDY}"
 

@@ -148,8 +148,9 @@ def find_weights(dataset: Dataset, step: int) -> list[int]:
 
     These are the weights in [[dataset.sources]], until a stage in [[dataset.stages]] sets others.
 
-    The rules of a job report wrong weights with their lines in the job file. They do not run if a
-    program creates a `Loader` (docs/reference/python.md).
+    The rules of a job report wrong weights with their lines in the job file. This function checks
+    them again, because the rules do not run if a program creates a `Loader`
+    (docs/reference/python.md).
 
     Raises:
         UserError: If there is not one weight per source, or all weights are 0.

@@ -138,7 +138,7 @@ def _restore_streams(saved: list[list[int]], num_sequences: int) -> list[StreamP
     """
     positions = []
     for stream, fields in enumerate(saved):
-        # Streams take turns. For example, of 10 sequences, stream 1 of 4 has yielded 1, 5 and 9.
+        # Streams take turns. For example, stream 1 of 4 has yielded the sequences 1, 5 and 9 of 10.
         num_yielded = len(range(stream, num_sequences, len(saved)))
         *document_fields, offset = fields
         positions.append(StreamPosition(num_yielded, DocumentPosition(*document_fields), offset))

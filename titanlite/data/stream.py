@@ -340,9 +340,10 @@ class SequenceReader:
         end = max_epochs * num_units if max_epochs else _UNLIMITED
         positions = range(stream, end, num_streams)[first_index:]
         indices = _iterate_order(num_units, self._data.seed, positions)
-        for i, (position, index) in enumerate(zip(positions, indices, strict=True), first_index):
+        units = enumerate(zip(positions, indices, strict=True), first_index)
+        for index_in_stream, (position, index) in units:
             is_repeated = position >= num_units  # after the first epoch
-            yield _Unit(index, position, i, is_repeated)
+            yield _Unit(index, position, index_in_stream, is_repeated)
 
     def _read_document(self, source: RandomAccess, unit: _Unit) -> Document:
         """Read and tokenize the document `unit` of a source with random access."""

@@ -163,7 +163,7 @@ class NonFiniteGuard(Hook):
         Args:
             results: Number and result of each skipped step. All ranks skip the same steps.
         """
-        # The non-finite loss or gradient may be on only one rank, so gather the problems of all.
+        # The non-finite loss or gradient may be on only one rank, so gather all.
         problems = [self._find_problems(step, result) for step, result in results]
         problems_by_step = zip(*gathered(problems), strict=True)
         return [
@@ -172,13 +172,13 @@ class NonFiniteGuard(Hook):
         ]
 
     def _find_problems(self, step: int, result: StepResult) -> dict[str, NonFiniteValue]:
-        """Describe this rank's loss and first gradient in a skipped step if they are not finite.
+        """Describe this rank's non-finite loss and first non-finite gradient in a skipped step.
 
         This waits for the GPU.
 
         Returns:
-            The problems by kind, "loss" or "gradient". If the loss and all gradients are finite,
-            {}.
+            The problems by kind, "loss" or "gradient". A kind without a problem is omitted, and so
+            is a gradient whose parameter is unknown.
         """
         trainer = self._trainer
         host = trainer.hosts[trainer.rank]

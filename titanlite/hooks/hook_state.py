@@ -45,7 +45,7 @@ def check_hook_names(hooks: Sequence[Hook]) -> None:
         if problem:
             raise UserError(
                 f"The hook {type(hook).__name__} {problem}, but checkpoints store its state under "
-                'its name. Set another `name` in its class, such as name = "my_hook".'
+                'its name. Set a unique `name` without dots in its class, such as name = "my_hook".'
             )
         names.add(hook.name)
 

@@ -397,6 +397,10 @@ class DocumentIndex(Generic[T]):
     Args:
         files: Files with the documents, in the order of the documents.
         ends: For each file, the end of each document in bytes or tokens.
+
+    Attributes:
+        ends: The argument `ends`.
+        num_documents: Number of documents in all files.
     """
 
     def __init__(self, files: Sequence[T], ends: Sequence[np.ndarray]) -> None:

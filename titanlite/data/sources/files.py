@@ -128,7 +128,8 @@ class FileSpans(RandomAccess):
                 return raw.decode().removeprefix("\ufeff")  # the byte order mark
             except UnicodeDecodeError as error:
                 line = _count_lines(stream, start + error.start)
-                return BadRecord(f"{file.path}, line {line}: {error}")
+                problem = f"byte 0x{error.object[error.start]:02x} is not UTF-8"
+                return BadRecord(f"{file.path}, line {line}: {problem}")
             except (ValueError, RecursionError) as error:
                 # Blank lines can precede the record, so report the last line of the range.
                 line = _count_lines(stream, end - 1)
@@ -566,7 +567,8 @@ def find_markup(files: Sequence[Path]) -> str:
         return ""
     return (
         'contains JSON, HTML or tables, and source "text" trains on their markup. '
-        'Set source = "jsonl" for JSON Lines, or see docs/guides/convert_data.md to convert it.'
+        'Set source = "jsonl" for JSON Lines, or see docs/guides/convert_data.md to convert the '
+        "files."
     )
 
 

@@ -227,7 +227,7 @@ def check_column(
         raise UserError(f"{name}: {_explain_missing_field(column, columns, key)}.")
 
 
-def _explain_missing_field(column: str, fields: Iterable[str], key: str = "text_column") -> str:
+def _explain_missing_field(column: str, fields: Sequence[str], key: str = "text_column") -> str:
     """Return an error message for a missing field.
 
     Args:
@@ -235,9 +235,9 @@ def _explain_missing_field(column: str, fields: Iterable[str], key: str = "text_
         fields: Names of the fields that can be selected instead.
         key: Option that selects the field.
     """
-    names = ", ".join(map(repr, fields))
-    if not names:
+    if not fields:
         return f"no field {column!r}, and no other field contains text"
+    names = ", ".join(map(repr, fields))
     return f"no field {column!r}. Set {key} to one of {names}"
 
 
