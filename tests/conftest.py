@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Compiler processes would import torch once more for each rank.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-# The variables of a launcher that runs the tests are not meant for the launchers in tests.
+# Launchers in tests must not inherit the variables of a launcher that runs the tests.
 LAUNCHER_VARIABLES = """
 NGPU NNODES NODE_RANK MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_WORLD_SIZE LOCAL_RANK LOG_RANK
 MAX_RESTARTS TITANLITE_COMMAND TITANLITE_CONSTRAINTS PYTHON
@@ -140,7 +140,10 @@ def write_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[s
 
 @pytest.fixture
 def run_command(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Return a function that runs a command in this process, and returns output and errors."""
+    """Return a function that runs `titanlite COMMAND` in this process.
+
+    The function checks the exit code, and returns the output and the errors.
+    """
 
     def run(command: str, code: int = 0) -> str:
         assert cli.main(shlex.split(command)) == code

@@ -62,7 +62,7 @@ class Row(NamedTuple):
     tolerance: Numbers
 
 
-def layout(
+def make_layout(
     ranks: int,
     pp: int = 1,
     replicate: int = 1,
@@ -116,10 +116,10 @@ DEGREES = tomli.loads("""
 TORCH_VERSION = tuple(map(int, version("torch").split(".")[:2]))
 if TORCH_VERSION < (2, 13):  # load_run rejects ZBV there
     DEGREES = {name: degrees for name, degrees in DEGREES.items() if "ZBV" not in name}
-LAYOUTS = {name: layout(**degrees) for name, degrees in DEGREES.items()}
+LAYOUTS = {name: make_layout(**degrees) for name, degrees in DEGREES.items()}
 
-# These features change when and where tensors are computed, but not the results.
-SCHEDULING = tomli.loads("""
+# These features do not change the results, so the reference does not have them.
+SAME_RESULTS = tomli.loads("""
 ["accumulation 2"]
 training.local_batch_size = 2
 ["accumulation 4"]
@@ -159,7 +159,8 @@ model.mup_base_dim = 64
 model.mup_base_head_dim = 8
 """)
 # These features change the results, so the reference also has them. "documents" is not a job key.
-MODELS = tomli.loads("""
+# It packs several documents into each sequence.
+OTHER_RESULTS = tomli.loads("""
 [documents]
 documents = true
 [tied]
@@ -173,7 +174,7 @@ model.mup_base_head_dim = 2
 model.sliding_window = 12
 model.full_attention_interval = 2
 model.logit_softcap = 0.5
-[switches]  # of other model families
+[switches]  # Options of other model families
 model.head_dim = 16
 model.qkv_bias = true
 model.qk_norm = "head"
@@ -206,7 +207,8 @@ float8.recipe_name = "mxfp8"
 float8.emulate = true
 model.dim = 128  # Halves of the key and value heads must be multiples of 32.
 """)
-# Row or reference -> tolerance
+# Tolerances by the name of a row or of its reference. By default, rows with float8 have FP8, and
+# all other rows have EXACT.
 TOLERANCES = {
     "base of muP": IDENTICAL,
     "vocabulary of 32,000": LARGE_SUMS,
@@ -215,7 +217,7 @@ TOLERANCES = {
     "OLMo 2, float8 tensorwise": FP8_AFTER,
 }
 
-# The table of combinations
+# Each of these layouts trains with each line of FEATURES, which lists one or more features.
 COMBINED = ("fsdp2", "tp2", "cp2", "pp2 1F1B", "pp2 ZBVZeroBubble", "fsdp2 x tp2", "hsdp 2x2")
 COMBINED = tuple(name for name in COMBINED if name in LAYOUTS)
 FEATURES = """
@@ -278,7 +280,7 @@ tp2 => compile, AC every 2nd block ; compile, AC memory budget
 
 def merge_features(names: Iterable[str]) -> Options:
     """Return the options of several features."""
-    known = SCHEDULING | MODELS
+    known = SAME_RESULTS | OTHER_RESULTS
     return merge(*(known[name] for name in names))
 
 
@@ -291,10 +293,11 @@ def make_row(name: str) -> Row:
     layout_name = features.pop(0) if features[0] in LAYOUTS else "one process"
     ranks, overrides = LAYOUTS[layout_name]
     overrides = merge(overrides, merge_features(features))
-    reference = ", ".join(feature for feature in features if feature in MODELS) or "one process"
-    tolerance = FP8 if "float8" in reference else EXACT
-    for key in (reference, name):
-        tolerance = TOLERANCES.get(key, tolerance)
+    reference = (
+        ", ".join(feature for feature in features if feature in OTHER_RESULTS) or "one process"
+    )
+    default = FP8 if "float8" in reference else EXACT
+    tolerance = TOLERANCES.get(name, TOLERANCES.get(reference, default))
     return Row(name, ranks, overrides, reference, tolerance)
 
 
@@ -303,13 +306,14 @@ def all_rows() -> list[Row]:
     names = list(LAYOUTS)
     for line in ROWS.strip().splitlines():
         layouts, features = (side.split(" ; ") for side in line.split(" => "))
-        names += map(", ".join, itertools.product(layouts, features))
+        for name, feature in itertools.product(layouts, features):
+            names.append(f"{name}, {feature}")
     for name, feature in itertools.product(COMBINED, FEATURES):
         if (name, feature) not in REJECTED:
             names.append(f"{name}, {feature}")
     rows = [make_row(name.removeprefix("one process, ")) for name in names]
-    references = {row.reference: make_row(row.reference) for row in rows}
-    return list((references | {row.name: row for row in rows}).values())
+    references = [make_row(row.reference) for row in rows]
+    return list({row.name: row for row in [*references, *rows]}.values())
 
 
 class Difference(NamedTuple):

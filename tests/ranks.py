@@ -178,10 +178,11 @@ def titanlite(*options: object, ranks: int = 1, code: int = 0) -> str:
 
 
 def write_small_job(file: Path, out: Path, options: Sequence[object]) -> list[str]:
-    """Write the small job, and return the options for it, its output folder and `options`.
+    """Write the small job to `file`, and return the words of a command line.
 
-    Ranks read the data themselves, without data workers.
-    Strings are split at spaces: "--training.steps 4" is an option and its value.
+    The words select the job and the output folder `out`, and contain `options`. Ranks read the data
+    themselves, without data workers. Strings are split at spaces: "--training.steps 4" is an option
+    and its value.
     """
     file.write_text(SMALL_WITHOUT_WORKERS)
     words = ["--job.config_file", str(file), "--job.dump_folder", str(out)]
@@ -197,18 +198,24 @@ def start_small(
     ranks: int = 1,
     before: Callable[[], None] | None = None,
 ) -> World:
-    """Start a command like the launcher, with the options of `write_small_job`."""
+    """Start `titanlite COMMAND` on each rank, like the launcher, with the small job.
+
+    `out` is the output folder. See `write_small_job` for `options`.
+    """
     words = write_small_job(out.with_suffix(".toml"), out, options)
     return start_titanlite(command, *words, ranks=ranks, before=before)
 
 
 def run_small(out: Path, *options: object, ranks: int = 1, code: int = 0, **keys: Any) -> str:
-    """Run a command like `start_small`, check the exit codes, and return the output."""
+    """Run a command like `start_small`, check the exit codes, and return what it has printed."""
     return start_small(out, *options, ranks=ranks, **keys).wait_for_exit(code)
 
 
 def small_trainer(folder: str | Path, hooks: Hook | list[Hook], *options: object) -> Trainer:
-    """Return a trainer of the small job with additional hooks and the output folder `out`."""
+    """Return a trainer of the small job with additional hooks.
+
+    The output folder is "out" in `folder`. See `write_small_job` for `options`.
+    """
     import torch
 
     from titanlite.load_run import load_run

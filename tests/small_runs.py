@@ -84,15 +84,19 @@ def run_program(
     folder: Path | None = None,
     variables: dict[str, str] | None = None,
     code: int = 0,
+    timeout: float = 600,
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a program with additional environment variables, and check its exit code."""
+    """Run a program with additional environment variables, and check its exit code.
+
+    Fail after `timeout` seconds.
+    """
     done = subprocess.run(
         list(map(str, command)),
         cwd=folder,
         env=os.environ | (variables or {}),
         capture_output=True,
         text=True,
-        timeout=1800,  # a long search of the planner on a busy machine
+        timeout=timeout,
     )
     assert done.returncode == code, f"{command}\n{done.stdout}\n{done.stderr}"
     return done

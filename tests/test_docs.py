@@ -44,7 +44,7 @@ def run(command: str, folder: Path, **variables: str) -> str:
     """Run shell commands, and return their output and errors."""
     variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
     bash = ("bash", "-euo", "pipefail", "-c", command)
-    done = run_program(*bash, folder=folder, variables=variables)
+    done = run_program(*bash, folder=folder, variables=variables, timeout=1800 if WHOLE else 600)
     return done.stdout + done.stderr
 
 

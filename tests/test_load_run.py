@@ -157,7 +157,7 @@ def test_a_flavor_without_a_vocabulary_rounds_that_of_the_tokenizer_up_to_128(fl
 def test_a_job_file_may_contain_options_that_were_dropped():
     dropped = {}
     for name, model in SECTIONS.items():
-        if name != "model":  # its dropped options are torchtitan's
+        if name != "model":  # its dropped options come from torchtitan
             dropped[name] = {key: value for key, (value, _) in model.dropped.items()}
     text = tomlkit.dumps({name: table for name, table in dropped.items() if table})
 
@@ -310,10 +310,10 @@ PIPELINE = "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_para
         ("global_batch_size", f"{PIPELINE} Interleaved1F1B --training.global_batch_size 40", 2),
     ],
 )
-def test_each_multiple_of_a_number_in_a_report_is_valid(key, line, ranks):
+def test_multiples_of_the_number_in_a_report_are_valid(key, line, ranks):
     (unit,) = re.findall(rf"training.{key} must be a multiple of (\d+)", report(line, ranks))
 
-    for factor in (5, 8):
+    for factor in (5, 8):  # an odd and an even multiple
         assert report(f"{line} --training.{key} {factor * int(unit)}", ranks) == ""
 
 

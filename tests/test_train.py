@@ -292,26 +292,26 @@ def test_a_failed_start_creates_no_folder_and_keeps_the_checkpoints_of_a_finishe
     assert list_saved_steps(out) == [2]
 
 
-REFUSING_HOOK = """
+REJECTING_HOOK = """
 from pathlib import Path
 from titanlite import UserError, register
 from titanlite.hooks.hook import Hook
 
-@register("hook", "refusing")
-class Refusing(Hook):
+@register("hook", "rejecting")
+class Rejecting(Hook):
     def built(self, training):
         file = training.run.dump_folder / "other_run" / "model.bin"
         file.parent.mkdir()
         file.write_text("not of this run")
-        raise UserError("refused")
+        raise UserError("rejected")
 """
 
 
-def test_a_refused_start_deletes_nothing_that_it_did_not_write(tmp_path, write_plugin):
-    write_plugin("refusing_hook", REFUSING_HOOK)
+def test_a_rejected_start_deletes_nothing_that_it_did_not_write(tmp_path, write_plugin):
+    write_plugin("rejecting_hook", REJECTING_HOOK)
     out = tmp_path / "out"
 
-    run_small(out, "--job.plugins refusing_hook --job.hooks refusing", code=2)
+    run_small(out, "--job.plugins rejecting_hook --job.hooks rejecting", code=2)
 
     assert (out / "other_run" / "model.bin").read_text() == "not of this run"
 

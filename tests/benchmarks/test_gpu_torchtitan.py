@@ -66,8 +66,8 @@ def test_models_dtypes_and_steps_of_both_frameworks_are_the_same(case, tmp_path)
 
     for section, keys in SAME_KEYS.items():
         for key in keys.split():
-            found = [getattr(getattr(job, section), key) for job in (ours, theirs)]
-            assert found[0] == found[1], f"{section}.{key}"
+            values = [getattr(getattr(job, section), key) for job in (ours, theirs)]
+            assert values[0] == values[1], f"{section}.{key}"
 
     assert list(ours.compile.components) == theirs.compile.components
     assert (ours.optimizer.state_dtype, ours.optimizer.stochastic_rounding) == (None, False)

@@ -195,7 +195,7 @@ def test_import_of_meta_files_is_exact(tmp_path, parts, tied):
         ("norm.weight", None, "norm.weight: missing"),
         ("norm.weight", torch.ones(48, dtype=torch.int32), "norm.weight: torch.int32"),
         ("layers.0.attention.wo.weight", torch.ones(48, 47), "layers.0.attention.wo.weight: shape"),
-        ("layers.0.bias", torch.ones(1), "layers.0.bias: not in this model or job"),
+        ("layers.0.bias", torch.ones(1), "layers.0.bias: unexpected"),
         ("tok_embeddings.weight", None, "tok_embeddings.weight"),
         ("planted", Malicious(), "more than tensors"),
     ],

@@ -313,11 +313,11 @@ def test_next_start_cleans_up_after_interrupted_copies_and_removals_at_the_mirro
     options = f"{to_folder} {EVERY_SECOND_STEP} --training.steps 4"
     run_small(run, options)
     shutil.rmtree(run / "checkpoint/step-00000002")
-    # Some files of step 1 are removed.
+    # A start that was killed has removed some files of step 1.
     interrupted = shutil.copytree(mirror_folder / "step-00000002", mirror_folder / "step-00000001")
     (interrupted / "__0_0.distcp").unlink()
     (interrupted / "manifest.json").rename(interrupted / "manifest.json.incomplete")
-    # Copies were interrupted at their end.
+    # Other copies were interrupted just before their manifest was renamed.
     for manifest in mirror_folder.glob("*/manifest.json"):
         shutil.copy(manifest, f"{manifest}.incomplete")
 

@@ -131,7 +131,7 @@ def test_best_checkpoint_is_determined_by_the_files_alone(tmp_path):
 
     assert best_of(tmp_path) == "step-00000004"
 
-    # Going back renames steps 4 and 6.
+    # The rollback renames steps 4 and 6.
     checkpoints = restart(keep_latest_k=1, load_step=2)
 
     assert best_of(tmp_path) == "step-00000002"
@@ -172,7 +172,7 @@ def test_best_checkpoint_of_a_run_survives_worse_steps_and_a_restart(tmp_path):
     kept = {path.name for path in list_checkpoints(link.parent)}
     assert kept == {step_folder_name(best), "step-00000012"}
 
-    # Such files exist after a run has gone back to an earlier step.
+    # Such files exist after a run has resumed from an earlier step.
     link.unlink()
     link.symlink_to("step-00000099")
     run_small(out, options, "12")

@@ -48,4 +48,4 @@ def test_source_weights_may_have_many_digits(job_file, run_command):
     sources = [f"[[dataset.sources]]\nweight = {weight}\n" for weight in (2000.5, 1 / 3)]
     job_file.write_text(SMALL + "".join(sources))
 
-    run_command(f"check --job.config_file {job_file}")
+    assert "OK" in run_command(f"check --job.config_file {job_file}")

@@ -147,7 +147,7 @@ def test_a_resumed_run_ends_after_the_same_tokens_with_any_batch_size(local_batc
 @pytest.mark.parametrize(
     ("load_step_before", "steps"),
     [(-1, 500), (100, 200 + (2000 - 1200) // 4)],
-    ids=["goes back to step 100", "restarts after that"],
+    ids=["resumes from step 100", "restarts after that"],
 )
 def test_a_run_that_goes_back_counts_the_sequences_of_the_loaded_checkpoint(
     load_step_before, steps

@@ -38,7 +38,7 @@ from titanlite.model.llama import Llama
 
 STEPS = 9
 TEXTS = some_texts(230)
-# FOLDER stands for the folder of the files.
+# The fixture `datasets` replaces FOLDER by the folder of `write_files`.
 DATASETS = """
 concat = {source = "jsonl", path = "FOLDER/a.jsonl"}
 best_fit = {source = "jsonl", path = "FOLDER/a.jsonl", packing = "best_fit"}

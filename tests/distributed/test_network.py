@@ -32,8 +32,8 @@ LAUNCHED: list["subprocess.Popen[str]"] = []
 def kill_launchers() -> Iterator[None]:
     """Kill the launchers that a failed test leaves."""
     yield
-    for process in LAUNCHED:
-        process.kill()
+    while LAUNCHED:
+        LAUNCHED.pop().kill()
 
 
 def launch(

@@ -175,8 +175,8 @@ def count_alarms(race: Callable[[bool, Any, Any], Any], is_correct: bool) -> int
 
 if __name__ == "__main__":
     dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
-    found = {
+    num_alarms = {
         race.__name__: [count_alarms(race, fixed) for fixed in (False, True)] for race in RACES
     }
-    Path(sys.argv[1] + ".0").write_text(json.dumps(found))
+    Path(sys.argv[1] + ".0").write_text(json.dumps(num_alarms))
     dist.destroy_process_group()

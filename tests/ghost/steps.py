@@ -75,8 +75,8 @@ def remove_compiler_options(options: list[str]) -> tuple[Any, list[str]]:
     inductor_options = parallelize.inductor_options
 
     def remaining_options(*args: Any) -> dict[str, Any] | None:
-        found = inductor_options(*args)
-        return found and {name: found[name] for name in found.keys() - removed}
+        defaults = inductor_options(*args)
+        return defaults and {name: defaults[name] for name in defaults.keys() - removed}
 
     job_options = [option for option in options if not option.startswith(prefix)]
     return patch.object(parallelize, "inductor_options", remaining_options), job_options

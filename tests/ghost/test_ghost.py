@@ -63,8 +63,8 @@ JOBS = {
         "varlen, compiled": f"{VARLEN} {COMPILED}",
         "stochastic": f"{EVERY} --training.dtype bfloat16 --optimizer.stochastic_rounding",
         "offload": "--training.enable_cpu_offload",
-        "full recomputation": f"{COMPILED} --activation_checkpoint.mode full",
-        "selective recomputation": f"{COMPILED} --activation_checkpoint.mode selective",
+        "full activation checkpointing": f"{COMPILED} --activation_checkpoint.mode full",
+        "selective activation checkpointing": f"{COMPILED} --activation_checkpoint.mode selective",
         "tensorwise": f"{FLOAT8} tensorwise {COMPILED}",
         "tensorwise, 2 blocks": f"{FLOAT8} tensorwise {COMPILED} --model.n_layers 2",
         "tensorwise without combo_kernels": f"{FLOAT8} tensorwise {COMPILED} without=combo_kernels",
@@ -332,8 +332,8 @@ TRAFFIC = {
         ("all_reduce", 1): 8,
     },
 }
-# Full recomputation gathers keys and values again. Otherwise, a compiled block keeps the gathered
-# keys and values.
+# Full activation checkpointing gathers keys and values again. Otherwise, a compiled block keeps the
+# gathered keys and values.
 TRAFFIC[2, "cp, full"] = TRAFFIC[2, "cp"] | {("all_gather", 2): GATHERED + 2 * CONTEXT_PART}
 # FP8 halves the gathered bytes of blocks, and reduces 19 float64 maxima in each block (18 before
 # torch 2.14).

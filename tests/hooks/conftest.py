@@ -8,12 +8,12 @@ from titanlite.runtime.process import stop_signals
 
 @pytest.fixture
 def single_rank(one_rank, monkeypatch) -> Iterator[None]:
-    """Let this process be the only rank, so that a test can call `train_small`."""
+    """Set up this process as the only rank of a run, so that a test can call `train_small`."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     numbers = (*stop_signals(), signal.SIGUSR2)
     handlers = {number: signal.getsignal(number) for number in numbers}
     yield
-    # The handlers of a trainer that is created with a device stay after it is closed.
+    # A trainer that gets a device, as in `small_trainer`, does not restore these handlers.
     for number, handler in handlers.items():
         signal.signal(number, handler)

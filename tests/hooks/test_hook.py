@@ -44,7 +44,10 @@ class RequestingHook(Hook):
 
 
 def record_calls(folder: Path, delay: int) -> list[tuple[str, int]]:
-    """Train with a hook, and return its calls, each with the latest step that a call names."""
+    """Train with a hook, and return its calls with their steps.
+
+    A call without a step gets the step of the call before it.
+    """
     REQUEST_DELAY["cpu"] = delay
     hook = Mock(spec=Hook, wraps=RequestingHook())
     options = "--checkpoint.interval 2 --metrics.log_freq 2"

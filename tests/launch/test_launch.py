@@ -24,7 +24,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and PDEA
 
 
 @pytest.fixture(autouse=True)
-def in_an_empty_folder(monkeypatch, tmp_path) -> None:
+def change_to_empty_folder(monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -365,7 +365,7 @@ def test_setup_installs_once_and_again_when_something_has_changed(clone):
 
     check("constraints.txt", "torch==2.14.1")
 
-    # An interrupted installation is repeated, and so is that of a moved folder.
+    # An interrupted installation is repeated, and a moved folder is installed again.
     (clone / "pyproject.toml").write_text("four")
     (clone / "broken").touch()
     set_up(clone)

@@ -395,7 +395,7 @@ def muon_orthogonalizes_shards(original, matrix):
     r"weight average of ",
     replaces="titanlite.hooks.ema.Ema.updated",
 )
-def average_of_the_gathered_weights(original, self, step):
+def average_of_the_unsharded_weights(original, self, step):
     if not is_parallel():
         original(self, step)
         return

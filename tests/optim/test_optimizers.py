@@ -80,7 +80,7 @@ def weights_after(folder: Path, jobs: list[str]) -> list[str]:
     ids=["Llama", "adapter"],
 )
 def test_muon_is_bitwise_equal_on_any_layout(tmp_path, model, layouts):
-    """Tensor parallel ranks have replicas of the adapter, but shards of all other matrices."""
+    """Tensor parallelism replicates the matrices of the adapter, and shards all other matrices."""
     muon = f"Muon {model} --model.ffn_dim 88 --training.steps 3 --checkpoint.no-enable "
     (alone,) = run_ranks(1, weights_after, tmp_path / "1", [muon])[0]
     for ranks, options in layouts.items():

@@ -82,8 +82,8 @@ def test_blocks_can_share_a_parameter_within_one_fsdp_group(tmp_path, write_plug
 
     run = load_run(f"{options} {one_group}".split(), world_size=1)
     with Trainer(run, standard=False) as trainer:
-        blocks = trainer.model.layers
-        first, *others = [blocks[name].get_parameter("feed_forward.w1.weight") for name in blocks]
+        blocks = trainer.model.layers.values()
+        first, *others = [block.get_parameter("feed_forward.w1.weight") for block in blocks]
         assert all(weight is first for weight in others)
 
 

@@ -96,7 +96,7 @@ def pipeline(schedule: str, blocks: int, *marks: pytest.MarkDecorator, extra: st
 
 
 def trace_whole(run: Run) -> tuple[RankTrace, ...]:
-    """Trace all blocks and microbatches of a step on the first rank of each pipeline stage."""
+    """Trace all blocks and microbatches of a step on the first rank with each pipeline index."""
     ranks = list(range(0, run.world_size, run.world_size // run.degrees.pipeline))
     with (
         patch.multiple(trace, _choose_ranks=lambda _: ranks, _count_removable_blocks=lambda _: 0),
@@ -196,7 +196,7 @@ def make_1b_run(mode: str, ranks: int) -> Run:
     ],
 )
 def test_the_plan_of_a_small_job_includes_memory_fragmentation(ranks, mode, allocated, reserved):
-    """Allocated and reserved MiB were measured with torch's allocator (benchmarks/planner.md)."""
+    """Allocated and reserved MiB come from the allocator of torch (benchmarks/planner.md)."""
     run = make_1b_run(mode, ranks)
     gpu = find_gpu("H100")
     traces = trace_run(run, gpu)

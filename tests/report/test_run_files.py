@@ -277,7 +277,8 @@ def test_the_view_erases_all_rows_into_which_a_narrower_window_has_broken_its_li
     text = Text(lines, no_wrap=True, overflow="ellipsis")
     with View(text, console=console, auto_refresh=False):
         # A line that was drawn 45 wide takes two rows of a window that is 44 wide. The cursor is in
-        # an empty line below, where the echo of Ctrl-C cannot start another row.
+        # an empty line below the lines, because the echo of Ctrl-C could break a full line. It
+        # therefore moves up 3 rows to erase 3 lines.
         widths_and_rows = [(100, 3), (45, 6), (44, 6), (100, 3)]
         for width, rows in widths_and_rows:
             drawn = len(file.getvalue())

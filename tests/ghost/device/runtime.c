@@ -257,7 +257,7 @@ static const char *after(const char *text, const char *start) { // what follows 
     return strncmp(text, start, length) ? NULL : text + length;
 }
 
-enum { INT32 = 3, INT64 = 4, FLOAT32 = 6, FLOAT64 = 7, BOOL = 11 }; // torch's numbers of types
+enum { INT32 = 3, INT64 = 4, FLOAT32 = 6, FLOAT64 = 7, BOOL = 11 }; // numbers of types in torch
 
 static void convert(char *to, int to_type, const char *from, int from_type, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
