@@ -83,7 +83,7 @@ TORCHTITAN_CASES["232 million parameters, bf16 compiled"] = Workload(
 )
 # Command -> target in seconds.
 START_UP = {
-    "titanlite --help": 0.5,
+    "titanlite --help": 0.1,
     "./run_train.sh (debug model, all defaults) to the end of step 1": 6.0,
 }
 INTRO = """\

@@ -5,11 +5,12 @@
 
 The measurements are from torchtitan (its folder benchmarks/), from NVIDIA's Megatron Bridge (its
 page performance-summary-archive) and from SmolLM3. The plans use the titanlite trainer with the
-same model, layout, batch and recomputation. Where the other framework runs operations that take a
-different time, the plan contains these instead; see `trace_measurement`. Without --only, the script
-also prints the interval of titanlite/plan/training_time.py and checks how well it predicts. With
---search, the top result of `titanlite plan --search` is compared with the torchtitan recipe, both
-planned on the H100 of the data sheet. Prints the tables of docs/internals/planner.md.
+same model, layout, batch and activation checkpointing. Where the other framework runs operations
+that take a different time, the plan contains these instead; see `trace_measurement`. Without
+--only, the script also prints the interval of titanlite/plan/training_time.py and checks how well
+it predicts. With --search, the top result of `titanlite plan --search` is compared with the
+torchtitan recipe, both planned on the H100 of the data sheet. Prints the tables of
+docs/internals/planner.md.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ FP8_ALL_GATHER = {
 FP8 = {"enable": True}
 FP8_ROWWISE = {"enable": True, "recipe_name": "rowwise"}
 
-# Collectives of K and V, and of their gradients, in titanlite's context parallelism.
+# Collectives of K and V, and of their gradients, in the context parallelism of titanlite.
 KV_COLLECTIVES = ("all_gather", "reduce_scatter")
 
 Sections = Mapping[str, Mapping[str, Any]]
@@ -419,7 +420,7 @@ def is_flex(work: Work) -> bool:
 
 
 def use_ring_attention(run: Run, trace: RankTrace) -> RankTrace:
-    """Return the trace with the context parallelism of torchtitan in place of titanlite's.
+    """Return the trace with the context parallelism of torchtitan instead of titanlite.
 
     titanlite gathers K and V and calls attention once. torchtitan uses
     `torch.distributed.tensor.experimental.context_parallel`, a ring with as many steps as ranks.

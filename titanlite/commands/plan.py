@@ -171,7 +171,7 @@ def _estimate(
         run: The run to estimate.
         device: GPU or CPU of each rank.
         tokens: Number of tokens of the whole training run, or None if --tokens is not set.
-        print_text: Function that prints a text to standard output.
+        print_text: Function that prints a string to standard output.
     """
     if options.as_json:
         plan = _make_plan(options, run, device)
@@ -183,9 +183,9 @@ def _estimate(
 
     # The search for changes takes longer, so the estimate is printed before it starts.
     plan = _make_plan(options, run, device, show=print_estimate)
-    changes = _format_advice(run, plan)
-    if changes:
-        print_text(changes)
+    advice = _format_advice(run, plan)
+    if advice:
+        print_text(advice)
 
 
 def _make_plan(

@@ -86,7 +86,8 @@ def run_agent(
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
-    is_local = _is_on_this_node(store)  # also checks MASTER_ADDR if NODE_RANK is set
+    # Call this even if NODE_RANK is set, because it also rejects an invalid MASTER_ADDR.
+    is_local = _is_on_this_node(store)
     is_host = is_local if node_rank is None else node_rank == 0
     config = _configure_agent(nodes, store, node_rank, is_host, restarts)
 

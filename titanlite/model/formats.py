@@ -635,15 +635,15 @@ def compare_shapes(
     Each item of the list is a line of text, for example "norm.weight: missing".
 
     Args:
-        expected: Shapes of the parameters of the architecture, by name.
-        actual: Shapes of the tensors in the file, by name.
+        expected: Expected shapes, by name.
+        actual: Shapes that the file contains, by name.
     """
     differences = []
     for name in sorted(expected.keys() | actual.keys()):
         if name not in actual:
             differences.append(f"{name}: missing")
         elif name not in expected:
-            differences.append(f"{shorten(name)}: not in this model or job")
+            differences.append(f"{shorten(name)}: unexpected")
         elif tuple(actual[name]) != expected[name]:
             shape = tuple(actual[name])
             differences.append(f"{name}: shape {shape}, expected {expected[name]}")

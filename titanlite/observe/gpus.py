@@ -269,7 +269,8 @@ def check_memory(
         num_local_ranks: Number of ranks on this node. By default, read it from the environment
             variables of the launcher.
         on_other_nodes: Whether the run is for other nodes, whose memory is unknown. The check then
-            assumes the memory of the largest known GPU, or of this node if it has more.
+            assumes the memory of the largest known GPU, or the CPU memory of this node if it is
+            larger.
 
     Raises:
         UserError: If the memory is too small.
@@ -347,7 +348,7 @@ def _describe_missing_memory(run: Run, memory: int, state: int) -> str:
 def _largest_memory(is_offloaded: bool) -> int:
     """Return the most memory that a rank on an unknown node can have, in bytes.
 
-    This is the memory of the largest known GPU, or of this node if it has more.
+    This is the memory of the largest known GPU, or the CPU memory of this node if it is larger.
 
     Args:
         is_offloaded: Whether the training state is in CPU memory. The CPU memory of other nodes

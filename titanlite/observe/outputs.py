@@ -221,7 +221,7 @@ def _choose_archive(folder: Path) -> Path:
 def _archive_after(path: Path, archive: Path, last_step: int) -> None:
     """Move lines with a step after `last_step` from a JSON Lines file to an archive folder.
 
-    Damaged lines are moved too. If the file does not exist, do nothing.
+    Also move damaged lines. If the file does not exist, do nothing.
 
     Args:
         path: JSON Lines file whose lines have the key "step".

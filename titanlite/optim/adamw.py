@@ -1,4 +1,4 @@
-"""Elementwise optimizers: AdamW, Lion and SGD with momentum, and the arguments of all optimizers.
+"""Arguments of all optimizers, and the elementwise optimizers AdamW, Lion and SGD with momentum.
 
 By default, jobs use the fused torch AdamW instead; see `titanlite.optim.build.adamw`. The
 optimizers in this module support bfloat16 parameters and moments, stochastic rounding,
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -245,7 +245,7 @@ class SGD(AdamW):
 
 def create_state(
     optimizer: torch.optim.Optimizer,
-    moments: Iterable[str] = AdamW.moments,
+    moments: Sequence[str] = AdamW.moments,
     dtype: torch.dtype | None = None,
 ) -> None:
     """Create the state of all parameters before the first step, with all values zero.

@@ -241,7 +241,7 @@ class ForwardBackward:
         """
         if loss_fn is None:
             loss_fn = self._cross_entropy
-        divisor = torch.ones((), device=self._device)  # only sum the losses
+        divisor = torch.ones((), device=self._device)  # sum the losses, without normalizing them
         self._model.eval()  # turns off dropout in the model of a plugin
         try:
             return self._sum_losses(microbatches, NormalizedLoss(loss_fn, lambda: divisor))

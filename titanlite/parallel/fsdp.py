@@ -102,8 +102,8 @@ def needs_fsdp(model: Llama, device_type: str, run: Run) -> bool:
     training = run.job.training
     casts_weights = training.mixed_precision_param != training.dtype
     casts_gradients = training.mixed_precision_reduce != training.dtype
-    # On a CPU, `cast_weights` avoids copies of FSDP. On a GPU, FSDP saves memory, because it frees
-    # the cast weights of most blocks after their forward pass.
+    # On a CPU, `cast_weights` avoids the copies that FSDP makes. On a GPU, FSDP saves memory,
+    # because it frees the cast weights of most blocks after their forward pass.
     can_cast_without_fsdp = device_type == "cpu" and training.dtype == "float32"
     # If modules of a plugin share a parameter, `to_empty` would allocate it separately for each
     # module. FSDP keeps it shared within a group.

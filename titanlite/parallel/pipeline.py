@@ -87,7 +87,7 @@ def build_schedule(
 
     assert mesh.pipeline is not None
     num_stages = len(run.stages)
-    tokens, hidden = _stage_inputs(run)
+    tokens, hidden = _create_stage_tensors(run)
     pipeline_stages = []
     for index, module in stages.items():
         # The last stage outputs the loss. No stage receives it, but its shape must be declared.
@@ -140,7 +140,7 @@ def forward_only(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> It
         any_schedule.pipeline_order_with_comms = all_actions
 
 
-def _stage_inputs(run: Run) -> tuple[Tensor, Tensor]:
+def _create_stage_tensors(run: Run) -> tuple[Tensor, Tensor]:
     """Return meta tensors with the shape and dtype of the token ids and of the hidden states.
 
     The first stage receives token ids, shape (B, T). Between two stages, hidden states have the

@@ -576,10 +576,10 @@ def _guess_unsharded_bytes(run: Run) -> float:
     """Estimate the bytes of the weights and gradients that FSDP holds unsharded on a rank."""
     # Gradients stay unsharded, in float32, while they accumulate over several microbatches.
     gradient_bytes = 4 if run.microbatches > 1 else 0
-    # Weights are gathered in bfloat16: all of them with a pipeline, otherwise a few blocks.
+    # Unsharded weights are in bfloat16: all of them with a pipeline, otherwise a few blocks.
     has_pipeline = run.degrees.pipeline > 1
-    gathered_share = 1.0 if has_pipeline else BLOCKS_IN_FLIGHT / _count_blocks(run)
-    return _count_weights(run) * (gradient_bytes + 2 * gathered_share)
+    unsharded_share = 1.0 if has_pipeline else BLOCKS_IN_FLIGHT / _count_blocks(run)
+    return _count_weights(run) * (gradient_bytes + 2 * unsharded_share)
 
 
 def _guess_matmuls(run: Run) -> Work:

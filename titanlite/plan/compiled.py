@@ -54,7 +54,7 @@ from titanlite.plan.simulate import FLEX_REPLACEMENT
 
 Function = Callable[..., Any]
 
-TENSOR = object()  # stands for a tensor among the arguments of a compiled function
+TENSOR = object()  # placeholder for a tensor among the arguments of a compiled function
 REDUCTION_RATIO = 8  # a value this many times smaller than its inputs counts as a reduction
 
 
@@ -134,14 +134,15 @@ def _flatten_call(
     tensors: list[Tensor] = []
     constants: list[Any] = []
 
-    def take_tensor(leaf: Any) -> Any:
+    def replace_tensor(leaf: Any) -> Any:
+        constant = leaf
         if isinstance(leaf, Tensor):
             tensors.append(leaf)
-            leaf = TENSOR
-        constants.append(leaf)
-        return leaf
+            constant = TENSOR
+        constants.append(constant)
+        return constant
 
-    template: Any = map_aggregate((args, kwargs), take_tensor)
+    template: Any = map_aggregate((args, kwargs), replace_tensor)
     parameters = dict(module.named_parameters())
     parameter_names = [f"module.{name}" for name in parameters]
     function_module = FunctionModule(function, module)

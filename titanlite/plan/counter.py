@@ -126,8 +126,8 @@ class Work(NamedTuple):
         phase: Phase of the step; see `Location`.
         op: Operator such as "mm", without the namespace "aten::", or name of a collective such as
             "all_gather".
-        dtype: Dtype of the first floating-point input, such as "bfloat16". Empty if there is none,
-            and for collectives.
+        dtype: Dtype of the first floating-point input, such as "bfloat16". Empty for collectives
+            and for kernels that read only integers.
         shape: (m, k, n) of a matmul, (batch, heads, queries, keys, head_dim) of attention,
             otherwise ().
         group: Process group of a collective.

@@ -592,7 +592,7 @@ class _MicrobatchSkipper:
         returns_loss = name == "forward_one_chunk" and stage.is_last
         self.counter.location = Location(PIPELINE_ACTIONS[name], "stage", stage.stage_index)
         if microbatch in self.skipped:
-            self.counter.recording = None  # of the previous action
+            self.counter.recording = None  # ends the recording of the previous action
             self.counter.log += self.recordings.get(key, [])
             if returns_loss:
                 return self.last_loss
@@ -611,9 +611,9 @@ class _MicrobatchSkipper:
     ) -> list[Any]:
         """Return the receive operations of a microbatch, or an empty list if it is skipped.
 
-        The method may allocate the tensors to receive. Record these allocations for skipped
-        microbatches, but not as part of the action that is being recorded: for a skipped
-        microbatch, both recordings are logged again, so the allocations would count twice.
+        The method may allocate the tensors to receive. Record these allocations separately from the
+        current action: a skipped microbatch logs both recordings, so an allocation in both of them
+        would count twice.
 
         Args:
             stage: The pipeline stage.

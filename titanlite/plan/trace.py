@@ -164,7 +164,7 @@ def _describe_stages(run: Run, pipeline_rank: int) -> tuple[Any, ...]:
     num_pipeline_ranks = run.degrees.pipeline
     has_embedding = pipeline_rank == 0
     has_output = pipeline_rank == num_pipeline_ranks - 1
-    stages = run.stages[pipeline_rank::num_pipeline_ranks]  # stages are assigned round-robin
+    stages = run.stages[pipeline_rank::num_pipeline_ranks]  # round-robin, as in `stage_rank`
     full_attention = tuple(tuple(map(run.arch.is_full_attention, blocks)) for blocks in stages)
     return has_embedding, has_output, full_attention
 
@@ -304,8 +304,8 @@ def _summarize(rank: int, counts: StepCounts) -> RankTrace:
     """
     location, sizes = max(counts.peaks.items(), key=lambda peak: peak[1].sum())
     is_in_block = location.name == "block"
-    stream_peaks = _find_stream_peaks(counts)
-    cpu_peak = stream_peaks.pop(OFFLOADED, 0)
+    peaks = _find_step_peaks(counts)
+    cpu_peak = peaks.pop(OFFLOADED, 0)  # all others belong to CUDA streams
     return RankTrace(
         rank=rank,
         peak=int(sizes.sum()),
@@ -313,14 +313,14 @@ def _summarize(rank: int, counts: StepCounts) -> RankTrace:
         kinds=dict(zip(KINDS, sizes.tolist(), strict=True)),
         cpu_peak=cpu_peak,
         work=tuple(_list_work(counts)),
-        reserved=_predict_reserved(counts, stream_peaks),
+        reserved=_predict_reserved(counts, peaks),
     )
 
 
-def _find_stream_peaks(counts: StepCounts) -> dict[int | str, int]:
+def _find_step_peaks(counts: StepCounts) -> dict[int | str, int]:
     """Return the highest memory use of each stream during a step, in bytes.
 
-    The stream `OFFLOADED` stands for CPU memory.
+    The key `OFFLOADED` gives the CPU memory that CPU offload uses.
     """
     stream_peaks = defaultdict[int | str, int](int)
     for (stream, _location), size in counts.stream_peaks.items():

@@ -103,7 +103,8 @@ def explain_factor(value: Tensor, expected: Tensor, run: Run) -> str:
     """Describe the factor by which a wrong tensor is scaled, for the message of a failed check.
 
     Returns:
-        A text such as "2 times the expected value", or "" if the tensors do not differ by a factor.
+        A string such as "2 times the expected value", or "" if the tensors do not differ by a
+        factor.
     """
     value = value.double().flatten()
     expected = expected.double().flatten()
@@ -281,7 +282,7 @@ def _fit_sequences(
 def _imitate_mistakes(
     run: Run, sequences: NamedTensors, compute_gradient: Callable[..., Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Make each typical mistake, such as wrong positions, that can occur in a run.
+    """Yield the gradient of each typical mistake that can occur in a run, such as wrong positions.
 
     Args:
         run: The tested run on several ranks.

@@ -544,20 +544,21 @@ def compare_replicas(
         tested_step: Records of all ranks.
         kind: Recorded tensors to compare: "gradients" or "state".
     """
-    replicas = list(_list_replicas([getattr(record, kind) for record in tested_step.ranks]))
+    snapshots = [getattr(record, kind) for record in tested_step.ranks]
+    comparisons = list(_compare_with_first_replicas(snapshots))
     hints: dict[str, str] = {}  # the first two ranks that differ, by tensor name
-    for replica in replicas:
-        if not replica.is_equal:
-            ranks = _describe_ranks(run, replica.first_rank, replica.rank)
-            hints.setdefault(replica.tensor, ranks)
+    for comparison in comparisons:
+        if not comparison.is_equal:
+            hint = _describe_ranks(run, comparison.first_rank, comparison.rank)
+            hints.setdefault(comparison.tensor, hint)
 
     for tensor, hint in hints.items():
         yield Check(name, step, tensor, error=1.0, tolerance=0.0, hint=hint)
-    if replicas and not hints:
-        yield Check(name, step, f"{len(replicas)} shards", error=0.0, tolerance=0.0)
+    if comparisons and not hints:
+        yield Check(name, step, f"{len(comparisons)} shards", error=0.0, tolerance=0.0)
 
 
-class Replica(NamedTuple):
+class ReplicaComparison(NamedTuple):
     """Comparison of a shard with the same shard on an earlier rank.
 
     Attributes:
@@ -573,7 +574,7 @@ class Replica(NamedTuple):
     is_equal: bool
 
 
-def _list_replicas(snapshots: Sequence[Snapshot]) -> Iterator[Replica]:
+def _compare_with_first_replicas(snapshots: Sequence[Snapshot]) -> Iterator[ReplicaComparison]:
     """Compare each shard with the same shard on the first rank that has it.
 
     Args:
@@ -584,7 +585,8 @@ def _list_replicas(snapshots: Sequence[Snapshot]) -> Iterator[Replica]:
         for shard, digest in snapshot.digests.items():
             first_rank, first_digest = first_replicas.setdefault(shard, (rank, digest))
             if rank != first_rank:
-                yield Replica(shard.tensor, first_rank, rank, is_equal=digest == first_digest)
+                is_equal = digest == first_digest
+                yield ReplicaComparison(shard.tensor, first_rank, rank, is_equal)
 
 
 def _describe_ranks(run: Run, first: int, second: int) -> str:

@@ -123,7 +123,7 @@ class Recorder(Hook):
         self.record = self.steps[step] = StepRecord(state=self.snapshot_state())
 
     def amplify_weights(self) -> None:
-        """Amplify the initial weights; see `amplify`. Record them in place of the original ones."""
+        """Amplify the initial weights with `amplify`, and record the new state instead."""
         amplify(self.trainer.model)
         self.trainer.train_step.precompute_scales()
         self.record.state = self.snapshot_state()
@@ -142,7 +142,7 @@ class Recorder(Hook):
         self.record.gradients = self._snapshot(gradients)
 
     def train_and_record(self) -> None:
-        """Train one step, then record its loss, its gradient norm, and the state and FP8 scales."""
+        """Train one step, then record its loss, gradient norm, resulting state and FP8 scales."""
         entry = self.trainer.step()
         assert entry is not None  # every step is logged
         self.record.loss = entry.loss

@@ -77,6 +77,7 @@ def parse_original(argv: Sequence[str]) -> JobConfig:
     if parsed.mistakes:
         raise parsed.error(parsed.mistakes)
 
+    # These checks need only the degrees. Here, a data-parallel degree of -1 counts as 1.
     run = Run(parsed.job)
     problems = list(check_tensor_sizes(run))
     if run.degrees.pipeline > 1:
@@ -264,7 +265,7 @@ def _shrink_training(small: JobConfig, original: Run, steps: int) -> JobConfig:
     divisor = sequence_divisor(degrees)
     seq_len = divisor * math.ceil(min(job.training.seq_len, SEQ_LEN) / divisor)
     local_batch_size = min(2, job.training.local_batch_size)
-    # Without a number of ranks, a data-parallel degree of -1 (all remaining ranks) counts as 1.
+    # `Run(job)` has one rank, so a data-parallel degree of -1 (all remaining ranks) counts as 1.
     num_microbatches = 2 if Run(job).microbatches > 1 else 1
     if degrees.pipeline > 1:
         num_microbatches = 2 * degrees.pipeline  # so that microbatches overlap

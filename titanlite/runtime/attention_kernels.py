@@ -18,8 +18,7 @@ SUPPORTED_GPUS = {
     "fa3": ((9,), "a Hopper GPU (compute capability 9.0)"),
     "fa4": ((9, 10), "a Hopper or Blackwell GPU (compute capability 9.0 or 10.0)"),
 }
-"""For each backend: the major compute capabilities and the description of the GPUs that support
-it."""
+"""For each backend that needs certain GPUs: their major compute capabilities and a description."""
 FLASH_PACKAGES = {
     "fa3": "Install FlashAttention 3 from the folder hopper of "
     "https://github.com/Dao-AILab/flash-attention, or choose another backend.",

@@ -219,14 +219,14 @@ class Migration:
         for key, our_size in asdict(FLAVORS[new_flavor]).items():
             depends_on_other_keys = key in ("vocab_size", "max_seq_len", "head_dim")
             if not depends_on_other_keys and old_sizes[key] != our_size:
-                self._set_default(f"model.{key}", old_sizes[key], f"torchtitan's {flavor}")
+                self._set_default(f"model.{key}", old_sizes[key], f"the torchtitan flavor {flavor}")
 
         # torchtitan sets the context length of the model to the sequence length.
         seq_len = self._get_integer("training.seq_len", 2048)
         if seq_len > FLAVORS[new_flavor].max_seq_len:
             self._set_default("model.max_seq_len", seq_len, "training.seq_len")
         if self.model == "llama3" and flavor in tables.FLAVORS_WITH_DOCUMENT_MASK:
-            self._set_default("dataset.document_mask", True, f"torchtitan's {flavor}")
+            self._set_default("dataset.document_mask", True, f"the torchtitan flavor {flavor}")
 
     def _convert_json_model(self) -> None:
         """Enable the document mask, which torchtitan 0.3 always uses but does not list.

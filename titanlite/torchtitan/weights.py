@@ -35,7 +35,7 @@ _DESCRIBED_BY = (
 def torchtitan_weights(path: str | Path, model: Model) -> Weights:
     """Open the weights of a torchtitan checkpoint, and convert them to the titanlite layout.
 
-    Each weight is read and converted only when it is used. Optimizer state is ignored.
+    Each weight is read and converted only when it is used. Optimizer state is not loaded.
 
     Args:
         path: Checkpoint folder of one step, with .metadata and *.distcp files.

@@ -37,8 +37,9 @@ class RequestExchange:
         in step 1     | submit and receive for step 1 | submit for step 2, receive for step 1
         in step 2     | submit and receive for step 2 | submit for step 3, receive for step 2
 
-    Before this, the trainer submits and receives one request to end before step 1, if necessary.
-    Requests submitted before step 1 have no count, so the ranks always gather them.
+    Before step 1, the trainer submits one more request and receives it at once, to end the run if a
+    rank has a stop signal or cannot read its data. Requests that are submitted before step 1 have
+    no count, so the ranks always gather them.
 
     Attributes:
         delay: Number of steps between submitting and receiving a request: 0 on a CPU, 1 on a GPU.

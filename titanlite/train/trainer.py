@@ -697,8 +697,8 @@ class Trainer:
         """
         sums = torch.zeros(2, self.mesh.degrees.data, dtype=torch.float64, device=self.device)
         sums[0, self.mesh.data_rank] = loss
-        # Divide the tokens among the ranks that share them, so that the sum counts them once. To
-        # assign a number, the CPU waits for the GPU, but only in log steps.
+        # Divide the tokens among the ranks that share them, so that the sum counts them once.
+        # Assigning a number to a GPU tensor is a host sync, but this runs only in log steps.
         num_sharing_ranks = self.mesh.degrees.context * self.mesh.degrees.pipeline
         sums[1, self.mesh.data_rank] = local_tokens / num_sharing_ranks
         # Tensor parallel ranks compute the same loss, so they are not in this group.
@@ -755,8 +755,8 @@ class Trainer:
         The hooks end in reverse order, so the checkpointer comes last and waits for the last save.
 
         Returns:
-            The error of the training data, the errors of the hooks, and the error for a stop
-            signal, as far as they exist. The caller raises the first one.
+            The error of the training data, the errors of hooks and the error for a stop signal, if
+            any, in this order. The caller raises the first one.
         """
         stopped = ""  # the message for a stop signal, if one has arrived
         if end.request.stop != 0:

@@ -35,7 +35,7 @@ class Evaluation(Section):
     on_resume: ClassVar = "compatible"
 
     freq: PositiveInt = 1000
-    """Steps between evaluations, a multiple of metrics.log_freq. The last step is evaluated too."""
+    """Steps between evaluations, a multiple of metrics.log_freq. The last step always counts."""
     tasks: ListOf[str] = Field(default=(), min_length=1)
     """Tasks or groups, such as ["hellaswag", "my_text"], that score given answers or texts.
 

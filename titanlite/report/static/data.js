@@ -28,7 +28,7 @@ function formatNumber(value) {
   return Number(value.toPrecision(5)).toLocaleString("en", { maximumFractionDigits: 5 });
 }
 
-/** Return a whole number with separators, such as "50,000". */
+/** Return an integer with separators, such as "50,000". */
 function formatCount(value) {
   return isPresent(value) ? Math.round(value).toLocaleString("en") : "-";
 }

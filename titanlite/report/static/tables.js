@@ -6,7 +6,7 @@
  * Args:
  *   parent: Element to append the table to.
  *   columns: Objects with the `title` of each column and the CSS class of its cells, `kind`.
- *   rows: Lists of cells. A cell is a text, or a function that fills its element.
+ *   rows: Lists of cells. A cell is a string, or a function that fills its element.
  *   rowClasses: CSS class of each row, or "". By default, no row has a class.
  */
 function addTable(parent, columns, rows, rowClasses = []) {
