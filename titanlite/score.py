@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint.find import find_checkpoints, load_newest_of, read_newest_job
-from titanlite.checkpoint.load import check_on_all_ranks, check_tokenizer, load_weights
+from titanlite.checkpoint.load import check_tokenizer, load_weights, verify_on_all_ranks
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.mistakes import ConfigError
 from titanlite.config.options import Scoring
@@ -276,7 +276,7 @@ def _sum_losses(
 
         # `load_newest_of` calls this for the newest step and, if that is damaged, for older steps.
         def load_step(step_folder: Path) -> Path:
-            check_on_all_ranks(step_folder, ranks)
+            verify_on_all_ranks(step_folder, ranks)
             load_weights(step_folder, sharded.whole, ranks, use_ema)
             tokenizer_name = run.job.tokenizer.path
             check_tokenizer(step_folder, texts.tokenizer, tokenizer_name, run.arch.vocab_size)

@@ -43,6 +43,7 @@ from titanlite.config.flavors import Architecture
 from titanlite.config.job_diff import (
     AFFECTS_TRAINING,
     INCOMPATIBLE,
+    Change,
     DataChanges,
     compare_jobs,
     report_changes,
@@ -235,33 +236,28 @@ class Resumer:
         step_folders = self._ranks.run_on_rank0(lambda: find_checkpoints(local_path))
 
         def load(step_folder: Path) -> Path:
-            check_on_all_ranks(step_folder, self._ranks)
+            verify_on_all_ranks(step_folder, self._ranks)
             load_weights(step_folder, self._live.model, self._ranks)
             return step_folder
 
         return load_newest_of(step_folders, load, self._log)
 
     def check_job(self, path: PurePath, manifest: Manifest) -> None:
-        """Log how the job of the run differs from the job that saved a checkpoint.
+        """Check that the job of the run can resume from a checkpoint, and log what has changed.
 
         Args:
             path: Path or URL of the checkpoint, for messages.
-            manifest: Manifest of the checkpoint, which contains the saved job.
+            manifest: Manifest of the checkpoint, which contains the job that saved it.
 
         Raises:
-            UserError: If the run cannot resume from the checkpoint because of the differences.
+            UserError: If the run cannot resume from the checkpoint because of the changes.
         """
         info = manifest["info"]
         job = self.context.job
         if job is None or info["job"] is None:
             return
 
-        # Compare architectures instead of the [model] sections, because different keys can describe
-        # the same model.
-        arch = self._live.model.arch
-        saved_job = info["job"] | {"model": _complete_architecture(info["architecture"], arch)}
-        current_job = job | {"model": asdict(arch)}
-        changes = compare_jobs(saved_job, current_job, self._find_data_changes(info))
+        changes = self._compare_with_saved_job(job, info)
 
         # The tokenizer file may have changed even if its path is the same.
         data_state = get_data_state(info)
@@ -273,7 +269,21 @@ class Resumer:
         if manifest["format"] == 1 and job["lr_scheduler"]["decay_ratio"] != 0:
             changes.append((AFFECTS_TRAINING, _DECAY_CHANGE))
 
-        report_changes(path, changes, self._log)
+        report_changes(path, changes, self._log)  # raises the UserError
+
+    def _compare_with_saved_job(self, job: dict[str, Any], info: dict[str, Any]) -> list[Change]:
+        """Return the effect and description of each difference from the job in a checkpoint.
+
+        Args:
+            job: Job of the run.
+            info: Entry "info" of the manifest, which contains the saved job.
+        """
+        # Compare architectures instead of the [model] sections, because different keys can describe
+        # the same model.
+        arch = self._live.model.arch
+        saved_job = info["job"] | {"model": _complete_architecture(info["architecture"], arch)}
+        current_job = job | {"model": asdict(arch)}
+        return compare_jobs(saved_job, current_job, self._find_data_changes(info))
 
     def _rename(self, path: Path, description: str, suffix: str) -> None:
         """Rename a checkpoint so that it is never loaded again, and log the reason.
@@ -307,9 +317,9 @@ class Resumer:
             Damage: On all ranks, if the checkpoint is damaged. The weights and optimizer state that
                 were in memory may be lost.
         """
-        manifest = check_on_all_ranks(path, self._ranks)
+        manifest = verify_on_all_ranks(path, self._ranks)
         info = manifest["info"]
-        _check_can_resume(path, info)
+        _check_has_run_state(path, info)
         parts_to_reset = self._find_parts_to_reset(info)
         self._log_parts_to_reset(path, parts_to_reset)
         self.check_job(path, manifest)
@@ -341,15 +351,15 @@ class Resumer:
         # After a rollback, state that is not loaded must not keep its values from later steps.
         self._reset_hook_tensors()
 
-        loaded_prefixes = ["model."]
-        if self._live.optimizer is not None and "optimizer" in parts:
-            _create_optimizer_state(self._live.optimizer)
-            loaded_prefixes += _list_optimizer_prefixes(self._live.model)
+        # Loading fills existing tensors, so create the optimizer state first.
+        if "optimizer" in parts:
+            _create_optimizer_state(self._live)
         else:
             _reset_optimizer(self._live)
 
         tensors = self._select_tensors(parts, reader)
-        _load_and_check(tensors, self._live.model.arch, reader, self._ranks, loaded_prefixes)
+        required_prefixes = _list_required_prefixes(parts, self._live.model)
+        _load_and_check(tensors, self._live.model.arch, reader, self._ranks, required_prefixes)
         _set_random_state(tensors)
 
     def _select_tensors(self, parts: set[str], reader: SafeReader) -> dict[str, Tensor]:
@@ -382,7 +392,8 @@ class Resumer:
             states of the random number generators).
         """
         parts = {"hooks"}
-        if any(name.startswith("optimizer.") for name in reader.index):
+        is_optimizer_saved = any(name.startswith("optimizer.") for name in reader.index)
+        if is_optimizer_saved and self._live.optimizer is not None:
             parts.add("optimizer")
         # Each rank saves its random state, so only the same number of ranks can restore them.
         if info["layout"]["world_size"] == self._ranks.size:
@@ -466,7 +477,7 @@ class Resumer:
         return {part for part in self._config.exclude_from_loading if part not in reset_before}
 
 
-def check_on_all_ranks(path: Path, ranks: RankGroup) -> Manifest:
+def verify_on_all_ranks(path: Path, ranks: RankGroup) -> Manifest:
     """Verify a checkpoint before loading it and return its manifest.
 
     Each rank checks some of the files. The checksum of each tensor is verified later, when the
@@ -535,7 +546,7 @@ def _load_and_check(
     arch: Architecture,
     reader: SafeReader,
     ranks: RankGroup,
-    loaded_prefixes: Sequence[str] = ("model.",),
+    required_prefixes: Sequence[str] = ("model.",),
 ) -> None:
     """Check the shapes of saved tensors, load them in place, and check that the weights are finite.
 
@@ -546,15 +557,19 @@ def _load_and_check(
         arch: Architecture of the model.
         reader: Reader of the checkpoint.
         ranks: The ranks that load together.
-        loaded_prefixes: Name prefixes, such as "model.". If this run lacks a saved tensor with one
-            of them, such as a moment of a different optimizer, a UserError lists the tensor.
+        required_prefixes: Saved tensors with these name prefixes must all be loaded.
+
+    Raises:
+        UserError: If the names or shapes of the saved tensors differ from the expected ones.
+        Damage: If the tensors are damaged.
+        CheckpointError: If the weights are not finite or currently unreadable.
     """
-    ranks.run_together(lambda: _check_shapes(tensors, arch, reader, loaded_prefixes))
+    ranks.run_together(lambda: _check_shapes(tensors, arch, reader, required_prefixes))
     load_tensors(reader, tensors, ranks.group)
     ranks.run_together(lambda: _check_finite(reader.path, tensors))
 
 
-def _check_can_resume(path: Path, info: dict[str, Any]) -> None:
+def _check_has_run_state(path: Path, info: dict[str, Any]) -> None:
     """Check that a checkpoint contains the state needed to resume a run, not only weights.
 
     Args:
@@ -581,7 +596,7 @@ def _check_shapes(
     tensors: dict[str, Tensor],
     arch: Architecture,
     reader: SafeReader,
-    loaded_prefixes: Sequence[str],
+    required_prefixes: Sequence[str],
 ) -> None:
     """Check that the tensors in a checkpoint have the expected names and shapes.
 
@@ -589,65 +604,74 @@ def _check_shapes(
         tensors: This rank's tensors to load, by name in the checkpoint.
         arch: Architecture of the whole model. A pipeline rank holds only a part of it.
         reader: Reader of the checkpoint.
-        loaded_prefixes: Name prefixes, such as "model.". It is an error if this run lacks a saved
-            tensor with one of them.
+        required_prefixes: Saved tensors with these name prefixes must all be expected.
 
     Raises:
         UserError: If names or shapes differ. The message lists the differences.
     """
-    differences = _compare_with_saved_shapes(tensors, arch, reader, loaded_prefixes)
-    if not differences:
-        return
+    differences = _compare_with_saved_shapes(tensors, arch, reader, required_prefixes)
+    if differences:
+        listed = join_lines(differences)
+        fix = _suggest_fix(differences)
+        raise UserError(f"{reader.path} does not fit this job:\n  {listed}\n{fix}")
 
-    # For example, "optimizer.norm.weight.exp_avg: missing" refers to the part "optimizer".
+
+def _suggest_fix(differences: list[str]) -> str:
+    """Return the sentence of an error message that says how to make the job fit a checkpoint.
+
+    Args:
+        differences: Descriptions of the differences, such as "optimizer.norm.weight.exp_avg:
+            missing". The first part of each name is "model", "optimizer" or "hooks".
+    """
     parts = sorted({difference.partition(".")[0] for difference in differences})
-    exclusion = f"checkpoint.exclude_from_loading = {json.dumps(parts)}"
     if "model" in parts:
-        fix = "Restore the keys of [model]."
-    else:
-        changed = " and the ".join(parts)
-        fix = f"Restore the options that change the {changed}, or set {exclusion}."
-    listed = join_lines(differences)
-    raise UserError(f"{reader.path} does not fit this job:\n  {listed}\n{fix}")
+        return "Restore the keys of [model]."
+    changed = " and the ".join(parts)
+    exclusion = f"checkpoint.exclude_from_loading = {json.dumps(parts)}"
+    return f"Restore the options that change the {changed}, or set {exclusion}."
 
 
 def _compare_with_saved_shapes(
     tensors: dict[str, Tensor],
     arch: Architecture,
     reader: SafeReader,
-    loaded_prefixes: Sequence[str],
+    required_prefixes: Sequence[str],
 ) -> list[str]:
     """Describe each difference in tensor names or shapes between a checkpoint and a run.
-
-    The checkpoint must contain all weights of the model and all tensors in `tensors`, and no other
-    tensors with the given prefixes. All other tensors in the checkpoint are ignored.
 
     Args:
         tensors: This rank's tensors to load, by name in the checkpoint.
         arch: Architecture of the whole model.
         reader: Reader of the checkpoint.
-        loaded_prefixes: Name prefixes, such as "model.". It is a difference if this run lacks a
-            saved tensor with one of them.
+        required_prefixes: Saved tensors with these name prefixes must all be expected. Other saved
+            tensors that are not expected are ignored.
     """
+    # With pipeline parallelism, `tensors` lacks the weights on other ranks. Expect these as well,
+    # because otherwise they would be reported as unexpected.
     weights = {f"model.{name}": shape for name, shape in parameter_shapes(arch).items()}
-    # `tensors` contains some of these weights again. `tensor.shape` ignores sharding.
     expected = weights | {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
     saved = {
         name: tuple(description.size)
         for name, description in reader.index.items()
-        if name in expected or name.startswith(tuple(loaded_prefixes))
+        if name in expected or name.startswith(tuple(required_prefixes))
     }
     return compare_shapes(expected, saved)
 
 
-def _list_optimizer_prefixes(model: nn.Module) -> list[str]:
-    """Return the name prefixes of the saved optimizer state that this rank must load.
+def _list_required_prefixes(parts: set[str], model: nn.Module) -> list[str]:
+    """Return the name prefixes of the saved tensors that this run must load completely.
 
-    Omit frozen weights and weights on other pipeline ranks, whose state this rank need not load.
+    These are the weights and, if `parts` contains "optimizer", the optimizer state of this rank.
+    For example, a saved moment that the optimizer of this run does not use is an error. Omit frozen
+    weights and weights on other pipeline ranks, whose state this rank need not load.
     """
-    parameters = model.named_parameters()
-    return [f"optimizer.{name}." for name, weight in parameters if weight.requires_grad]
+    prefixes = ["model."]
+    if "optimizer" in parts:
+        for name, weight in model.named_parameters():
+            if weight.requires_grad:
+                prefixes.append(f"optimizer.{name}.")
+    return prefixes
 
 
 def _check_finite(path: object, tensors: dict[str, Tensor]) -> None:
@@ -679,7 +703,7 @@ def _complete_architecture(saved: dict[str, Any], arch: Architecture) -> dict[st
         arch: Architecture of this run. Its class defines all fields and their default values.
 
     Returns:
-        All fields of the saved architecture, for a comparison with `arch`.
+        The fields, for a comparison with `arch`. `head_dim` is missing if it was not saved.
     """
     complete = dict(saved)
     for field in fields(arch):
@@ -732,14 +756,15 @@ def _fill_with_nan(tensor: Tensor) -> None:
     tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
 
 
-def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+def _create_optimizer_state(live: LiveState) -> None:
     """Create the optimizer state, such as the moments, so that it can be loaded.
 
     A new torch optimizer has no state before its first step. Take a step that does not change the
-    weights: all gradients and the learning rate are 0. Do nothing if the optimizer already has
-    state.
+    weights: all gradients and the learning rate are 0. Loading then overwrites the state, including
+    the step counts. Do nothing if the optimizer already has state.
     """
-    if any(optimizer.state.values()):
+    optimizer = live.optimizer
+    if optimizer is None or any(optimizer.state.values()):
         return
 
     set_mode(optimizer, "train")  # schedule-free optimizers can only step in this mode
@@ -752,7 +777,7 @@ def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     set_learning_rate(optimizer, 0.0)
     optimizer.step()
     optimizer.zero_grad()
-    set_mode(optimizer, "eval")
+    set_mode(optimizer, "eval")  # checkpoints contain the weights for evaluation
 
 
 def _reset_optimizer(live: LiveState) -> None:
