@@ -122,9 +122,13 @@ class CheckpointWriter(FileSystemWriter):
         sync(path)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
-        """Write this rank's tensors to a new file.
+        """Write this rank's tensors to one new file.
 
         If `single_file_per_rank` is False, as for imported weights, write one file per tensor.
+
+        Args:
+            plan: The tensors to write, and the prefix of file names. On rank 3, it is "__3_".
+            planner: Returns the values of a planned tensor.
 
         Returns:
             A completed future with a `_RankResult`, which DCP sends to `finish` on rank 0.
@@ -136,9 +140,9 @@ class CheckpointWriter(FileSystemWriter):
 
         tensor_results: list[WriteResult] = []
         for index, items in enumerate(items_of_files):
-            # DCP sets "__RANK_" as prefix, so the first file of rank 3 is "__3_0.distcp".
             file_name = f"{plan.storage_data.prefix}{index}.distcp"
             tensor_results += self._write_file(file_name, items, planner)
+        # `self.fs.written` contains the size and checksum of each file.
         return completed_future(_RankResult(tensor_results, self.fs.written))
 
     def _write_file(
@@ -233,7 +237,7 @@ class _HashingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[HashingFile, None, None]:
-        with HashingFile(Path(path)) as file:
+        with HashingFile(path) as file:
             try:
                 yield file
             except RuntimeError as error:  # torch.save hides the OSError of a failed write
@@ -578,17 +582,24 @@ def _parse_index(raw: bytes) -> Metadata:
         CheckpointError: If the index contains a class that is not allowed or refers to a file
             outside the checkpoint folder.
     """
-    # Each object is unpickled as a subclass of `_Record` with the name of its original class. The
-    # attribute `state` contains its fields.
-    index = _IndexUnpickler(io.BytesIO(raw)).load().state
+    index_record = _IndexUnpickler(io.BytesIO(raw)).load()
+    fields = index_record.state
     tensors = {}
-    for saved_name, record in index["state_dict_metadata"].items():
-        if type(record).__name__ == TensorStorageMetadata.__name__:
+    for saved_name, record in fields["state_dict_metadata"].items():
+        if _is_tensor_record(record):
             name = _current_tensor_name(saved_name)
             tensors[name] = _parse_tensor(name, record)
 
-    positions = _parse_chunk_positions(index["storage_data"], tensors)
+    positions = _parse_chunk_positions(fields["storage_data"], tensors)
     return Metadata(tensors, storage_data=positions, storage_meta=StorageMeta())
+
+
+def _is_tensor_record(value: object) -> bool:
+    """Return whether an unpickled value is the placeholder for a `TensorStorageMetadata`.
+
+    The class of a placeholder has the same name as the class of the original object.
+    """
+    return type(value).__name__ == TensorStorageMetadata.__name__
 
 
 def _parse_chunk_positions(
@@ -641,17 +652,28 @@ def _parse_tensor(name: str, record: _Record) -> TensorStorageMetadata:
     """
     fields = record.state
     size = _to_size(fields["size"])
-    # DCP pickles the properties as a tuple that starts with the dtype. Unpickling replaced the
-    # dtype with a class of the same name, such as "float32".
-    dtype = _DTYPES[fields["properties"].state[0].__name__]
-    chunks = [
-        ChunkStorageMetadata(_to_size(chunk.state["offsets"]), _to_size(chunk.state["sizes"]))
-        for chunk in fields["chunks"]
-    ]
+    dtype = _parse_dtype(fields["properties"])
+    chunks = [_parse_chunk(chunk_record) for chunk_record in fields["chunks"]]
     num_elements = sum(math.prod(chunk.sizes) for chunk in chunks)
     if num_elements != math.prod(size):
         raise CheckpointError(f"the chunks of {name} do not add up to its size")
     return TensorStorageMetadata(TensorProperties(dtype), size, chunks)
+
+
+def _parse_dtype(record: _Record) -> torch.dtype:
+    """Return the dtype in the placeholder for the properties of a tensor.
+
+    DCP pickles the properties as a tuple that starts with the dtype. Unpickling replaces a dtype,
+    such as torch.float32, with a class of the same name.
+    """
+    dtype_class = record.state[0]
+    return _DTYPES[dtype_class.__name__]
+
+
+def _parse_chunk(record: _Record) -> ChunkStorageMetadata:
+    """Convert the placeholder for the offsets and sizes of a chunk to `ChunkStorageMetadata`."""
+    fields = record.state
+    return ChunkStorageMetadata(_to_size(fields["offsets"]), _to_size(fields["sizes"]))
 
 
 def _to_size(record: _Record) -> torch.Size:
