@@ -30,7 +30,7 @@ from titanlite.config.compute_dtype import ComputeDtype
 from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.config.files import MANIFEST
 from titanlite.config.load import load_job
-from titanlite.config.mistakes import REMOVED_NAME
+from titanlite.config.mistakes import REMOVED_NAME, Mistake
 from titanlite.config.registry import require_plugins
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
@@ -68,11 +68,10 @@ def find_checkpoints(path: Path) -> list[Path]:
     if is_step_folder:
         return [path]
     # In an output folder, the step folders are in subfolders such as "checkpoint".
-    subfolders = list(path.glob("*"))
-    checkpoints = list_checkpoints(path) or list_checkpoints(*subfolders)
+    checkpoints = list_checkpoints(path) or list_checkpoints(*path.glob("*"))
     if checkpoints:
         return checkpoints
-    damaged = [folder.name for folder in list_set_aside(path, *subfolders)]
+    damaged = [folder.name for folder in _list_renamed(path)]
     if damaged:
         raise CheckpointError(
             f"{path} contains only damaged checkpoints, which a run has renamed: "
@@ -219,11 +218,20 @@ def verify(folder: str | Path) -> dict[str, Any]:
     if is_step_folder:  # a single checkpoint, which contains no other folders
         return report
 
-    renamed = list_set_aside(local_folder, *local_folder.glob("*"))
+    renamed = _list_renamed(local_folder)
     report["set_aside"] = [path.name for path in renamed]
-    for parent in sorted({path.parent for path in [*step_folders, *renamed]}):
-        report["unfinished"] += [path.name for path in list_unfinished(parent)]
+    checkpoint_folders = {path.parent for path in [*step_folders, *renamed]}
+    for checkpoint_folder in sorted(checkpoint_folders):
+        report["unfinished"] += [path.name for path in list_unfinished(checkpoint_folder)]
     return report
+
+
+def _list_renamed(folder: Path) -> list[Path]:
+    """Return the damaged checkpoints that a run renamed, in a checkpoint folder or output folder.
+
+    An output folder contains them in subfolders such as "checkpoint" and "final".
+    """
+    return list_set_aside(folder, *folder.glob("*"))
 
 
 def _verify_step_folders(paths: Sequence[Path], folder: Path) -> list[dict[str, Any]]:
@@ -293,17 +301,13 @@ def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig
     """
     manifest = read_manifest(step_folder)
     info = manifest["info"]
-    if info["job"] is None:
-        job = _read_job_of_old_import(step_folder)
-    else:
-        if tokenizer_path is None:
-            _check_has_tokenizer(step_folder, info)
-        job = _read_saved_job(step_folder, info["job"])
-
     if tokenizer_path is not None:
+        job = _read_saved_job(step_folder, info)
         return set_tokenizer_path(job, tokenizer_path)
-    is_in_checkpoint = job.tokenizer.path in manifest["files"]
-    if is_in_checkpoint:
+
+    _check_has_tokenizer(step_folder, info)
+    job = _read_saved_job(step_folder, info)
+    if job.tokenizer.path in manifest["files"]:
         return set_tokenizer_path(job, step_folder / job.tokenizer.path)
     return job
 
@@ -318,6 +322,8 @@ def _check_has_tokenizer(step_folder: Path, info: dict[str, Any]) -> None:
     Raises:
         NoTokenizerError: If it contains such weights.
     """
+    if info["job"] is None:  # an old import, whose config.toml sets the tokenizer
+        return
     has_only_weights = info.get("weights_only", False)
     if has_only_weights and not get_data_state(info).get("tokenizer"):
         raise NoTokenizerError(
@@ -331,32 +337,42 @@ def set_tokenizer_path(job: JobConfig, path: str | Path) -> JobConfig:
     return job.with_section("tokenizer", path=str(path))
 
 
-def _read_saved_job(step_folder: Path, sections: dict[str, Any]) -> JobConfig:
+def _read_saved_job(step_folder: Path, info: dict[str, Any]) -> JobConfig:
     """Validate the job configuration in the manifest of a checkpoint and return it.
 
+    The manifests of old imports do not contain it, so read it from a file instead.
+
     Args:
-        step_folder: The checkpoint, for error messages.
-        sections: The job in the manifest: a mapping from section names to keys and values.
+        step_folder: Folder of the checkpoint.
+        info: Entry "info" of its manifest.
 
     Raises:
         UserError: If the job needs a plugin that is not loaded.
-        CheckpointError: If the job has keys or values that this version of titanlite cannot read.
+        CheckpointError: If the job has keys or values that this version of titanlite cannot read,
+            or if the checkpoint has no job.
     """
-    job, mistakes = JobConfig.read(sections)
-    require_plugins(job.job.plugins, step_folder)
+    if info["job"] is None:
+        return _read_job_of_old_import(step_folder)
 
-    # Ignore options and option values that titanlite has removed since the save. They do not
-    # change the model. No value of a [model] option was ever removed, so an unknown value there is
-    # from a newer version and describes a different model.
-    unreadable_keys = []
-    for mistake in mistakes:
-        is_removed_value = mistake.kind == "literal_error" and not mistake.name.startswith("model.")
-        if mistake.kind != REMOVED_NAME and not is_removed_value:
-            unreadable_keys.append(mistake.name)
+    job, mistakes = JobConfig.read(info["job"])
+    require_plugins(job.job.plugins, step_folder)
+    unreadable_keys = [mistake.name for mistake in mistakes if not _was_removed(mistake)]
     if unreadable_keys:
         keys = "; ".join(unreadable_keys)
         raise CheckpointError(f"{step_folder}: this version cannot read keys of its job: {keys}")
     return job
+
+
+def _was_removed(mistake: Mistake) -> bool:
+    """Return whether a mistake in a saved job is an option or value that titanlite has removed.
+
+    Removed options and values do not change the model, so they can be ignored.
+    """
+    if mistake.name.startswith("model."):
+        # No value of a [model] option was ever removed, so an unknown value is from a newer version
+        # and describes a different model.
+        return mistake.kind == REMOVED_NAME
+    return mistake.kind in (REMOVED_NAME, "literal_error")
 
 
 def _read_job_of_old_import(step_folder: Path) -> JobConfig:
