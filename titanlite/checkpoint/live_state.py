@@ -106,8 +106,10 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
             assert isinstance(value, Tensor), f"{name} is not a tensor: {type(value)}"
             if _is_empty_quantized_shard(value, optimizer):
                 tensors |= _split_empty(name, value)
-            else:
+            elif _is_quantized(value):
                 tensors |= _split_quantized(name, value)
+            else:
+                tensors[name] = to_plain(value)
     return tensors
 
 
@@ -129,35 +131,44 @@ def _split_empty(name: str, tensor: Any) -> dict[str, Tensor]:
     codes = tensor.to_local()
     scale = codes.new_empty(0, codes.shape[1] // BLOCK_SIZE, dtype=torch.float32)
     return {
-        f"{name}.codes": _shard_rows_like(tensor, codes),
-        f"{name}.scale": _shard_rows_like(tensor, scale),
+        f"{name}.codes": _create_dtensor_like(tensor, codes),
+        f"{name}.scale": _create_dtensor_like(tensor, scale),
     }
 
 
-def _split_quantized(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Split a torchao 8-bit optimizer state into ordinary tensors, which DCP can save.
+def _is_quantized(tensor: Tensor) -> bool:
+    """Return whether torchao stores an optimizer state in 8 bits, as `_split_quantized` expects.
 
-    torchao stores an 8-bit code for each value and a scale for each block of values. The titanlite
-    8-bit optimizer quantizes only the shards of DTensors.
+    The titanlite 8-bit optimizer quantizes only the shards of DTensors. Detect the torchao class by
+    its attribute, because importing torchao takes a second.
+    """
+    return isinstance(tensor, DTensor) and hasattr(tensor.to_local(), "codes")
+
+
+def _split_quantized(name: str, tensor: Any) -> dict[str, Tensor]:
+    """Split a torchao 8-bit optimizer state into two ordinary DTensors, which DCP can save.
+
+    torchao stores an 8-bit code for each value and a scale for each block of values. Blocks do not
+    span rows. For example, with blocks of 256 values, an (8, 512) matrix has codes of shape
+    (8, 512) and scales of shape (8, 2).
+
+    Args:
+        name: Name of the state.
+        tensor: DTensor whose shard is not empty and has the attributes `codes` and `scale`.
 
     Returns:
-        "<name>.codes" and "<name>.scale" for an 8-bit state; `name` for any other state.
+        "<name>.codes" and "<name>.scale", sharded by rows in the same way as `tensor`.
     """
-    shard: Any = to_local(tensor)
-    if not isinstance(tensor, DTensor) or not hasattr(shard, "codes"):
-        return {name: to_plain(tensor)}  # not quantized
-
-    # Blocks do not span rows. For example, with blocks of 256 values, an (8, 512) matrix has codes
-    # of shape (8, 512) and scales of shape (8, 2).
+    shard = tensor.to_local()
     num_rows = shard.shape[0]
     scale = shard.scale.view(num_rows, -1)
     return {
-        f"{name}.codes": _shard_rows_like(tensor, shard.codes),
-        f"{name}.scale": _shard_rows_like(tensor, scale),
+        f"{name}.codes": _create_dtensor_like(tensor, shard.codes),
+        f"{name}.scale": _create_dtensor_like(tensor, scale),
     }
 
 
-def _shard_rows_like(tensor: DTensor, shard: Tensor) -> DTensor:
+def _create_dtensor_like(tensor: DTensor, shard: Tensor) -> DTensor:
     """Create a DTensor matrix from this rank's rows, sharded in the same way as `tensor`.
 
     Args:
