@@ -168,17 +168,23 @@ def open_file(path: Path) -> Iterator[io.BufferedReader[Any]]:
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise Damage(f"{path.name}: not a regular file")
-        raw_file = _CheckpointFile(path, opener=_open_regular)
+        # A link or a pipe may replace the file after this check, so neither follow it nor block.
+        raw_file = _CheckpointFile(path, opener=_open_without_following)
     except FileNotFoundError:
         raise Damage(f"{path.name}: missing") from None
     except OSError as error:
         raise _unreadable(path, error) from None
+    # If a read fails, `_CheckpointFile` raises a CheckpointError.
     with io.BufferedReader(raw_file) as file:
         yield file
 
 
-def _open_regular(path: str, flags: int) -> int:
-    """Open a regular file. If a link or a pipe has replaced it, neither follow it nor block."""
+def _open_without_following(path: str, flags: int) -> int:
+    """Open a file and return its descriptor. Do not follow a link or wait for a writer of a pipe.
+
+    Raises:
+        OSError: If the file is a link or cannot be opened.
+    """
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
@@ -370,7 +376,7 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> Manifest:
 
 
 def parse_manifest(content: bytes, path: object) -> Manifest:
-    """Check and decode the content of a manifest.
+    """Check and decode the content of a manifest, and replace old hook names in it.
 
     Args:
         content: Content of the manifest file.
@@ -538,11 +544,12 @@ def check_checkpoint(
         raise Damage(f"{MANIFEST}: belongs to step {manifest['step']}")
 
     first, stride = share
-    for name in sorted(manifest["files"])[first::stride]:
+    names_to_check = sorted(manifest["files"])[first::stride]
+    for name in names_to_check:
         entry = manifest["files"][name]
         # Loading verifies the index and each tensor in a file with chunk checksums.
-        loading_verifies = name == INDEX or bool(entry.get("chunk_checksums"))
-        _check_file(path, name, entry, only_size=verified_on_load and loading_verifies)
+        can_skip_checksum = name == INDEX or bool(entry.get("chunk_checksums"))
+        _check_file(path, name, entry, only_size=verified_on_load and can_skip_checksum)
     return manifest
 
 
@@ -720,24 +727,34 @@ class CheckpointContext:
             )
 
     def _clean_up_and_create_probe(self) -> str:
-        """Create the checkpoint folder and an empty probe file in it, which all nodes must see.
+        """Create and clean up the checkpoint folder, then create an empty probe file in it.
 
-        Also remove the leftovers of interrupted saves and removals. Call this on rank 0 only.
+        Call this on rank 0 only. The other ranks check that they see the probe, which shows that
+        all nodes share the folder.
 
         Returns:
-            The token in the name of the probe, to use for all temporary files until the process
-            ends.
+            A token for the names of the probe and all other temporary files, such as
+            ".tmp-step-00000100-2d06800538d394c2-9f86d081-1". Its first part identifies the
+            checkpoint folder, so that the next start recognizes leftover temporary files.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        # If the run restarts, it recognizes leftover temporary files by this part of the token.
         path_hash = xxhash.xxh3_64_hexdigest(os.fsencode(self.folder.resolve()))
-        # Final weights and exports in the output folder also start with temporary names.
-        output_folder = self.folder.parent
-        for folder in (self.folder, output_folder / "final", output_folder):
-            remove_unfinished(folder, path_hash, self.log)
-        finish_removals(self.folder, self.log)
+        self._remove_leftovers(path_hash)
 
         token = f"{path_hash}-{secrets.token_hex(4)}"
         probe = self.folder / f"{TMP_PREFIX}{token}"
         probe.touch(exist_ok=False)
         return token
+
+    def _remove_leftovers(self, path_hash: str) -> None:
+        """Remove the leftovers of interrupted saves, exports and removals of this run.
+
+        Final weights and exports, which are in the output folder, also start with temporary names.
+
+        Args:
+            path_hash: Hash of the checkpoint folder path, which these temporary names contain.
+        """
+        output_folder = self.folder.parent
+        for folder in (self.folder, output_folder / "final", output_folder):
+            remove_unfinished(folder, path_hash, self.log)
+        finish_removals(self.folder, self.log)
