@@ -108,11 +108,13 @@ class Mirror:
         # Set by `_refresh`: all files on the mirror, and manifests of complete checkpoints by name.
         self._files: dict[str, Any] = {}
         self._manifests: dict[str, Manifest] = {}
-        self._damaged_manifests: dict[str, bytes] = {}  # contents by checkpoint name
+        # Contents by checkpoint name, which show whether titanlite wrote the manifests.
+        self._damaged_manifests: dict[str, bytes] = {}
 
         self._thread = ThreadPoolExecutor(1, "mirror")
-        # Result of the last `notify`. Until the first call, this future is never done.
-        self._last_update = Future[None]()
+        # Done when all copies that the last `notify` started have ended. Until the first call, this
+        # future is never done.
+        self._last_copies = Future[None]()
         self._is_ending = threading.Event()
         self._throttle_lock = threading.Lock()
         self._next_send_time = 0.0
@@ -157,7 +159,7 @@ class Mirror:
 
         Call this on rank 0 after each save.
         """
-        self._last_update = self._thread.submit(self._update)
+        self._last_copies = self._thread.submit(self._update)
 
     def wait_until_copied(self, report_alive: Callable[[], None]) -> bool:
         """Wait until all copies have ended, for at most `checkpoint.timeout_seconds`.
@@ -171,20 +173,22 @@ class Mirror:
         Returns:
             Whether the newest checkpoint is on the mirror, or there is no checkpoint.
         """
-        timeout = self._config.timeout_seconds
-        deadline = time.monotonic() + timeout
-        # The other ranks wait for rank 0 in a collective, which fails after `timeout`.
-        poll_seconds = min(_POLL_SECONDS, timeout / 4)
-
-        def wait_briefly() -> bool:
-            """Wait up to `poll_seconds`. Return whether the copies have ended or timed out."""
-            wait([self._last_update], poll_seconds)
-            return self._last_update.done() or time.monotonic() > deadline
-
-        # Only rank 0 copies. It waits in short intervals, after which all ranks report.
-        while not self._run_on_rank0(wait_briefly):
+        deadline = time.monotonic() + self._config.timeout_seconds
+        # Only rank 0 copies. It waits in short intervals, after which all ranks report. The result
+        # is the same on all ranks.
+        while not self._run_on_rank0(lambda: self._wait_briefly_for_copies(deadline)):
             report_alive()
         return self._run_on_rank0(self._is_newest_copied)
+
+    def _wait_briefly_for_copies(self, deadline: float) -> bool:
+        """Wait a few seconds for the copies. Return whether they have ended or timed out.
+
+        Args:
+            deadline: Value of `time.monotonic()` in seconds at which the copies time out.
+        """
+        # Meanwhile, the other ranks wait in a collective, which fails after `timeout_seconds`.
+        wait([self._last_copies], min(_POLL_SECONDS, self._config.timeout_seconds / 4))
+        return self._last_copies.done() or time.monotonic() > deadline
 
     def _is_newest_copied(self) -> bool:
         """Return whether the mirror has the newest local checkpoint.
@@ -212,27 +216,34 @@ class Mirror:
     def _refresh(self) -> None:
         """List the files on the mirror and read the manifests of its complete checkpoints.
 
-        Set `_files` and `_manifests`. Log checkpoints with a damaged manifest and omit them from
-        `_manifests`.
+        Set `_files` and `_manifests`. Omit checkpoints with a damaged manifest from `_manifests`.
         """
         self._files = list_files(self._storage, self._root)
-        # If losses are equal, `_find_best` must prefer a checkpoint to its weights in `final`.
+        # Add the weights in `final` last. If losses are equal, `_find_best` prefers the first name.
         names = find_checkpoints(self._files) + find_checkpoints(self._files, "final/")
         manifests = {}
         for name in names:
-            if name in self._manifests:
-                manifests[name] = self._manifests[name]  # a manifest never changes
-                continue
-            path = f"{self._root}/{name}/{MANIFEST}"
-            content = self._storage.cat_file(path)
-            try:
-                manifests[name] = parse_manifest(content, path)
-            except Damage as damage:
-                # Do not rename it, because another program may have written it. Log it only once.
-                if name not in self._damaged_manifests:
-                    self._log(f"Ignoring {self._url}/{name}: {damage}")
-                self._damaged_manifests[name] = content
+            # A manifest never changes, so read each one only once.
+            manifest = self._manifests.get(name) or self._read_manifest(name)
+            if manifest is not None:
+                manifests[name] = manifest
         self._manifests = manifests
+
+    def _read_manifest(self, name: str) -> Manifest | None:
+        """Return the manifest of a checkpoint on the mirror, or None if it is damaged.
+
+        Log damage once, and keep the damaged content for `_has_checkpoints`. Do not rename the
+        manifest, because another program may have written it.
+        """
+        path = f"{self._root}/{name}/{MANIFEST}"
+        content = self._storage.cat_file(path)
+        try:
+            return parse_manifest(content, path)
+        except Damage as damage:
+            if name not in self._damaged_manifests:
+                self._log(f"Ignoring {self._url}/{name}: {damage}")
+            self._damaged_manifests[name] = content
+            return None
 
     def _names_by_step(self) -> dict[int, str]:
         """Return the names of the checkpoints on the mirror by step, in ascending order.
@@ -386,18 +397,19 @@ class Mirror:
         tmp_folder = self._folder / f"{TMP_PREFIX}mirror-{self._context.token}"
         shutil.rmtree(tmp_folder, ignore_errors=True)  # left over from a damaged checkpoint
         self._download_files(name, tmp_folder)
+        downloaded = tmp_folder / name
         try:
-            check_checkpoint(tmp_folder / name)
+            check_checkpoint(downloaded)
         except Damage as damage:
             self._set_aside(name, "damaged", str(damage))
             return False
 
         # Move the valid checkpoint to the folder of the run.
-        for file in (tmp_folder / name).iterdir():
+        for file in downloaded.iterdir():
             sync(file)
         target = self._get_path(name)
         target.parent.mkdir(exist_ok=True)
-        publish_folder(tmp_folder / name, target)
+        publish_folder(downloaded, target)
         shutil.rmtree(tmp_folder)
         seconds = time.perf_counter() - started
         self._log(f"Downloaded {name} from {self._url} in {seconds:.1f} s")
@@ -469,8 +481,9 @@ class Mirror:
         """
         error = self._try_to_send(path)
         for pause in _RETRY_PAUSES:
-            is_storage_failure = isinstance(error, CheckpointError)
-            if not is_storage_failure or self._is_ending.wait(pause):
+            if not isinstance(error, CheckpointError):  # only storage failures are temporary
+                break
+            if self._is_ending.wait(pause):  # the run ends
                 break
             error = self._try_to_send(path)
 
@@ -506,7 +519,7 @@ class Mirror:
         url = f"{self._url}/{name}"
         started = time.perf_counter()
         with storage_errors(url, CheckpointError):
-            was_copied = self._copy(path, name)
+            was_copied = self._copy(path, name)  # False if the mirror already had it
             if was_copied:
                 seconds = time.perf_counter() - started
                 text = f"Copied {url} in {seconds:.1f} s"
@@ -591,22 +604,29 @@ class Mirror:
 
         Args:
             name: Name of the checkpoint on the mirror.
-            files: Names of its files.
+            files: Names of its files, without the manifest.
             run_id: ID of this run.
         """
         targets = [f"{name}/{file}" for file in (MANIFEST, *files)]
         overwrites_nothing = self._files.keys().isdisjoint(targets)
-        if overwrites_nothing:
-            return True
+        return overwrites_nothing or self._has_manifest_of(run_id, name)
 
-        # A run uploads the manifest before all other files, as "manifest.json.incomplete", and may
-        # later rename it, for example to "manifest.json.damaged". The files are from this run if a
-        # manifest with any of these names has its ID.
-        manifests = [path for path in self._files if path.startswith(f"{name}/{MANIFEST}")]
-        return any(
-            _is_manifest_of(run_id, self._storage.cat_file(f"{self._root}/{path}"))
-            for path in manifests
-        )
+    def _has_manifest_of(self, run_id: str | None, name: str) -> bool:
+        """Return whether a checkpoint folder on the mirror has a manifest from a given run.
+
+        A run uploads the manifest before all other files, as "manifest.json.incomplete", and may
+        later rename it, for example to "manifest.json.damaged". Any of these names counts.
+
+        Args:
+            run_id: ID of the run.
+            name: Name of the checkpoint.
+        """
+        for path in self._files:
+            if path.startswith(f"{name}/{MANIFEST}"):
+                content = self._storage.cat_file(f"{self._root}/{path}")
+                if _is_manifest_of(run_id, content):
+                    return True
+        return False
 
     def _copy_file(self, path: Path, target: str, entry: Entry) -> None:
         """Copy a file to the path `target` in the storage and verify the copy.
