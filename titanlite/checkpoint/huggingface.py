@@ -236,7 +236,7 @@ def export_hf(
     dtype: str,
     write_tokenizer: TokenizerWriter = lambda folder: {},
     shard_bytes: int = 1_000_000_000,
-    token: str | None = None,
+    tmp_suffix: str | None = None,
 ) -> None:
     """Write a model in Hugging Face format, so that `transformers` can load it.
 
@@ -251,7 +251,7 @@ def export_hf(
             eos_token_id.
         shard_bytes: Maximum size of a weight file in bytes. Writing a file takes twice its size in
             memory.
-        token: Suffix for the name of the temporary folder. Defaults to a random string.
+        tmp_suffix: Suffix for the name of the temporary folder. Defaults to a random string.
 
     Raises:
         UserError: If `out` exists or cannot be written, or if no `transformers` model family
@@ -271,7 +271,7 @@ def export_hf(
         empty_tensors[exported_name] = torch.empty(shape, dtype=torch_dtype, device="meta")
     shards = split_torch_state_dict_into_shards(empty_tensors, max_shard_size=shard_bytes)
 
-    tmp_folder = out.parent / f"{TMP_PREFIX}{out.name}-{token or secrets.token_hex(4)}"
+    tmp_folder = out.parent / f"{TMP_PREFIX}{out.name}-{tmp_suffix or secrets.token_hex(4)}"
     try:
         tmp_folder.mkdir(parents=True)
         token_ids = write_tokenizer(tmp_folder)
@@ -325,12 +325,22 @@ def hf_weights(folder: str | Path) -> Weights:
     stored_copy = parameters.pop(HF_OUTPUT, None) if arch.tied_embeddings else None
     to_hf_name = partial(hf_name, arch)
     dtypes = check_tensors(folder, arch, parameters, "config.json", to_hf_name)
-    if stored_copy is not None and not _are_equal(stored_copy, parameters[HF_EMBEDDING]):
+    if stored_copy is not None:
+        _check_equals_embedding(folder, stored_copy, parameters[HF_EMBEDDING])
+    return Weights(arch, dtypes, lambda name: parameters[to_hf_name(name)])
+
+
+def _check_equals_embedding(folder: Path, output: Tensor, embedding: Tensor) -> None:
+    """Check that the output matrix of a model with tied embeddings equals the embedding matrix.
+
+    Raises:
+        UserError: If their dtypes or values differ. The message names `folder`.
+    """
+    if not _are_equal(output, embedding):
         raise UserError(
             f"{folder}: config.json ties the embeddings, but {HF_OUTPUT} differs from "
             f"{HF_EMBEDDING}. Set tie_word_embeddings to false, or remove {HF_OUTPUT}."
         )
-    return Weights(arch, dtypes, lambda name: parameters[to_hf_name(name)])
 
 
 def _open_safetensors(folder: Path) -> dict[str, Tensor]:

@@ -132,7 +132,7 @@ class Saver:
         # Complete the previous save first, because it calls `on_saved`, which may change the state.
         self.wait_until_saved()
         train_state = collect_state()
-        # Outdated checkpoints are removed only if they have the same run ID.
+        # Saves remove outdated checkpoints, but only those with this run ID, which is now known.
         self._saved_folders.run_id = train_state.get("run")
 
         if is_last:
@@ -168,15 +168,14 @@ class Saver:
     def _save_only_weights(self, step: int, train_state: dict[str, Any]) -> Path:
         """Start saving the weights and their averages (EMA) in the folder `final`.
 
-        If the run resumed from this step and already saved these weights, keep the existing folder.
-
         Return the step folder. An async save may not have created it yet.
         """
         folder = self._folder.parent / "final"
         path = folder / step_folder_name(step)
-        was_trained = step != self.loaded_step
+        # If the run trained no step since it resumed, an existing folder has the same weights.
+        replace_existing = step != self.loaded_step
         should_save = self._ranks.run_on_rank0(
-            lambda: self._saved_folders.prepare_output(path, replace=was_trained)
+            lambda: self._saved_folders.prepare_output(path, replace_existing)
         )
         if should_save:
             tensors = self._live.tensors(optimizer=False)
@@ -230,9 +229,12 @@ class Saver:
     ) -> Future[bool] | None:
         """Copy the tensors and let the background thread write them.
 
+        If the tensors cannot be copied or the thread cannot start, for example because memory is
+        low, log that the caller must write them while training waits.
+
         Returns:
-            A future with a boolean: whether the checkpoint is complete. None if the tensors cannot
-            be copied or the thread cannot start, for example because memory is low. This is logged.
+            A future with a boolean: whether the checkpoint is complete. None if the caller must
+            write the tensors.
         """
         try:
             wait_for_copies = self._copy(tensors)
@@ -241,13 +243,19 @@ class Saver:
                 self._write_and_publish, writer, wait_for_copies, seconds_blocked
             )
         except Exception as error:
-            # `submit` queues the save before it starts the thread. If starting the thread failed,
-            # a later `submit` would run this save as well, so discard the queue.
-            self._thread.shutdown(wait=False, cancel_futures=True)
-            self._thread = ThreadPoolExecutor(1, "checkpoint")
+            self._discard_queued_save()
             text = f"Saving step {writer.step} while training waits ({describe_error(error)})"
             self._log(Event(text, "foreground", writer.step))
             return None
+
+    def _discard_queued_save(self) -> None:
+        """Replace the background thread, so that it does not run a save that it could not start.
+
+        `ThreadPoolExecutor.submit` queues a function before it starts the thread. If starting the
+        thread fails, the next `submit` would run this function as well.
+        """
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
 
     def _copy(self, tensors: Tensors) -> Callable[[], Tensors]:
         """Copy tensors to CPU memory, so that training can change the originals during the save.
@@ -275,7 +283,7 @@ class Saver:
     ) -> bool:
         """Write and publish a checkpoint, log the result, and remove outdated checkpoints.
 
-        An exception is logged and makes only this save fail.
+        Call this on all ranks together. An exception is logged and makes only this save fail.
 
         Args:
             writer: Writer of the checkpoint.
@@ -287,12 +295,9 @@ class Saver:
             Whether the checkpoint is complete. False if any rank failed.
         """
         try:
-            tensors = self._wait_for_tensors(get_tensors)
-            group = self._ranks.group
-            # DCP calls `writer.write_data` on each rank. When all ranks have written their files,
-            # it calls `writer.finish` on rank 0, which publishes the checkpoint.
-            planner = ShardSavePlanner(flatten_state_dict=False)
-            dcp_save(tensors, storage_writer=writer, planner=planner, process_group=group)
+            # If one rank fails, each of these two calls raises an exception on all ranks.
+            tensors = self._ranks.run_together(lambda: _get_copies(get_tensors))
+            self._write_files_and_publish(writer, tensors)
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
             if self._ranks.rank == 0:
                 text = f"Could not save step {writer.step}: {describe_error(error)}"
@@ -307,27 +312,21 @@ class Saver:
                 self._mirror.notify()
         return True
 
-    def _wait_for_tensors(self, get_tensors: Callable[[], Tensors]) -> Tensors:
-        """Wait until the tensors are copied on all ranks and return the copies of this rank.
+    def _write_files_and_publish(self, writer: CheckpointWriter, tensors: Tensors) -> None:
+        """Write the tensors of all ranks to files and publish the checkpoint.
 
-        Args:
-            get_tensors: Waits for the copies of this rank and returns them by name.
+        DCP calls `writer.write_data` on each rank. When all ranks have written their files, DCP
+        calls `writer.finish` on rank 0, which publishes the checkpoint.
 
         Raises:
-            CheckpointError: On all ranks, if copying failed on any rank.
+            CheckpointException: On all ranks, if any rank fails.
         """
-
-        def get_tensors_here() -> Tensors:
-            """Return the copies of this rank, or convert an error for all ranks."""
-            try:
-                return get_tensors()
-            except BaseException as error:
-                # Convert even an interrupt to a CheckpointError, which is raised on all ranks,
-                # because the other ranks wait for this one.
-                problem = f"copying the tensors failed: {describe_error(error)}"
-                raise CheckpointError(problem) from None
-
-        return self._ranks.run_together(get_tensors_here)
+        dcp_save(
+            tensors,
+            storage_writer=writer,
+            planner=ShardSavePlanner(flatten_state_dict=False),
+            process_group=self._ranks.group,
+        )
 
     def _log_success(self, writer: CheckpointWriter, seconds_blocked: float | None) -> None:
         """Log that a save succeeded and how long it took.
@@ -430,3 +429,18 @@ class Saver:
         self.wait_until_saved()
         self._thread.shutdown()
         self._stager.close()
+
+
+def _get_copies(get_tensors: Callable[[], Tensors]) -> Tensors:
+    """Return the result of `get_tensors`, and convert each error to a CheckpointError.
+
+    `run_together` raises a CheckpointError on all ranks. After any other error, even an interrupt,
+    the other ranks would wait for this rank forever.
+
+    Args:
+        get_tensors: Waits for the copies of the tensors on this rank and returns them by name.
+    """
+    try:
+        return get_tensors()
+    except BaseException as error:
+        raise CheckpointError(f"copying the tensors failed: {describe_error(error)}") from None

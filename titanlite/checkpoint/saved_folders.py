@@ -73,7 +73,10 @@ class SavedFolders:
         If a checkpoint cannot be removed, log this and continue.
         """
         try:
-            outdated = self._find_outdated()
+            checkpoints = self._list_checkpoints_of_run()
+            if self._config.keep_best:
+                self.update_best_link()  # because the target of this link is never removed
+            outdated = self._select_outdated(checkpoints)
             # The newest checkpoint must survive a power failure before older ones are removed.
             # `publish_checkpoint` also tries this, but only warns if it fails.
             sync(self._folder)
@@ -115,26 +118,31 @@ class SavedFolders:
             link.unlink(missing_ok=True)
         elif link.resolve() != best.resolve():
             replace_link(link, best)
-            text = f"{best.name} has the lowest validation loss so far, {loss:.4f}"
-            self._log(f"{text}: {link} points to it")
+            self._log(
+                f"{best.name} has the lowest validation loss so far, {loss:.4f}: "
+                f"{link} points to it"
+            )
 
-    def _find_outdated(self) -> list[Path]:
-        """Return the checkpoints of this run that can be removed because no option keeps them.
+    def _list_checkpoints_of_run(self) -> list[Path]:
+        """Return the step folders in the checkpoint folder that this run saved, sorted by step."""
+        return [path for path in list_checkpoints(self._folder) if self._belongs_to_this_run(path)]
 
-        Exclude the best checkpoint and the one that is being copied to the mirror.
+    def _select_outdated(self, checkpoints: list[Path]) -> list[Path]:
+        """Select the checkpoints that can be removed because no option keeps them.
+
+        Exclude the one that is being copied to the mirror and, even if this job does not set
+        keep_best, the target of the link `best`.
+
+        Args:
+            checkpoints: Step folders of this run, sorted by step.
         """
-        all_checkpoints = list_checkpoints(self._folder)
-        checkpoints = [path for path in all_checkpoints if self._belongs_to_this_run(path)]
-        if self._config.keep_best:
-            self.update_best_link()  # the target of this link is never removed
-        # Never remove the target of `best`, even if this job does not set keep_best.
-        in_use: set[Path | None] = {(self._folder / BEST_LINK).resolve()}
-        if self._mirror is not None:
-            in_use.add(self._mirror.sending)
-
-        steps = select_outdated([get_step(path) for path in checkpoints], self._config)
+        best = (self._folder / BEST_LINK).resolve()
+        being_copied = self._mirror.sending if self._mirror is not None else None
+        outdated_steps = select_outdated([get_step(path) for path in checkpoints], self._config)
         return [
-            path for path in checkpoints if get_step(path) in steps and path.resolve() not in in_use
+            path
+            for path in checkpoints
+            if get_step(path) in outdated_steps and path.resolve() not in (best, being_copied)
         ]
 
     def _belongs_to_this_run(self, path: Path) -> bool:
@@ -168,8 +176,6 @@ class SavedFolders:
     def prepare_output(self, path: Path, replace: bool) -> bool:
         """Archive or keep an existing final output, before a new one is written.
 
-        A folder that another program wrote is not archived. Writing the new output then fails.
-
         Args:
             path: A step folder in `final`, or the folder `final_hf`.
             replace: Archive an existing output. If False, keep it.
@@ -181,6 +187,7 @@ class SavedFolders:
             self._log(f"Keeping {path}, which exists already")
             return False
 
+        # Leave a folder of another program in place. Writing the new output then fails.
         is_export = (path / EXPORT_MARKER).is_file()
         if is_export or is_from_titanlite(path):
             renamed = set_aside(path, "archived")
@@ -214,6 +221,7 @@ class SavedFolders:
         """
         step = get_step(path)
 
+        # `export_hf` calls this to write additional files into its temporary folder.
         def write_marker_and_tokenizer(folder: Path) -> dict[str, int | None]:
             marker = {"run": self.run_id, "step": step}
             (folder / EXPORT_MARKER).write_text(json.dumps(marker) + "\n")
@@ -223,5 +231,5 @@ class SavedFolders:
         check_checkpoint(path, verified_on_load=True)
         weights = checkpoint_weights(path)
         dtype = self._config.export_dtype
-        export_hf(weights, out, dtype, write_marker_and_tokenizer, token=self._context.token)
+        export_hf(weights, out, dtype, write_marker_and_tokenizer, tmp_suffix=self._context.token)
         self._log(f"Exported step {step} to {out} in Hugging Face format ({dtype})")
