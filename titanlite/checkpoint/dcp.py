@@ -127,7 +127,7 @@ class CheckpointWriter(FileSystemWriter):
         If `single_file_per_rank` is False, as for imported weights, write one file per tensor.
 
         Args:
-            plan: The tensors to write, and the prefix of file names. On rank 3, it is "__3_".
+            plan: The tensors to write, and the prefix of file names, such as "__3_" on rank 3.
             planner: Returns the values of a planned tensor.
 
         Returns:

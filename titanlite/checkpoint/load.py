@@ -604,7 +604,8 @@ def _check_shapes(
         tensors: This rank's tensors to load, by name in the checkpoint.
         arch: Architecture of the whole model. A pipeline rank holds only a part of it.
         reader: Reader of the checkpoint.
-        required_prefixes: Saved tensors with these name prefixes must all be expected.
+        required_prefixes: It is an error if the run does not expect a saved tensor with one of
+            these name prefixes.
 
     Raises:
         UserError: If names or shapes differ. The message lists the differences.
@@ -643,7 +644,8 @@ def _compare_with_saved_shapes(
         tensors: This rank's tensors to load, by name in the checkpoint.
         arch: Architecture of the whole model.
         reader: Reader of the checkpoint.
-        required_prefixes: Saved tensors with these name prefixes must all be expected. Other saved
+        required_prefixes: It is a difference if the run does not expect a saved tensor with one of
+            these name prefixes. Other saved
             tensors that are not expected are ignored.
     """
     # With pipeline parallelism, `tensors` lacks the weights on other ranks. Expect these as well,

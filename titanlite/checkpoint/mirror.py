@@ -223,7 +223,7 @@ class Mirror:
         names = find_checkpoints(self._files) + find_checkpoints(self._files, "final/")
         manifests = {}
         for name in names:
-            # A manifest never changes, so read each one only once.
+            # A valid manifest never changes, so read it only once.
             manifest = self._manifests.get(name) or self._read_manifest(name)
             if manifest is not None:
                 manifests[name] = manifest
