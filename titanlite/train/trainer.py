@@ -305,7 +305,7 @@ class Trainer:
         end = self._find_end_before_first_step()
         while end is None:
             has_request = exchange.collect_next(self.steps_done + 1)
-            self.step(has_request)
+            self.step(has_request=has_request)
             # Combine the requests of all ranks. `step` has counted the ranks with a request.
             request = exchange.receive(self._num_requests)
             end = self._find_end(request)
