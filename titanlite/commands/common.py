@@ -71,9 +71,9 @@ def format_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def run_on_ngpu_ranks(command: str, argv: Sequence[str]) -> None:
-    """Run a command in NGPU processes, and exit when they end. If NGPU is 1 or unset, do nothing.
+    """Run a command in NGPU processes, and exit with their exit code when they end.
 
-    Do nothing either if a launcher has already started this process as a rank.
+    Do nothing if NGPU is 1 or unset, or if a launcher has already started this process as a rank.
 
     Args:
         command: Name of the command, such as "eval".

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from titanlite.plan.advice import SearchResult
 
 _MAX_LISTED = 10  # number of search results to print
-_MIN_STAGES_FOR_WORKERS = 3  # with fewer pipeline stages, starting worker processes takes longer
+_MIN_PIPELINE_RANKS_FOR_WORKERS = 3  # with fewer, starting workers takes longer than it saves
 
 
 class PlanOptions(Options):
@@ -212,9 +212,9 @@ def _make_plan(
         remedies=options.remedies,
         show=show,
     )
-    if run.degrees.pipeline < _MIN_STAGES_FOR_WORKERS:
+    if run.degrees.pipeline < _MIN_PIPELINE_RANKS_FOR_WORKERS:
         return make_plan()
-    with workers() as pool:  # trace the pipeline stages in parallel
+    with workers() as pool:  # trace the pipeline ranks in parallel
         return make_plan(map_function=pool.map)
 
 

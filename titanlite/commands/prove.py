@@ -20,7 +20,6 @@ from titanlite.config.options import (
     Options,
     parse_options_and_job,
 )
-from titanlite.launch.launcher import read_variables
 from titanlite.load_run import read_world_size
 from titanlite.prove.report import (
     format_summary,
@@ -134,4 +133,19 @@ def choose_world_size(option: int | None) -> int | None:
 
     if option is not None:
         return option
-    return read_variables().NGPU if os.environ.get("NGPU") else None
+    return _read_ngpu()
+
+
+def _read_ngpu() -> int | None:
+    """Return the environment variable NGPU, or None if it is not set.
+
+    Raises:
+        UserError: If its value is not an integer.
+    """
+    value = os.environ.get("NGPU")
+    if not value:
+        return None
+    try:
+        return int(value)
+    except ValueError:
+        raise UserError(f"NGPU must be an integer, got {value!r}.") from None

@@ -40,7 +40,8 @@ def flops_per_token(arch: Architecture, seq_len: int, is_causal: bool = True) ->
       backward pass. The output projection counts, tied or not; the embedding lookup does not.
     - Attention over T keys with D channels in all heads costs 12TD FLOPs per token: 2TD for the
       scores, 2TD for the weighted values, and 8TD in the backward pass. The causal mask halves T,
-      and a sliding window limits it (`Architecture.attended`).
+      and a sliding window limits it (`Architecture.attended`). Grouped-query attention does not
+      reduce the FLOPs.
     - Norms, RoPE, the product in SwiGLU, softmax and the loss are ignored. They take less than 1%
       for models of 1B parameters and more.
     - Activation checkpointing does not count, because MFU is about useful work.

@@ -29,7 +29,12 @@ PROFILES = "profile"
 # Files in the order in which they are archived. The metrics are last: as long as they exist, the
 # next start archives the remaining files after an interruption.
 ARCHIVED_FILES = (
-    *("config.toml", ENVIRONMENT_FILE, *LOGS, "tb", "wandb", PROFILES),
+    "config.toml",
+    ENVIRONMENT_FILE,
+    *LOGS,
+    "tb",
+    "wandb",
+    PROFILES,
     *reversed(METRICS_FILES),
 )
 

@@ -263,7 +263,9 @@ def make_columns(entries: Iterable[JsonObject]) -> Columns:
 
 def _pad_with_nan(column: array[float], length: int) -> None:
     """Append NaN to a column until it has `length` values."""
-    column.extend([math.nan] * (length - len(column)))
+    num_missing = length - len(column)
+    if num_missing > 0:
+        column.extend([math.nan] * num_missing)
 
 
 def _flatten_numbers(entry: JsonObject) -> dict[str, float]:

@@ -103,15 +103,15 @@ class _CopiedNumber:
     def __init__(self, number: Tensor) -> None:
         """Start to copy a scalar tensor to the CPU."""
         self._copy = number.to("cpu", non_blocking=True)
-        self._is_complete: torch.cuda.Event | None = None
+        self._copy_event: torch.cuda.Event | None = None
         if number.is_cuda:
-            self._is_complete = torch.cuda.Event()
-            self._is_complete.record()
+            self._copy_event = torch.cuda.Event()
+            self._copy_event.record()
 
     def wait(self) -> float:
         """Wait until the copy is complete, and return the number."""
-        if self._is_complete is not None and not self._is_complete.query():
-            self._is_complete.synchronize()
+        if self._copy_event is not None and not self._copy_event.query():
+            self._copy_event.synchronize()
         return self._copy.item()
 
 

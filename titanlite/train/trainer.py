@@ -180,8 +180,9 @@ class Trainer:
     def _create_output_hooks(self) -> list[Hook]:
         """Lock the output folder, open the log files, and create the hang report and the records.
 
-        Call this before other hooks are created, because they use the log files. All ranks must
-        call this together, because they communicate to lock the output folder.
+        Call this before the checkpointer and the standard hooks are created, because they use the
+        log files. All ranks must call this together, because they communicate to lock the output
+        folder.
         """
         setup_logging(self.rank, None)
         self.hang_report = HangReport(self)  # first, so that it covers the rest of the build
@@ -746,7 +747,8 @@ class Trainer:
         stop_error = None
         if stop_message and not end.has_finished:  # a signal at the last step is not an error
             stop_error = self._create_stop_error(stop_message, end.request.stop)
-        error = end.data_error or hook_error or stop_error
+        errors = (end.data_error, hook_error, stop_error)
+        error = next((error for error in errors if error is not None), None)
 
         self._is_closed = True
         with self._locks:  # the next run must not write to the log before the end is logged
