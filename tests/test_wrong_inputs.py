@@ -485,6 +485,7 @@ MAX_RESTARTS=often launch => MAX_RESTARTS
 NGPU=2 NNODES=1:3 MASTER_ADDR=here launch --training.global_batch_size 8 => 6 data-parallel ranks
 profile --steps 1e9 => --steps must be an integer, got '1e9'
 prove --out job.toml => --out
+NGPU=two prove => NGPU
 prove --world-size 500 => --world-size 500
 prove --parallelism.tensor_parallel_degree 3 => parallelism.tensor_parallel_degree
 WORLD_SIZE=3 prove --parallelism.tensor_parallel_degree 2 => --world-size 3

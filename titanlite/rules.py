@@ -50,7 +50,7 @@ from titanlite.data.hub import propose_download
 from titanlite.data.sources.files import BUILTIN_SOURCES, find_files, find_markup
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.formats import parameter_shapes
-from titanlite.observe.outputs import FILES, find_overwrite_problem
+from titanlite.observe.outputs import ARCHIVED_FILES, find_overwrite_problem
 
 UNUSED_KEYS = {
     "AdamW": ("momentum",),
@@ -1005,7 +1005,7 @@ def check_output_folders(run: Run) -> Problems:
     yield from _check_writable(run)
 
     folder = run.dump_folder.absolute()
-    other_outputs = [folder / name for name in ("final", "final_hf", *FILES)]
+    other_outputs = [folder / name for name in ("final", "final_hf", *ARCHIVED_FILES)]
     if _get_checkpoint_folder(run) in (folder, *other_outputs):
         yield Problem(
             "checkpoint.folder",

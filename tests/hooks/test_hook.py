@@ -81,7 +81,7 @@ CALLS = {
 def test_a_hook_is_called_and_its_requests_take_effect_in_the_same_order_on_all_ranks(
     tmp_path, delay
 ):
-    """On a GPU, requests are submitted one step earlier, and take effect after the same step."""
+    """On a GPU, requests are collected one step earlier, and take effect after the same step."""
     first, second = run_ranks(2, record_calls, tmp_path, delay)
 
     expected = []

@@ -70,11 +70,10 @@ def format_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-def start_ranks(command: str, argv: Sequence[str]) -> None:
-    """Run a command in several processes, and exit with their exit code when they end.
+def run_on_ngpu_ranks(command: str, argv: Sequence[str]) -> None:
+    """Run a command in NGPU processes, and exit with their exit code when they end.
 
-    The environment variable NGPU sets the number of processes. If it is 1 or unset, or if a
-    launcher has already started this process as a rank, return without effect.
+    Do nothing if NGPU is 1 or unset, or if a launcher has already started this process as a rank.
 
     Args:
         command: Name of the command, such as "eval".

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from titanlite.checkpoint.find import find_checkpoints
-from titanlite.commands.common import is_first_rank, print_result, start_ranks
+from titanlite.commands.common import is_first_rank, print_result, run_on_ngpu_ranks
 from titanlite.config.errors import UserError, format_count
 from titanlite.config.load import load_job
 from titanlite.config.options import (
@@ -54,8 +54,8 @@ def main(argv: Sequence[str]) -> None:
     options, layout_words = parse_options_and_job(Eval, argv, "eval", _LAYOUT_HELP)
     parallelism = _load_layout(layout_words)
     find_checkpoints(options.checkpoint)  # raises an error if no checkpoint exists
-    # If NGPU is set, run this command in NGPU processes, and exit this process when they end.
-    start_ranks("eval", argv)
+    # With NGPU=N, run this command in N processes instead, and exit.
+    run_on_ngpu_ranks("eval", argv)
 
     from titanlite.score import evaluate_text  # slow, because it imports torch
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 from pydantic import Field
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from titanlite.plan.advice import SearchResult
 
 _MAX_LISTED = 10  # number of search results to print
+_MIN_PIPELINE_RANKS_FOR_WORKERS = 3  # with fewer, starting workers takes longer than it saves
 
 
 class PlanOptions(Options):
@@ -86,15 +87,15 @@ def main(argv: Sequence[str]) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # Only results go to standard output. Some libraries print when they are imported, which would
     # mix with the JSON object of --json.
-    print_text = partial(print, file=sys.stdout, flush=True)
+    results = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         device = _choose_device(options, run.world_size)
         if device.cpu:  # then CPU offload would not save memory
             run = with_keys(run, {"training.enable_cpu_offload": False})
         if options.search or options.write is not None:
-            print_text(_search(options, run, device, tokens))
+            _search(options, run, device, tokens, results)
         else:
-            _estimate(options, run, device, tokens, print_text)
+            _estimate(options, run, device, tokens, results)
 
 
 def _load_run(options: PlanOptions, words: Sequence[str]) -> Run:
@@ -162,7 +163,7 @@ def _estimate(
     run: Run,
     device: Gpu,
     tokens: int | None,
-    print_text: Callable[[str], None],
+    results: TextIO,
 ) -> None:
     """Print the memory and time of a job, followed by changes that improve the job.
 
@@ -171,21 +172,23 @@ def _estimate(
         run: The run to estimate.
         device: GPU or CPU of each rank.
         tokens: Number of tokens of the whole training run, or None if --tokens is not set.
-        print_text: Function that prints a string to standard output.
+        results: Standard output.
     """
     if options.as_json:
-        plan = _make_plan(options, run, device)
-        print_text(_add_training_time(plan, tokens).model_dump_json())
+        forecast = _make_plan(options, run, device)
+        forecast = _add_training_time(forecast, tokens)
+        print(forecast.model_dump_json(), file=results, flush=True)
         return
 
     def print_estimate(forecast: Forecast) -> None:
-        print_text(_format_forecast(run, _add_training_time(forecast, tokens)))
+        text = _format_forecast(run, _add_training_time(forecast, tokens))
+        print(text, file=results, flush=True)
 
     # The search for changes takes longer, so the estimate is printed before it starts.
-    plan = _make_plan(options, run, device, show=print_estimate)
-    advice = _format_advice(run, plan)
+    forecast = _make_plan(options, run, device, show=print_estimate)
+    advice = _format_advice(run, forecast)
     if advice:
-        print_text(advice)
+        print(advice, file=results, flush=True)
 
 
 def _make_plan(
@@ -209,9 +212,9 @@ def _make_plan(
         remedies=options.remedies,
         show=show,
     )
-    if run.degrees.pipeline <= 2:
+    if run.degrees.pipeline < _MIN_PIPELINE_RANKS_FOR_WORKERS:
         return make_plan()
-    with workers() as pool:  # trace the stages in parallel
+    with workers() as pool:  # trace the pipeline ranks in parallel
         return make_plan(map_function=pool.map)
 
 
@@ -234,8 +237,12 @@ def _format_advice(run: Run, forecast: Forecast) -> str:
     return f"Largest training.local_batch_size that fits: {largest} (now {current})."
 
 
-def _search(options: PlanOptions, run: Run, device: Gpu, tokens: int | None) -> str:
-    """Search for variants of a job that fit into memory, and list the fastest.
+def _search(
+    options: PlanOptions, run: Run, device: Gpu, tokens: int | None, results: TextIO
+) -> None:
+    """Search for variants of a job that fit into memory, and print the fastest.
+
+    Print them as a table, or as JSON with --json.
 
     With --write, also write the fastest variant as a job file, without the section [job].
 
@@ -244,9 +251,7 @@ def _search(options: PlanOptions, run: Run, device: Gpu, tokens: int | None) -> 
         run: The run to change.
         device: GPU or CPU of each rank.
         tokens: Number of tokens of the whole training run, or None if --tokens is not set.
-
-    Returns:
-        The fastest variants as a table, or as JSON with --json.
+        results: Standard output.
 
     Raises:
         UserError: If no variant fits.
@@ -266,7 +271,7 @@ def _search(options: PlanOptions, run: Run, device: Gpu, tokens: int | None) -> 
         job = with_keys(run, fastest_settings).job
         write_output(options.write, dump_config(job, without=("job",)).encode())
     devices = f"{run.world_size} x {device.name}"
-    return _format_search(result, devices, tokens, options.as_json)
+    print(_format_search(result, devices, tokens, options.as_json), file=results, flush=True)
 
 
 def _format_search(result: SearchResult, devices: str, tokens: int | None, as_json: bool) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeInt
 
-from titanlite.commands.common import print_result, start_ranks
+from titanlite.commands.common import print_result, run_on_ngpu_ranks
 from titanlite.config.options import AsJson, OptionPath, Options, parse_options_and_job
 from titanlite.load_run import load_run, read_world_size
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
     """
     options, words = parse_options_and_job(Profile, argv, "profile")
     # With NGPU=N, run this command in N processes instead, and exit.
-    start_ranks("profile", argv)
+    run_on_ngpu_ranks("profile", argv)
     # Without --out, the output folder of the job must be writable.
     writes_to_dump_folder = options.out is None
     run = load_run(words, read_world_size(), trains=writes_to_dump_folder)

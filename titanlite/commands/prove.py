@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from titanlite.commands.common import format_table, start_ranks
+from titanlite.commands.common import format_table, run_on_ngpu_ranks
 from titanlite.config.certificate import FOLDER
 from titanlite.config.errors import UserError
 from titanlite.config.files import find_write_problem, make_folder
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> None:
     make_folder(out)
     # With several ranks, run this command in NGPU processes instead, and exit.
     os.environ["NGPU"] = str(world_size)
-    start_ranks("prove", argv)
+    run_on_ngpu_ranks("prove", argv)
 
     # Train the small job, and compare it with the reference.
     from titanlite.prove.prove import prove  # slow, because it imports torch
@@ -118,7 +118,8 @@ def choose_world_size(option: int | None) -> int | None:
         `option` or else the environment variable NGPU, or None if neither is set.
 
     Raises:
-        UserError: If a launcher has started a number of ranks that differs from `option`.
+        UserError: If a launcher has started a number of ranks that differs from `option`, or NGPU
+            is invalid.
     """
     # A launcher has already started the ranks.
     if "WORLD_SIZE" in os.environ:
@@ -132,5 +133,19 @@ def choose_world_size(option: int | None) -> int | None:
 
     if option is not None:
         return option
-    num_processes = os.environ.get("NGPU")
-    return int(num_processes) if num_processes else None
+    return _read_ngpu()
+
+
+def _read_ngpu() -> int | None:
+    """Return the environment variable NGPU, or None if it is not set.
+
+    Raises:
+        UserError: If its value is not an integer.
+    """
+    value = os.environ.get("NGPU")
+    if not value:
+        return None
+    try:
+        return int(value)
+    except ValueError:
+        raise UserError(f"NGPU must be an integer, got {value!r}.") from None

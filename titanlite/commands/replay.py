@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import PositiveInt
 
-from titanlite.commands.common import print_result, start_ranks
+from titanlite.commands.common import print_result, run_on_ngpu_ranks
 from titanlite.config.errors import UserError
 from titanlite.config.options import AsJson, Options, PositionalPath, parse_options_and_job
 from titanlite.config.run import Run
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
             "as an imported one, has no steps to replay."
         )
     # With NGPU=N, run this command in N processes instead, and exit.
-    start_ranks("replay", argv)
+    run_on_ngpu_ranks("replay", argv)
 
     # The output folder may have been moved since the run.
     job_words = ["--job.config_file", str(config), "--job.dump_folder", str(options.dir), *words]

@@ -36,11 +36,12 @@ def state_bytes(run: Run) -> int:
 def flops_per_token(arch: Architecture, seq_len: int, is_causal: bool = True) -> float:
     """Return the training FLOPs per token (forward and backward) for sequences of `seq_len` tokens.
 
-    - A matmul with n weights costs 2n FLOPs per token in the forward pass, and twice that in the
-      backward pass: 6n. The output projection counts, tied or not; the embedding lookup does not.
-    - Attention over T keys with D channels in all heads costs 2TD FLOPs for the scores and 2TD for
-      the weighted values: 12TD with the backward pass. A sliding window reduces this, and the
-      causal mask halves it (`Architecture.attended`). Grouped-query attention does not reduce it.
+    - A matmul with n weights costs 6n FLOPs per token: 2n in the forward pass, and 4n in the
+      backward pass. The output projection counts, tied or not; the embedding lookup does not.
+    - Attention over T keys with D channels in all heads costs 12TD FLOPs per token: 2TD for the
+      scores, 2TD for the weighted values, and 8TD in the backward pass. The causal mask halves T,
+      and a sliding window limits it (`Architecture.attended`). Grouped-query attention does not
+      reduce the FLOPs.
     - Norms, RoPE, the product in SwiGLU, softmax and the loss are ignored. They take less than 1%
       for models of 1B parameters and more.
     - Activation checkpointing does not count, because MFU is about useful work.
@@ -48,8 +49,8 @@ def flops_per_token(arch: Architecture, seq_len: int, is_causal: bool = True) ->
     Args:
         arch: Shape of the model.
         seq_len: Sequence length in tokens.
-        is_causal: Count only the attention scores that the causal mask leaves visible. The PaLM
-            paper (2204.02311, appendix B), torchtitan and nanochat count all scores.
+        is_causal: Count only the attention scores that the causal mask leaves visible. If False,
+            count all scores, like the PaLM paper (2204.02311, appendix B) and torchtitan.
     """
     keys_per_query = arch.attended(seq_len, is_causal)  # on average
     attention = 12 * arch.n_layers * keys_per_query * arch.q_dim

@@ -27,7 +27,7 @@ from titanlite.observe.logged_step import (
     scalar_points,
 )
 
-JSON_FILES = ("metrics.jsonl", "validation.jsonl", "samples.jsonl")
+METRICS_FILES = ("metrics.jsonl", "validation.jsonl", "samples.jsonl")
 """Files that the JSON metrics logger writes to the output folder."""
 
 

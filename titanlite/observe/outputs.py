@@ -19,7 +19,7 @@ from typing import Any
 from titanlite.config.files import write_atomically
 from titanlite.config.load import dump_config
 from titanlite.config.schema import JobConfig
-from titanlite.observe.metrics_loggers import JSON_FILES
+from titanlite.observe.metrics_loggers import METRICS_FILES
 from titanlite.runtime.logging import EVENTS_FILE, LOG_FILE
 
 ENVIRONMENT_FILE = "environment.json"
@@ -28,7 +28,15 @@ LOGS = (LOG_FILE, EVENTS_FILE)
 PROFILES = "profile"
 # Files in the order in which they are archived. The metrics are last: as long as they exist, the
 # next start archives the remaining files after an interruption.
-FILES = ("config.toml", ENVIRONMENT_FILE, *LOGS, "tb", "wandb", PROFILES, *reversed(JSON_FILES))
+ARCHIVED_FILES = (
+    "config.toml",
+    ENVIRONMENT_FILE,
+    *LOGS,
+    "tb",
+    "wandb",
+    PROFILES,
+    *reversed(METRICS_FILES),
+)
 
 REQUIRED_KEYS = {
     "metrics.jsonl": {"step", "loss", "grad_norm"},
@@ -49,7 +57,7 @@ def find_overwrite_problem(folder: Path) -> str | None:
     Returns:
         An error message that names the file and how to fix this, or None if there is no problem.
     """
-    names = ("config.toml", ENVIRONMENT_FILE, *LOGS, *JSON_FILES)
+    names = ("config.toml", ENVIRONMENT_FILE, *LOGS, *METRICS_FILES)
     paths = [folder / name for name in names]
     for path in paths:
         if path.is_symlink():
@@ -178,18 +186,18 @@ class OutputFolder:
         return f"Archived {files} {reason} to {archive}"
 
     def _archive_all(self, archive: Path) -> None:
-        """Move the files of an earlier run, such as its metrics, to the new folder `archive`.
+        """Move the files of an earlier run to the new folder `archive`.
 
-        Lines that this start has already appended to the logs stay in place. If there are no
-        metrics, do nothing.
+        Lines that this start has already appended to the logs stay in place. If the earlier run has
+        written no metrics, do nothing.
         """
-        paths = [self._folder / name for name in JSON_FILES]
+        paths = [self._folder / name for name in METRICS_FILES]
         has_metrics = any(path.is_file() and path.stat().st_size > 0 for path in paths)
         if not has_metrics:
             return
 
         archive.mkdir()
-        for name in FILES:
+        for name in ARCHIVED_FILES:
             path = self._folder / name
             if name in LOGS:
                 self._archive_old_lines(path, archive)

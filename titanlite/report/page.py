@@ -243,7 +243,6 @@ def make_columns(entries: Iterable[JsonObject]) -> Columns:
     Numbers in nested objects have the key "OBJECT/KEY", such as "grad_norms/attention.wq".
     """
     columns: dict[str, array[float]] = defaultdict(lambda: array("d"))
-    nan = array("d", [math.nan])
     last_step = -1.0
     for entry in entries:
         step = get_number(entry, "step")
@@ -251,16 +250,22 @@ def make_columns(entries: Iterable[JsonObject]) -> Columns:
             continue
         last_step = step
 
-        row = len(columns["step"])
+        num_rows = len(columns["step"])
         for name, number in _flatten_numbers(entry).items():
-            column = columns[name]
-            column.extend(nan * (row - len(column)))  # for earlier lines without this key
-            column.append(number)
+            _pad_with_nan(columns[name], num_rows)  # for earlier lines without this key
+            columns[name].append(number)
 
     num_rows = len(columns["step"])
     for column in columns.values():
-        column.extend(nan * (num_rows - len(column)))  # for later lines without this key
+        _pad_with_nan(column, num_rows)  # for later lines without this key
     return {name: np.array(column) for name, column in columns.items()}
+
+
+def _pad_with_nan(column: array[float], length: int) -> None:
+    """Append NaN to a column until it has `length` values."""
+    num_missing = length - len(column)
+    if num_missing > 0:
+        column.extend([math.nan] * num_missing)
 
 
 def _flatten_numbers(entry: JsonObject) -> dict[str, float]:
@@ -383,22 +388,30 @@ def _read_events(entries: Iterable[JsonObject], metrics: Columns) -> list[JsonOb
     for event in _parse_events(entries, metrics):
         if event["kind"] == "start":
             if is_running:
-                events.append(
-                    {
-                        # The time of the end is unknown, so use the time of the next start.
-                        "time": event["time"],
-                        "step": max(events[-1]["step"], _find_logged_step(metrics, event["time"])),
-                        "undone": False,
-                        "kind": "killed",
-                        "text": "The run was killed: no end was recorded before the next start.",
-                    }
-                )
+                killed_step = max(events[-1]["step"], _find_logged_step(metrics, event["time"]))
+                events.append(_make_killed_event(killed_step, next_start=event))
             _mark_undone(events, event["step"])
             is_running = True
         elif event["kind"] in ENDS:
             is_running = False
         events.append(event)
     return events
+
+
+def _make_killed_event(step: float, next_start: JsonObject) -> JsonObject:
+    """Return an event for the end of a killed process.
+
+    Args:
+        step: Last step that the process is known to have trained.
+        next_start: The next start event. Its time is used, because the time of the end is unknown.
+    """
+    return {
+        "time": next_start["time"],
+        "step": step,
+        "undone": False,
+        "kind": "killed",
+        "text": "The run was killed: no end was recorded before the next start.",
+    }
 
 
 def _mark_undone(events: Iterable[JsonObject], start_step: float) -> None:

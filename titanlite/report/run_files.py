@@ -202,7 +202,7 @@ def _read_finished_lines(path: Path, tail: int | None) -> Iterator[bytes]:
 
     Args:
         path: Path of the file.
-        tail: If given, read only about the last `tail` bytes.
+        tail: If given, yield only lines that start in the last `tail` bytes.
 
     Raises:
         OSError: If the file cannot be read.
@@ -212,11 +212,13 @@ def _read_finished_lines(path: Path, tail: int | None) -> Iterator[bytes]:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if tail is not None and size > tail:
+            # Skip to the next start of a line. If a line starts exactly at the tail, keep it.
             file.seek(size - tail - 1)
-            file.readline()  # Skip to the next whole line.
+            file.readline()
         while line := file.readline(MAX_LINE_BYTES):
             is_part_of_long_line = len(line) == MAX_LINE_BYTES
-            if not line.endswith(b"\n") and not is_part_of_long_line:
+            is_unfinished = not line.endswith(b"\n") and not is_part_of_long_line
+            if is_unfinished:
                 return
             yield line
 
@@ -313,9 +315,9 @@ def read_status(folder: Path) -> RunStatus:
 
     last_update = _find_last_update(numbers, events)
     state, exit_reason = _find_state(numbers, events, starts_and_ends, last_update)
-    # If the run started or ended after it logged the ETA, the ETA is outdated.
     if starts_and_ends and starts_and_ends[-1]["time"] > numbers.get("time", 0.0):
-        numbers.pop("eta", None)
+        # The run started or ended after it logged the ETA, so the ETA is outdated.
+        numbers = {name: number for name, number in numbers.items() if name != "eta"}
     return RunStatus(
         title=_make_title(folder, config),
         total_steps=_get_total_steps(config),
@@ -420,13 +422,15 @@ def _find_state(
         # New processes are starting, so do not check the old one.
         return "running", "its launcher is restarting it"
 
-    start = starts_and_ends[-1] if starts_and_ends else {}
-    if start.get("host") == socket.gethostname():
-        if _is_alive(start.get("process"), start["time"]):
+    # No end is recorded, so the last of these events, if any, is a start.
+    last_start = starts_and_ends[-1] if starts_and_ends else {}
+    if last_start.get("host") == socket.gethostname():
+        if _is_alive(last_start.get("process"), last_start["time"]):
             return "running", ""
         return "crashed", "its process was killed, or the node went down"
 
-    # A run on another node is stale after five minutes or, if longer, ten steps without an update.
+    # The process cannot be checked on another node. The run is stale after five minutes or, if
+    # longer, ten steps without an update.
     ten_steps = 10 * numbers.get("step_time", 0.0)
     if age < max(STALE_SECONDS, ten_steps):
         return "running", ""
@@ -441,16 +445,16 @@ def _describe_end(starts_and_ends: Sequence[JsonObject]) -> StateAndReason:
         starts_and_ends: Events of the starts and ends of the run, oldest first. The last one is an
             end.
     """
-    *earlier_kinds, kind = [event["event"] for event in starts_and_ends]
-    reason = _summarize_text(starts_and_ends[-1]["text"])
-    if kind == "finish":
+    *earlier_events, end = starts_and_ends
+    reason = _summarize_text(end["text"])
+    if end["event"] == "finish":
         # The text is "Finished after step 90", or "Finished after step 90: <reason>" if a hook
         # finished the run early.
         return "finished", reason.partition(": ")[2]
-    if kind in ("stop", "guard"):  # a signal, or the guards against bad steps
+    if end["event"] in ("stop", "guard"):  # a signal, or the guards against bad steps
         return "stopped", reason
-    if kind in USER_ERRORS:
-        return _describe_user_error(reason, earlier_kinds)
+    if end["event"] in USER_ERRORS:
+        return _describe_user_error(reason, [event["event"] for event in earlier_events])
     return "crashed", reason
 
 

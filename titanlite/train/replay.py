@@ -89,8 +89,7 @@ def _read_events(folder: Path) -> tuple[list[JsonObject], list[int]]:
     """Read the start events of a run and the steps of its rollbacks from events.jsonl.
 
     Leave out events of steps that the run trained again. For example, if it trains 100 steps and
-    then resumes from step 80, a rollback at step 90 is left out. If it resumes from step 80 twice,
-    only the second of these starts is returned.
+    then resumes from step 80, a rollback at step 90 is left out.
 
     Returns:
         The events of the starts, and the steps after which the run rolled back.
@@ -105,7 +104,8 @@ def _read_events(folder: Path) -> tuple[list[JsonObject], list[int]]:
         if event.get("event") == "roll back":
             roll_backs.append(step)
         elif event.get("event") == "start" and "record" in event:
-            # The run resumed from `step`, so it trained all later steps again.
+            # The run resumed from `step`, so all later steps were trained again. An earlier start
+            # from `step` has trained only such steps.
             roll_backs = [roll_back for roll_back in roll_backs if roll_back <= step]
             start_events = [start for start in start_events if start["step"] < step]
             start_events.append(event)
@@ -232,7 +232,9 @@ class ReplayTrainer(Trainer):
             UserError: If the steps since the checkpoint cannot be reproduced: the run rolled back
                 in between, had other options, or used hooks that may have changed the weights.
         """
-        resumer = build_resumer(self, self._saved_job)  # compares checkpoints with this job
+        # The resumer loads state into this trainer, after it has compared the job of the checkpoint
+        # with the original job of the run.
+        resumer = build_resumer(self, self._saved_job)
         rank_group = resumer.context.ranks
         self._resources.callback(rank_group.close)  # called when the trainer is closed
 

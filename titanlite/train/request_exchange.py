@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,9 +15,9 @@ from titanlite.hooks.hook import Request
 from titanlite.runtime.world import gathered
 
 REQUEST_DELAY = {"cpu": 0, "cuda": 1}
-"""Number of steps between submitting a request and receiving it on all ranks, by device type.
+"""Number of steps by which a request is collected early, by device type; see `RequestExchange`.
 
-When a run on a GPU ends, the last submitted request is dropped.
+When a run on a GPU ends, the last collected request is dropped.
 """
 
 
@@ -28,81 +29,92 @@ class RequestExchange:
     norm also counts the ranks with a request. The ranks gather their requests only if this count is
     not 0.
 
-    On a CPU, a request that is submitted during a step is received after this step. On a GPU, it is
-    received after the next step: the CPU launches the next step before it waits for the count, so
-    that the GPU always has work. The request must therefore be submitted one step early:
+    On a GPU, the CPU launches the next step before it waits for the count of a step, so that the
+    GPU always has work. It must therefore collect each request one step early:
 
-        when          | CPU (`delay` 0)               | GPU (`delay` 1)
-        before step 1 |                               | submit for step 1
-        in step 1     | submit and receive for step 1 | submit for step 2, receive for step 1
-        in step 2     | submit and receive for step 2 | submit for step 3, receive for step 2
-
-    Before step 1, the trainer submits one more request and receives it at once, to end the run if a
-    rank has a stop signal or cannot read its data. Requests that are submitted before step 1 have
-    no count, so the ranks always gather them.
-
-    Attributes:
-        delay: Number of steps between submitting and receiving a request: 0 on a CPU, 1 on a GPU.
+        when          | CPU                            | GPU
+        before step 1 | collect for step 1             | collect for steps 1 and 2
+        after step 1  | receive for step 1             | receive for step 1
+        before step 2 | collect for step 2             | collect for step 3
+        after step 2  | receive for step 2             | receive for step 2
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, collect: Callable[[int], Request], device: torch.device) -> None:
         """Prepare to exchange requests between all ranks.
 
         Args:
-            device: Device of this rank. On a GPU, requests are received one step later.
+            collect: Returns the actions that this rank requests after a step. It is called once for
+                each step.
+            device: Device of this rank.
         """
-        self.delay = REQUEST_DELAY[device.type]
-        self._queue = deque[_QueuedRequest]()
+        self._collect = collect
+        self._delay = REQUEST_DELAY[device.type]
+        self._collected = Request()
+        self._queue = deque[_CountedRequest]()
 
-    def submit(self, request: Request, num_requests: Tensor | None = None) -> None:
-        """Queue a request of this rank. `receive` combines it with the requests of all other ranks.
+    def collect_next(self, step: int) -> bool:
+        """Collect the next request of this rank. Call this before each step is trained.
 
         Args:
-            request: Request of this rank. In most steps it is empty.
-            num_requests: Number of ranks, including this one, whose request is not empty. A scalar
-                on the device that the training step has all-reduced. If it is 0, `receive` does not
-                gather the requests. If it is None, `receive` always gathers them.
+            step: Step to train. On a GPU, the request is for the step after it.
+
+        Returns:
+            Whether the request is not empty, so that the step has to count it.
         """
-        if num_requests is None:
-            self._queue.append(_QueuedRequest(request))
-            return
+        if len(self._queue) < self._delay:
+            # No earlier step can count the request for the first step, so always gather it.
+            self._queue.append(_CountedRequest(self._collect(step), count=None))
+        self._collected = self._collect(step + self._delay)
+        return self._collected != Request()
 
-        # Start to copy the number to the CPU, but do not wait for it until `receive`.
-        count = num_requests.to("cpu", non_blocking=True)
-        copied = None
-        if num_requests.is_cuda:
-            copied = torch.cuda.Event()
-            copied.record()
-        self._queue.append(_QueuedRequest(request, count, copied))
+    def receive(self, num_requests: Tensor) -> Request:
+        """Combine the requests of all ranks for a step. Call this after the step is launched.
 
-    def receive(self) -> Request:
-        """Combine the requests that the ranks have submitted for a step, and return the result.
+        All ranks must call this together, and all receive the same result. The CPU waits for the
+        step that counted the requests. On a GPU, this is the step before the newest one, so the GPU
+        has work during the wait.
 
-        Calls return the requests in the order in which they were submitted. All ranks must call
-        this together, and all receive the same result. The CPU waits for the step during which the
-        requests were submitted, because the all-reduce in that step counts them. On a GPU, this is
-        the step before the newest one, so the GPU has work during the wait.
+        Args:
+            num_requests: Number of ranks whose last collected request is not empty. A scalar on
+                the device, which the step has computed.
         """
-        queued = self._queue.popleft()
-        if queued.copied is not None and not queued.copied.query():
-            queued.copied.synchronize()
-        if queued.count is not None and queued.count.item() == 0:
+        self._queue.append(_CountedRequest(self._collected, _CopiedNumber(num_requests)))
+        request, count = self._queue.popleft()
+        if count is not None and count.wait() == 0:
             return Request()
-
-        requests = gathered(queued.request)
-        return functools.reduce(operator.or_, requests)
+        return combine_requests(request)
 
 
-class _QueuedRequest(NamedTuple):
-    """A request of this rank that `receive` has not exchanged yet.
+class _CountedRequest(NamedTuple):
+    """A request of this rank that has not been received yet.
 
     Attributes:
-        request: Actions, such as a save, that this rank has requested from all ranks.
-        count: CPU tensor with the number of ranks that requested an action. None if it is unknown,
-            as before the first step.
-        copied: CUDA event that completes when `count` has been copied from the GPU. None on a CPU.
+        request: Actions that this rank has requested.
+        count: Number of ranks that have requested an action. None if it is unknown.
     """
 
     request: Request
-    count: Tensor | None = None
-    copied: torch.cuda.Event | None = None
+    count: _CopiedNumber | None
+
+
+class _CopiedNumber:
+    """A number that is being copied from the device to the CPU, while the CPU continues."""
+
+    def __init__(self, number: Tensor) -> None:
+        """Start to copy a scalar tensor to the CPU."""
+        self._copy = number.to("cpu", non_blocking=True)
+        self._copy_event: torch.cuda.Event | None = None
+        if number.is_cuda:
+            self._copy_event = torch.cuda.Event()
+            self._copy_event.record()
+
+    def wait(self) -> float:
+        """Wait until the copy is complete, and return the number."""
+        if self._copy_event is not None and not self._copy_event.query():
+            self._copy_event.synchronize()
+        return self._copy.item()
+
+
+def combine_requests(request: Request) -> Request:
+    """Gather the requests of all ranks, and combine them. All ranks must call this together."""
+    return functools.reduce(operator.or_, gathered(request))

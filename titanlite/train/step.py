@@ -162,9 +162,10 @@ class TrainStep:
         )
 
     def _reduce_and_clip(self, loss: Tensor, has_request: bool) -> StepSums:
-        """Clip the gradients to training.max_norm, and sum loss and requests over all ranks.
+        """Compute the gradient norm over all ranks, and clip the gradients to training.max_norm.
 
-        A single all-reduce computes the gradient norm and both sums.
+        The all-reduce of the norm also sums the loss and counts the requests of the ranks, which
+        saves separate collectives.
 
         Args:
             loss: This rank's part of the loss.

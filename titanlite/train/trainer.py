@@ -49,7 +49,7 @@ from titanlite.runtime.world import gathered, process_group
 from titanlite.score import Score
 from titanlite.train.build import describe_run, settle_compute_dtype, standard_hooks
 from titanlite.train.out_of_memory import explain_out_of_memory, is_out_of_memory
-from titanlite.train.request_exchange import RequestExchange
+from titanlite.train.request_exchange import RequestExchange, combine_requests
 from titanlite.train.step import StepResult, TrainStep
 
 
@@ -177,10 +177,12 @@ class Trainer:
         for hook in self.hooks:
             hook.started(self.steps_done)
 
-    def _open_outputs(self) -> list[Hook]:
+    def _create_output_hooks(self) -> list[Hook]:
         """Lock the output folder, open the log files, and create the hang report and the records.
 
-        All ranks must call this together, because they communicate to lock the output folder.
+        Call this before the checkpointer and the standard hooks are created, because they use the
+        log files. All ranks must call this together, because they communicate to lock the output
+        folder.
         """
         setup_logging(self.rank, None)
         self.hang_report = HangReport(self)  # first, so that it covers the rest of the build
@@ -199,8 +201,7 @@ class Trainer:
         hooks: list[Hook] = []
         if standard:
             hooks.append(self.stop_signals)
-            # The hang report covers the other hooks, which use the files of the records.
-            hooks += self._open_outputs()
+            hooks += self._create_output_hooks()
             if self.job.checkpoint.enable:
                 self.checkpointer = Checkpointer(self)
                 hooks.append(self.checkpointer)
@@ -301,41 +302,30 @@ class Trainer:
         Raises:
             UserError: If the data ends before the first step.
         """
-        exchange = RequestExchange(self.device)
-        end = self._find_end_before_first_step(exchange)
-
-        # On a GPU, each request is submitted one step early, so that the CPU launches a step before
-        # it waits for the previous one.
-        if exchange.delay == 1:
-            exchange.submit(self._collect_request(self.steps_done + 1))
-
+        exchange = RequestExchange(self._collect_request, self.device)
+        end = self._find_end_before_first_step()
         while end is None:
-            local_request = self._collect_request(self.steps_done + 1 + exchange.delay)
-            self.step(has_request=local_request != Request())
-            # `step` has counted the ranks with a request.
-            exchange.submit(local_request, self._num_requests)
-
-            request = exchange.receive()  # combined requests of all ranks for this step
+            has_request = exchange.collect_next(self.steps_done + 1)
+            self.step(has_request=has_request)
+            # Combine the requests of all ranks. `step` has counted the ranks with a request.
+            request = exchange.receive(self._num_requests)
             end = self._find_end(request)
             if end is None:
                 self._take_actions(request)
         return end
 
-    def _find_end_before_first_step(self, exchange: RequestExchange) -> _LoopEnd | None:
+    def _find_end_before_first_step(self) -> _LoopEnd | None:
         """Return why training ends before its first step, or None if it can start.
 
         Training ends if all steps are done, if a rank has received a stop signal, or if a rank
         cannot read its data. All ranks must call this together.
 
-        Args:
-            exchange: New exchange, through which the ranks report data errors and signals.
-
         Raises:
             UserError: If the data ends before the first step.
         """
-        data_fails = self._wait_for_data(self.steps_done + 1) is not None
-        exchange.submit(Request(stop=self.stop_signals.stop_signal, data_fails=data_fails))
-        return self._find_end(exchange.receive())
+        data_error = self._read_ahead(self.steps_done + 1)
+        request = Request(stop=self.stop_signals.stop_signal, data_fails=data_error is not None)
+        return self._find_end(combine_requests(request))
 
     def step(self, has_request: bool = False) -> LoggedStep | None:
         """Run one optimizer step on this rank's part of the global batch.
@@ -592,16 +582,16 @@ class Trainer:
             self.close()
 
     def _collect_request(self, step: int) -> Request:
-        """Collect the actions, such as a save, that this rank requests to take after `step`.
+        """Return the actions, such as a save, that this rank wants all ranks to take after `step`.
 
-        Call this once for each step, before the step is trained. The call consumes a received
-        SIGUSR2, which requests a save.
+        Call this only once for each step, because some hooks request an action only once, such as a
+        save after SIGUSR2.
         """
         if step > self.job.training.steps:
             return Request()  # the run ends before this step
 
         # If a rank cannot read the data of the next step, all ranks must stop after `step`.
-        data_error = self._wait_for_data(step + 1)
+        data_error = self._read_ahead(step + 1)
 
         should_save = self.checkpointer is not None and step % self.job.checkpoint.interval == 0
         should_validate = self.validator is not None and step % self.job.validation.freq == 0
@@ -612,7 +602,7 @@ class Trainer:
             request |= hook.wants(step)
         return request
 
-    def _wait_for_data(self, step: int) -> Exception | None:
+    def _read_ahead(self, step: int) -> Exception | None:
         """Wait until this rank has read the data up to `step`, or up to the last step of the run.
 
         Returns:
@@ -640,24 +630,39 @@ class Trainer:
             return _LoopEnd(request, has_finished=True)
         if request.stop:
             return _LoopEnd(request, has_finished=False)
-        if not request.data_fails:
-            return None
-
-        data_errors = gathered(self._wait_for_data(self.steps_done + 1))
-        data_error = next((error for error in data_errors if error is not None), None)
-        if isinstance(data_error, OutOfData):
-            if self.steps_done == 0:
-                raise UserError(
-                    f"The data is smaller than one global batch: {data_error}. "
-                    "Lower training.global_batch_size or training.seq_len, or raise max_epochs of "
-                    "the source."
-                )
-            # The end of the data is no error: the run has finished early.
-            self.log(f"The data ends after step {self.steps_done}: {data_error}")
-            return _LoopEnd(request, has_finished=True)
-        if data_error is not None:
-            return _LoopEnd(request, has_finished=False, data_error=data_error)
+        if request.data_fails:
+            return self._find_data_end(request)
         return None
+
+    def _find_data_end(self, request: Request) -> _LoopEnd | None:
+        """Return why training ends after a rank could not read its data.
+
+        Return None if all ranks can read the data of the next step, for example because a rollback
+        has moved the data position back. All ranks must call this together.
+
+        Args:
+            request: Combined requests of all ranks.
+
+        Raises:
+            UserError: If the data ends before the first step.
+        """
+        errors_of_ranks = gathered(self._read_ahead(self.steps_done + 1))
+        data_errors = [error for error in errors_of_ranks if error is not None]
+        if not data_errors:
+            return None
+        data_error = data_errors[0]
+        if not isinstance(data_error, OutOfData):
+            return _LoopEnd(request, has_finished=False, data_error=data_error)
+
+        if self.steps_done == 0:
+            raise UserError(
+                f"The data is smaller than one global batch: {data_error}. "
+                "Lower training.global_batch_size or training.seq_len, or raise max_epochs of the "
+                "source."
+            )
+        # The end of the data is no error: the run has finished early.
+        self.log(f"The data ends after step {self.steps_done}: {data_error}")
+        return _LoopEnd(request, has_finished=True)
 
     def _reduce_losses(self, loss: Tensor, local_tokens: int) -> Tensor:
         """Compute the mean loss of the global batch, and the highest mean loss of a data rank.
@@ -728,63 +733,65 @@ class Trainer:
         return request._replace(save=should_save, validate=should_validate, last=end.has_finished)
 
     def _finish(self, end: _LoopEnd) -> None:
-        """End the run: call `Hook.ended`, wait for the last save, close the trainer, log the end.
+        """End all hooks, which also completes the last save, close the trainer, and log the end.
 
         Raises:
-            Exception: The error of the training data, or else the first error of a hook or of the
-                last save.
+            Exception: The error of the training data, or else the first error of a hook.
+            CheckpointError: If the last save failed.
             StoppedBySignal: If a signal stopped the run before its last step and a checkpoint was
                 saved.
             StoppedUnsaved: If a signal stopped the run and checkpoint.enable is false.
         """
-        errors = self._end_hooks(end)
+        stop_message = self._describe_stop(end.request.stop)
+        hook_error = self._end_hooks(stop_message)
+        stop_error = None
+        if stop_message and not end.has_finished:  # a signal at the last step is not an error
+            stop_error = self._create_stop_error(stop_message, end.request.stop)
+        errors = (end.data_error, hook_error, stop_error)
+        error = next((error for error in errors if error is not None), None)
+
         self._is_closed = True
         with self._locks:  # the next run must not write to the log before the end is logged
             self._resources.close()
-            if errors:
-                raise errors[0]
+            if error is not None:
+                raise error
 
             step = self.steps_done
             reason = end.request.finish  # empty unless a hook has finished the run early
             ending = f": {reason}" if reason else "."
             self.log(Event(f"Finished after step {step}{ending}", "finish", step))
 
-    def _end_hooks(self, end: _LoopEnd) -> list[Exception]:
-        """Call `Hook.ended` of all hooks, and collect the errors at the end of the run.
-
-        The hooks end in reverse order, so the checkpointer comes last and waits for the last save.
-
-        Returns:
-            The error of the training data, the errors of hooks and the error for a stop signal, if
-            any, in this order. The caller raises the first one.
-        """
-        stopped = ""  # the message for a stop signal, if one has arrived
-        if end.request.stop != 0:
-            signal_name = signal.Signals(end.request.stop).name
-            stopped = f"Stopped by {signal_name} after step {self.steps_done}"
-
-        errors = [end.data_error]
-        for hook in reversed(self.hooks):
-            errors.append(hook.ended(self.steps_done, stopped))
-        if stopped and not end.has_finished:  # a signal at the last step is not an error
-            errors.append(self._create_stop_error(stopped, end.request.stop))
-        return [error for error in errors if error is not None]
-
-    def _create_stop_error(self, stopped: str, signal_number: int) -> UserError:
-        """Create the error that ends a run after a stop signal.
+    def _describe_stop(self, signal_number: int) -> str:
+        """Return a message such as "Stopped by SIGTERM after step 12", or "" without a signal.
 
         Args:
-            stopped: Start of the message, such as "Stopped by SIGTERM after step 12". This method
-                appends whether the run was saved.
-            signal_number: Number of the signal.
+            signal_number: Number of the signal that stopped the run, or 0.
+        """
+        if signal_number == 0:
+            return ""
+        signal_name = signal.Signals(signal_number).name
+        return f"Stopped by {signal_name} after step {self.steps_done}"
 
-        Returns:
-            `StoppedBySignal` if the run has saved a checkpoint, or `StoppedUnsaved` if
-            checkpoint.enable is false.
+    def _end_hooks(self, stop_message: str) -> UserError | None:
+        """Call `Hook.ended` of all hooks, and return the first error that a hook returns, if any.
+
+        Args:
+            stop_message: Message about the signal that stopped the run, or "".
+        """
+        # In reverse order, so that the checkpointer comes last and waits for the last save.
+        results = [hook.ended(self.steps_done, stop_message) for hook in reversed(self.hooks)]
+        return next((error for error in results if error is not None), None)
+
+    def _create_stop_error(self, stop_message: str, signal_number: int) -> UserError:
+        """Create the error that ends a run after a stop signal. It says whether the run was saved.
+
+        Args:
+            stop_message: Start of the message, such as "Stopped by SIGTERM after step 12".
+            signal_number: Number of the signal.
         """
         if self.job.checkpoint.enable:
-            return StoppedBySignal(f"{stopped}: saved.")
-        message = f"{stopped}: nothing saved, as checkpoint.enable is false."
+            return StoppedBySignal(f"{stop_message}: saved.")
+        message = f"{stop_message}: nothing saved, as checkpoint.enable is false."
         return StoppedUnsaved(message, signal_number)
 
 
@@ -839,7 +846,16 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
         trainer = None
         try:
             trainer = Trainer(run, device)
-            trainer.train()
+            trainer.train()  # also closes the trainer
+        except UserError as error:
+            if trainer is None:
+                raise  # without the command that resumes the run, because it would fail again
+            if isinstance(error, GuardError):
+                # A guard stops all ranks together, so they can complete a save in progress. After
+                # other errors, closing could hang, because other ranks may wait in a collective.
+                trainer.close()
+            error.add_note(resume_hint(run, argv))
+            raise
         except SystemExit as error:  # for example, from a plugin
             exit_call = RuntimeError(
                 f"sys.exit({error.code!r}) was called during training. "
@@ -851,13 +867,5 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
             if is_out_of_memory(error):
                 when = "in the build" if trainer is None else f"at step {trainer.steps_done}"
                 raise explain_out_of_memory(error, run, argv, device, when) from None
-
-            if trainer is not None and isinstance(error, GuardError):
-                # A guard stops all ranks together, so they can complete a save in progress. After
-                # other errors, closing could hang, because other ranks may wait in a collective.
-                trainer.close()
-            # An invalid job would fail again, so omit the command that resumes it.
-            would_fail_again = trainer is None and isinstance(error, UserError)
-            if not would_fail_again:
-                error.add_note(resume_hint(run, argv))
+            error.add_note(resume_hint(run, argv))
             raise
