@@ -604,8 +604,8 @@ def _check_shapes(
         tensors: This rank's tensors to load, by name in the checkpoint.
         arch: Architecture of the whole model. A pipeline rank holds only a part of it.
         reader: Reader of the checkpoint.
-        required_prefixes: It is an error if the run does not expect a saved tensor with one of
-            these name prefixes.
+        required_prefixes: A saved tensor that the run does not expect is ignored unless its name
+            has one of these prefixes.
 
     Raises:
         UserError: If names or shapes differ. The message lists the differences.
@@ -644,9 +644,8 @@ def _compare_with_saved_shapes(
         tensors: This rank's tensors to load, by name in the checkpoint.
         arch: Architecture of the whole model.
         reader: Reader of the checkpoint.
-        required_prefixes: It is a difference if the run does not expect a saved tensor with one of
-            these name prefixes. Other saved
-            tensors that are not expected are ignored.
+        required_prefixes: A saved tensor that the run does not expect is ignored unless its name
+            has one of these prefixes.
     """
     # With pipeline parallelism, `tensors` lacks the weights on other ranks. Expect these as well,
     # because otherwise they would be reported as unexpected.

@@ -434,8 +434,8 @@ class Saver:
 def _get_copies(get_tensors: Callable[[], Tensors]) -> Tensors:
     """Return the result of `get_tensors`, and convert each error to a CheckpointError.
 
-    `run_together` raises a CheckpointError on all ranks. After an error that it does not catch, such
-    as an interrupt, the other ranks would wait for this rank.
+    `run_together` raises a CheckpointError on all ranks. After an error that it does not catch,
+    such as an interrupt, the other ranks would wait for this rank.
 
     Args:
         get_tensors: Waits for the copies of the tensors on this rank and returns them by name.
