@@ -170,10 +170,7 @@ def _flatten_call(
 
 
 def _trace_graph(function: Function, tensors: Sequence[Tensor]) -> Function:
-    """Trace a function into a forward and a backward graph.
-
-    `aot_function`, which `torch.compile` also uses, traces both graphs when its result is called
-    for the first time. It passes each graph to a compiler, here to `_imitate_kernels`.
+    """Trace a function into a forward and a backward graph, as `torch.compile` does.
 
     Args:
         function: Function whose arguments are tensors.
@@ -182,33 +179,39 @@ def _trace_graph(function: Function, tensors: Sequence[Tensor]) -> Function:
     Returns:
         A function that runs the graphs in place of `function`.
     """
-    graph = aot_function(
+    # In place of a compiler, `_imitate_kernels` converts each graph to a function.
+    run_graphs = aot_function(
         function,
         fw_compiler=_imitate_kernels,
         bw_compiler=_imitate_kernels,
         partition_fn=_partition,
         decompositions=select_decomp_table(),
-        keep_inference_input_mutations=True,
+        keep_inference_input_mutations=True,  # as for Inductor
     )
+    # The first call traces both graphs.
+    with _hide_tracing(tensors[0]):
+        examples = [_empty_like(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors]
+        run_graphs(*examples)
+    return run_graphs
 
-    # Call the function with empty fake tensors to create the graphs. Do not count this call.
-    fake_tensor: Any = next(plain_tensors(tensors[0]))
+
+@contextmanager
+def _hide_tracing(example: Tensor) -> Iterator[None]:
+    """Hide operators that run within this context from the counter and activation checkpointing.
+
+    Args:
+        example: A fake tensor, or a DTensor that contains one. New tensors are also fake.
+    """
+    fake_tensor: Any = next(plain_tensors(example))
+
     with (
-        # `functionalize_rng_ops` rewrites the graphs to store the random state of operators such as
-        # dropout. This needs a GPU, so leave the graphs as they are.
-        override(
-            partitioners,
-            functionalize_rng_ops=lambda _, forward, backward, *__: (forward, backward),
-        ),
-        # Activation checkpointing drops tensors that a block saves. Keep the tensors of this call.
+        # Activation checkpointing drops tensors that autograd saves. Save them unchanged.
         torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
-        _disable_current_modes(),  # such as the counter
-        # `_disable_current_modes` also disables the mode of fake tensors, so enter it again.
+        # Disable the counter. This also disables the mode of fake tensors, so enter it again.
+        _disable_current_modes(),
         fake_tensor.fake_mode,
     ):
-        examples = [_empty_like(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors]
-        graph(*examples)
-    return graph
+        yield
 
 
 def _empty_like(tensor: Any) -> Any:
@@ -239,7 +242,13 @@ def _partition(
         options: Further options of the torch partitioner, such as `num_fwd_outputs`.
     """
     _save_flex_attention(joint.graph)
-    return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
+    # The torch partitioner rewrites the graphs to store the random state of operators such as
+    # dropout. This needs a GPU, so leave the graphs as they are.
+    with override(
+        partitioners,
+        functionalize_rng_ops=lambda _joint, forward, backward, *_: (forward, backward),
+    ):
+        return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
 
 
 def _save_flex_attention(graph: Graph) -> None:
@@ -333,8 +342,8 @@ def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
 def _run_kernels(gm: GraphModule, kernels: Sequence[_Kernel], args: list[Any]) -> list[Any]:
     """Run the kernels of a graph in order, and return the results of the graph.
 
-    The planner counts memory and needs no values, so a generated kernel computes nothing, and its
-    result is an uninitialized tensor. All other kernels are operators, which are counted as usual.
+    Each kernel computes the value of one node and stores it in memory. After the last kernel that
+    needs a value, the value is freed.
 
     Args:
         gm: Module of the graph.
@@ -344,40 +353,54 @@ def _run_kernels(gm: GraphModule, kernels: Sequence[_Kernel], args: list[Any]) -
     inputs = gm.graph.find_nodes(op="placeholder")
     stored: dict[Node, Any] = dict(zip(inputs, args, strict=True))  # values in memory
     args.clear()
-    read = partial(_read, gm=gm, stored=stored)
+    evaluate = partial(_evaluate, gm, stored)
     for kernel in kernels:
-        node = kernel.node
-        if _is_copy(node):  # in place, so the result is the first argument
-            stored[node] = read(node.all_input_nodes[0])
-        elif kernel.is_generated:
-            stored[node] = _empty_like(node.meta["val"])
-        else:
-            stored[node] = read(node)
-
-        if kernel.num_bytes:
-            count_generated_kernel(kernel.num_bytes)
+        stored[kernel.node] = _run_kernel(kernel, evaluate)
         for freed in kernel.freed:
             stored.pop(freed, None)
 
-    results: Any = map_arg(gm.graph.output_node().args[0], read)
+    results: Any = map_arg(gm.graph.output_node().args[0], evaluate)
     return list(results)
 
 
-def _read(node: Node, gm: GraphModule, stored: Mapping[Node, Any]) -> Any:
-    """Return the value of a node. Compute it if it is not in memory, for example a view.
+def _run_kernel(kernel: _Kernel, evaluate: Callable[[Node], Any]) -> Any:
+    """Run a kernel, count it, and return its result.
+
+    The planner needs no values, so a kernel that the compiler would generate only allocates its
+    result. All other kernels are operators, which the counter counts when they run.
 
     Args:
-        node: Node of the graph.
+        kernel: The kernel.
+        evaluate: Function that returns the value of a node.
+    """
+    node = kernel.node
+    if not kernel.is_generated:
+        return evaluate(node)
+
+    if _is_copy(node):
+        result = evaluate(node.all_input_nodes[0])  # the tensor into which the kernel copies
+    else:
+        result = _empty_like(node.meta["val"])
+    if kernel.num_bytes:
+        count_generated_kernel(kernel.num_bytes)
+    return result
+
+
+def _evaluate(gm: GraphModule, stored: Mapping[Node, Any], node: Node) -> Any:
+    """Return the value of a node. If it is not in memory, run the operator of the node.
+
+    Args:
         gm: Module of the graph, which has the constants of the graph as attributes.
         stored: Values that are in memory, by node.
+        node: Node of the graph.
     """
     if node in stored:
         return stored[node]
     if node.op == "get_attr":
         return getattr(gm, str(node.target))
-    read = partial(_read, gm=gm, stored=stored)
-    args = map_arg(node.args, read)
-    kwargs = map_arg(node.kwargs, read)
+    evaluate = partial(_evaluate, gm, stored)
+    args = map_arg(node.args, evaluate)
+    kwargs = map_arg(node.kwargs, evaluate)
     return node.target(*args, **kwargs)  # pyright: ignore
 
 
@@ -432,10 +455,11 @@ def _find_stored(nodes: Sequence[Node], bases: Mapping[Node, Node]) -> set[Node]
 def _list_kernels(
     nodes: Sequence[Node], stored: set[Node], stored_inputs: Mapping[Node, set[Node]]
 ) -> list[_Kernel]:
-    """List the kernels that write the values of a graph to memory, in the order in which they run.
+    """List the kernels that compiled code of a graph would launch, in order.
 
-    These kernels compute stored values, or copy a value into an existing tensor. Values that are
-    not stored need no separate kernel: the kernels that use them compute them.
+    Each kernel writes a value to memory: it computes a stored value, or copies a value into an
+    existing tensor. A value that is not stored is computed within the kernels that use it. The
+    compiler generates all kernels except library kernels, such as matmuls.
 
     Args:
         nodes: Nodes of the graph in order, without the output node.
@@ -473,23 +497,23 @@ def _find_stored_inputs(
 ) -> dict[Node, set[Node]]:
     """Map each node to the stored values that a kernel must read to compute it.
 
-    For example, if `a` is stored and `b` is not, `c = a + b` reads `a` and all values that are read
-    to compute `b`.
+    A kernel recomputes values that are not stored. For example, if `a` is stored and `b` is not,
+    `c = a + b` reads `a` and all values that are read to compute `b`.
 
     Args:
         nodes: Nodes of the graph in order, without the output node.
         bases: For each node, the node that allocates its memory (for a view, the viewed node).
-        stored: Nodes whose values are written to memory.
+        stored: Nodes whose values are in memory, including all inputs of the graph.
     """
     stored_inputs: dict[Node, set[Node]] = {}
     for node in nodes:
         inputs: set[Node] = set()
         for source in node.all_input_nodes:
-            base = bases[source]
+            base = bases[source]  # differs from the source if that is a view
             if base in stored:
                 inputs.add(base)
-            else:  # the kernel recomputes the source
-                inputs |= stored_inputs[source]
+            else:
+                inputs |= stored_inputs[source]  # the kernel recomputes the source
         stored_inputs[node] = inputs
     return stored_inputs
 
@@ -519,8 +543,6 @@ def _set_freed(
 
 def _is_view(node: Node) -> bool:
     """Return whether a node only returns a view or an existing tensor, without a kernel launch."""
-    if node.op != "call_function":
-        return False
     is_view_op = node.target is operator.getitem or getattr(node.target, "is_view", False)
     copies_nothing = _operator_name(node).endswith(("wait_tensor", "_unsafe_view"))
     return is_view_op or copies_nothing
@@ -542,14 +564,13 @@ def _has_library_kernel(node: Node) -> bool:
     namespace, _, name = _operator_name(node).partition("::")
     is_matmul_or_attention = name in MATMULS or "scaled_dot_product" in name
     is_foreign = namespace not in ("", "aten", "prims")
-    return (is_matmul_or_attention or is_foreign) and not _is_view(node)
+    return is_matmul_or_attention or is_foreign
 
 
 def _operator_name(node: Node) -> str:
     """Return the operator that a node calls, such as "aten::mm", or "" if it calls none."""
-    if node.op != "call_function" or not hasattr(node.target, "_schema"):
-        return ""
-    return node.target._schema.name  # pyright: ignore
+    schema = getattr(node.target, "_schema", None)
+    return schema.name if schema else ""
 
 
 def _bytes_of(node: Node) -> int:

@@ -32,7 +32,7 @@ from titanlite.plan.override import override
 # Kinds of GPU memory. "loss" is memory that the fused loss allocates: logits and the gradients that
 # it computes with them. "other" is everything else, such as batches, norms and temporary tensors of
 # the optimizer.
-KINDS: tuple[str, ...] = (
+KINDS = (
     "weights",
     "gradients",
     "optimizer state",
@@ -42,7 +42,7 @@ KINDS: tuple[str, ...] = (
     "other",
 )
 OFFLOADED = "offloaded"  # CPU memory that CPU offload uses
-GUESSED_KINDS: tuple[str, ...] = ("activations", "loss", "other")
+GUESSED_KINDS = ("activations", "loss", "other")
 """Kinds that `_guess_kind` gives to a new storage."""
 
 MATMULS_WITH_SUMMAND = {"addmm", "addmm_", "baddbmm"}  # addmm(summand, a, b) = summand + a @ b
@@ -75,7 +75,7 @@ FSDP_KINDS: Mapping[str, str] = {
     "c10d::_reduce_scatter_base_": "gradients",
 }
 # Other tensor subclasses are counted when they call operators on the tensors that they contain.
-PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor)
+PLAIN_TYPES = {Tensor, torch.nn.Parameter, FakeTensor}
 
 GET_DEVICE = torch.ops.prim.device.default
 GET_SCALAR = torch.ops.aten._local_scalar_dense.default
@@ -226,12 +226,13 @@ class Counter(TorchDispatchMode):
     def __init__(self, groups: Mapping[str, Group]) -> None:
         super().__init__()
         self._groups = groups
-        # `id` of a living storage -> its record, and a weak reference that reports its end.
-        self._living: dict[int, tuple[StorageRecord, Any]] = {}
+        # `id` of an existing storage -> its record, and a weak reference that reports its end.
+        self._records: dict[int, StorageRecord] = {}
+        self._references: dict[int, Any] = {}
         self._stream = 0
         self._stream_indices = {torch.cpu.current_stream(): 0}
-        self._is_inferring_shapes = False
-        self._pending_sum: _GradientSum | None = None
+        self._is_inferring_shape = False
+        self._postponed_sum: _GradientSum | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -244,7 +245,7 @@ class Counter(TorchDispatchMode):
         self.log: list[LogEntry] = []
         self.forward_starts: list[int] = []
         self.recording: list[LogEntry] | None = None
-        for record, _ in self._living.values():
+        for record in self._records.values():
             self.add(Allocation(record, record.size))
 
     def add(self, entry: Work | Allocation) -> None:
@@ -271,33 +272,49 @@ class Counter(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Count all operators that run within this context.
+        """Count the memory and work of all operators that run within this context.
 
-        As a dispatch mode, the counter receives each operator call. Three torch functions are also
-        replaced: resizing a storage and entering a stream call no operator, and the operators that
-        DTensor runs to infer shapes must not be counted.
+        As a dispatch mode, the counter receives each operator call. The other contexts follow
+        changes that call no operator, and exclude operators that are not part of the step.
+        """
+        try:
+            with (
+                self._following_resizes(),
+                self._following_streams(),
+                self._ignoring_shape_inference(),
+                self,  # enables the dispatch mode
+            ):
+                yield
+        finally:
+            # Stop following storages that outlive the step, such as the memory of weights.
+            self._references.clear()
+            self._records.clear()
+
+    @contextmanager
+    def _following_resizes(self) -> Iterator[None]:
+        """Log the new size when a storage is resized.
+
+        FSDP2 frees unsharded parameters by resizing their storage to 0, which calls no operator.
         """
         resize = torch.UntypedStorage.resize_
-        infer_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
-        # FSDP2 frees unsharded parameters by resizing their storage to 0.
         def resize_and_log(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            if id(storage) in self._living:
-                record, _ = self._living[id(storage)]
+            record = self._records.get(id(storage))
+            if record is not None:
                 self._log_size(record, storage.nbytes())
             return result
 
-        # To infer the shape of a result, DTensor runs an operator on fake tensors. Do not count it.
-        def infer_shapes_uncounted(propagator: ShardingPropagator, schema: Any) -> Any:
-            self._is_inferring_shapes = True
-            try:
-                return infer_shapes(propagator, schema)
-            finally:
-                self._is_inferring_shapes = False
+        with override(torch.UntypedStorage, resize_=resize_and_log):
+            yield
 
-        # Memory belongs to the stream in which it is allocated. FSDP2 also enters its streams on a
-        # CPU, where they have no effect.
+    @contextmanager
+    def _following_streams(self) -> Iterator[None]:
+        """Keep track of the current stream, because memory belongs to the stream that allocates it.
+
+        FSDP2 also enters its streams on a CPU, where they have no effect.
+        """
+
         @contextmanager
         def enter_stream(stream: Any) -> Iterator[None]:
             previous = self._stream
@@ -307,37 +324,40 @@ class Counter(TorchDispatchMode):
             finally:
                 self._stream = previous
 
-        with (
-            override(torch.UntypedStorage, resize_=resize_and_log),
-            override(ShardingPropagator, _propagate_tensor_meta_non_cached=infer_shapes_uncounted),
-            override(torch.cpu, stream=enter_stream),
-            self,  # enables the dispatch mode
-        ):
+        with override(torch.cpu, stream=enter_stream):
             yield
-        self._living.clear()  # otherwise weights, which outlive the step, keep this counter alive
+
+    @contextmanager
+    def _ignoring_shape_inference(self) -> Iterator[None]:
+        """Do not count the operators that DTensor runs only to infer the shape of a result."""
+        infer_shape = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def infer_shape_uncounted(propagator: ShardingPropagator, schema: Any) -> Any:
+            self._is_inferring_shape = True
+            try:
+                return infer_shape(propagator, schema)
+            finally:
+                self._is_inferring_shape = False
+
+        with override(ShardingPropagator, _propagate_tensor_meta_non_cached=infer_shape_uncounted):
+            yield
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operator and count it. torch calls this for every operator within `watching`.
 
-        Some operators are not counted themselves: tensor subclasses and composite operators such as
-        `reshape` call simpler operators, which are counted instead.
+        Operators on tensor subclasses, and composite operators such as `reshape`, call simpler
+        operators, which are counted instead.
         """
-        if any(tensor_type not in PLAIN_TYPES for tensor_type in types):
+        if not PLAIN_TYPES.issuperset(types):
             return NotImplemented  # so a subclass such as DTensor calls operators on its parts
 
-        if func is GET_DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # a shortcut, because this is more than half of all calls
-        if func is GET_SCALAR and isinstance(args[0], FakeTensor) and args[0].constant is None:
-            # Some optimizers read a flag to decide whether to skip their update. A fake tensor has
-            # no value. Return 0, so that the update runs and is counted.
-            return 0
-
-        kwargs = kwargs or {}
-        if func.is_view:
-            return self._run_view(func, args, kwargs)
-        return self._run_and_count(func, args, kwargs)
+        fake_result = _read_fake_tensor(func, args)
+        if fake_result is not None:
+            return fake_result
+        run = self._run_view if func.is_view else self._run_and_count
+        return run(func, args, kwargs or {})
 
     def _run_view(self, func: Any, args: tuple[Any, ...], kwargs: OperatorArguments) -> Any:
         """Run an operator that returns a view, or a copy if a view is impossible.
@@ -353,27 +373,17 @@ class Counter(TorchDispatchMode):
         return result
 
     def _run_and_count(self, func: Any, args: tuple[Any, ...], kwargs: OperatorArguments) -> Any:
-        """Run one operator and return its result.
+        """Run one operator, log the memory and the work that it needs, and return its result.
 
-        Log the memory that the operator allocates and its work (FLOPs and bytes). Do not log views,
-        copies of a tensor to itself, or operators that only infer shapes.
+        Operators that need neither, such as views, are not logged.
         """
-        # The first gradient of a pending sum is still in use, so the sum needs new memory. Log it
-        # before the allocations of this operator.
-        self._allocate_pending_sum()
-        # torch 2.12 cannot run this operator on fake tensors.
-        if func is ADDMM_OUT and isinstance(kwargs["out"], FakeTensor):
-            result = kwargs["out"]
-        else:
-            result = func(*args, **kwargs)
-        signature = _signature(func)
-        copies_to_itself = func is COPY and args[0] is args[1]
-        is_free = signature.is_view_or_annotation or copies_to_itself
-        # DTensor also runs operators to infer shapes. They are not part of the step.
-        if is_free or self._is_inferring_shapes:
+        self._log_postponed_sum()
+        result = _call_operator(func, args, kwargs)
+        if self._is_inferring_shape or _is_free(func, args):
             return result
 
-        # Optional arguments at the end of `args` may be omitted.
+        signature = _signature(func)
+        # `accesses` has the names of all arguments. `args` may omit optional ones at the end.
         arguments = {**dict(zip(signature.accesses, args, strict=False)), **kwargs}
         self._count_allocations(func, args, result)
         self._mark_fsdp_tensors(signature.name, arguments)
@@ -409,20 +419,20 @@ class Counter(TorchDispatchMode):
         is_in_autograd = self.location.phase == "backward" and not torch.is_grad_enabled()
         if func is ADD and is_in_autograd:
             first_gradient = args[0].untyped_storage()
-            self._pending_sum = _GradientSum(id(first_gradient), result)
+            self._postponed_sum = _GradientSum(id(first_gradient), result)
             return
 
         for tensor in _find_tensors(result):
             self._register_storage(tensor)
 
-    def _allocate_pending_sum(self) -> None:
-        """Log the allocation of the pending sum of two gradients, if there is one.
+    def _log_postponed_sum(self) -> None:
+        """Log the allocation of a sum of two gradients, if `_count_allocations` has postponed it.
 
-        The first gradient is still in use, so the sum needs new memory; see `_count_allocations`.
+        The first gradient was not freed before the next operator, so the sum needs new memory.
         """
-        if self._pending_sum is not None:
-            self._register_storage(self._pending_sum.result)
-            self._pending_sum = None
+        if self._postponed_sum is not None:
+            self._register_storage(self._postponed_sum.result)
+            self._postponed_sum = None
 
     def _find_group(self, args: Iterable[Any]) -> Group | None:
         """Find the process group of a collective in the arguments of its operator.
@@ -442,9 +452,8 @@ class Counter(TorchDispatchMode):
     def _register_storage(self, tensor: Tensor) -> StorageRecord:
         """Return the record of a tensor's storage. If it is new, also log its allocation."""
         storage = tensor.untyped_storage()
-        if id(storage) in self._living:
-            record, _ = self._living[id(storage)]
-            return record
+        if id(storage) in self._records:
+            return self._records[id(storage)]
 
         record = StorageRecord(_guess_kind(self.location), self._stream)
         self._log_size(record, storage.nbytes())
@@ -454,10 +463,10 @@ class Counter(TorchDispatchMode):
     def _track(self, storage: torch.UntypedStorage, record: StorageRecord) -> None:
         """Register a callback that logs when a storage is freed."""
         # torch keeps the same Python object for a storage as long as the storage lives. Its `id`
-        # can be reused afterwards, so the callback removes it from `_living`.
+        # can be reused afterwards, so the callback removes it from `_records`.
         identity = id(storage)
-        reference = weakref.ref(storage, lambda _: self._handle_free(identity))
-        self._living[identity] = record, reference
+        self._records[identity] = record
+        self._references[identity] = weakref.ref(storage, lambda _: self._handle_free(identity))
 
     def _handle_free(self, identity: int) -> None:
         """Log that a storage was freed, unless the sum of two gradients reuses its memory.
@@ -465,13 +474,14 @@ class Counter(TorchDispatchMode):
         Args:
             identity: `id` of the freed storage.
         """
-        record, _ = self._living.pop(identity)
-        pending_sum = self._pending_sum
-        if pending_sum is not None and pending_sum.first_storage == identity:
+        record = self._records.pop(identity)
+        del self._references[identity]
+        postponed_sum = self._postponed_sum
+        if postponed_sum is not None and postponed_sum.first_storage == identity:
             # The storage of the sum takes over the record of the freed storage: a real step
             # adds in place; see `_count_allocations`.
-            self._pending_sum = None
-            self._track(pending_sum.result.untyped_storage(), record)
+            self._postponed_sum = None
+            self._track(postponed_sum.result.untyped_storage(), record)
         else:
             self._log_size(record, 0)
 
@@ -481,6 +491,34 @@ class Counter(TorchDispatchMode):
         if change:
             self.add(Allocation(record, change))
             record.size = size
+
+
+def _read_fake_tensor(func: Any, args: tuple[Any, ...]) -> torch.device | int | None:
+    """Return the result of `tensor.device` or `tensor.item()`, if the tensor is fake.
+
+    Return None for all other operators and tensors.
+    """
+    if func not in (GET_DEVICE, GET_SCALAR) or not isinstance(args[0], FakeTensor):
+        return None
+    if func is GET_DEVICE:
+        return args[0].fake_device  # a shortcut, because this is more than half of all calls
+    # Some optimizers read a flag to decide whether to skip their update. A fake tensor has no
+    # value. Return 0, so that the update runs and is counted.
+    return 0 if args[0].constant is None else None
+
+
+def _call_operator(func: Any, args: tuple[Any, ...], kwargs: OperatorArguments) -> Any:
+    """Run an operator and return its result."""
+    # torch 2.12 cannot run this operator on fake tensors.
+    if func is ADDMM_OUT and isinstance(kwargs["out"], FakeTensor):
+        return kwargs["out"]
+    return func(*args, **kwargs)
+
+
+def _is_free(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether an operator call allocates no memory and launches no kernel."""
+    copies_to_itself = func is COPY and args[0] is args[1]
+    return copies_to_itself or _signature(func).is_view_or_annotation
 
 
 def _guess_kind(location: Location) -> str:
@@ -605,50 +643,55 @@ def _count_traffic(signature: _Signature, arguments: OperatorArguments, result: 
 def _count_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlops:
     """Return the shape and the FLOPs of a matmul or an attention operator.
 
-    The shape is (m, k, n) or (batch, heads, queries, keys, head_dim). Other operators have the
-    shape () and 0 FLOPs.
+    Other operators have the shape () and 0 FLOPs.
 
     Args:
         op: Operator without "aten::".
         arguments: Arguments of the operator by name.
     """
     if op in MATMULS:
-        a, b, *_ = _find_inputs(op, arguments)
-        *rows, k = a.shape  # `bmm` also has a batch dimension
-        m = math.prod(rows)
-        n = b.shape[-1]
-        return (m, k, n), 2 * m * k * n
-
-    if op in VARLEN_OPS:
-        shape, mean_visible_keys = _describe_varlen_attention(arguments)
-    elif "_scaled_dot_product" in op:
-        shape, mean_visible_keys = _describe_attention(op, arguments)
-    else:
-        return (), 0
-    return shape, _attention_flops(op, shape, mean_visible_keys)
+        return _count_matmul_flops(op, arguments)
+    if op in VARLEN_OPS or "_scaled_dot_product" in op:
+        return _count_attention_flops(op, arguments)
+    return (), 0
 
 
-def _attention_flops(
-    op: str, shape: tuple[int, int, int, int, int], mean_visible_keys: Fraction
-) -> int:
-    """Return the FLOPs of attention, excluding scores that are masked out.
+def _count_matmul_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlops:
+    """Return the shape (m, k, n) of a matmul and its FLOPs.
+
+    `bmm` multiplies several matrices, so its m counts the rows of all of them.
+    """
+    a, b, *_ = _find_inputs(op, arguments)
+    *rows, k = a.shape  # (M, K), or (B, M, K) for `bmm`
+    m = math.prod(rows)
+    n = b.shape[-1]
+    return (m, k, n), 2 * m * k * n
+
+
+def _count_attention_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlops:
+    """Return the shape and the FLOPs of attention, excluding scores that are masked out.
 
     Args:
-        op: Name of the operator, which contains "backward" for the backward pass.
-        shape: (batch, heads, queries, keys, head_dim).
-        mean_visible_keys: Average number of keys that a query attends to.
+        op: Forward or backward operator, without "aten::".
+        arguments: Arguments of the operator by name.
+
+    Returns:
+        (batch, heads, queries, keys, head_dim), and the FLOPs.
     """
+    if op in VARLEN_OPS:
+        shape, mean_visible_keys = _describe_varlen_attention(arguments)
+    else:
+        shape, mean_visible_keys = _describe_attention(op, arguments)
+
     batch, heads, num_queries, _num_keys, head_dim = shape
     num_scores = batch * heads * num_queries * mean_visible_keys
     # The backward pass has five matmuls, because it recomputes the scores.
     num_matmuls = 5 if "backward" in op else 2
-    return int(2 * num_matmuls * num_scores * head_dim)
+    return shape, int(2 * num_matmuls * num_scores * head_dim)
 
 
 def _describe_attention(op: str, arguments: OperatorArguments) -> ShapeAndVisibleKeys:
     """Return the shape and the visible keys of scaled dot-product attention or flex attention.
-
-    Both have a causal mask.
 
     Args:
         op: Forward or backward operator, without "aten::".
@@ -660,18 +703,24 @@ def _describe_attention(op: str, arguments: OperatorArguments) -> ShapeAndVisibl
     """
     batch, heads, num_queries, head_dim = arguments["query"].shape
     num_keys = arguments["key"].shape[2]
-    shape = (batch, heads, num_queries, num_keys, head_dim)
     if op in FLEX_OPS:
         # With context parallelism, the queries of a rank are spread over the whole sequence. On
         # average, they attend to as many keys as all queries of the sequence.
-        window = int(arguments.get(FLEX_WINDOW_ARGUMENT) or num_keys)  # 0 means no window
-        return shape, _mean_visible_keys(num_keys, window)
+        window = arguments.get(FLEX_WINDOW_ARGUMENT) or num_keys  # 0 means no window
+        mean_visible_keys = _mean_visible_keys(num_keys, int(window))
+    else:
+        mean_visible_keys = _mean_visible_keys_of_chunk(num_queries, num_keys)
+    return (batch, heads, num_queries, num_keys, head_dim), mean_visible_keys
 
-    # The keys end where the queries end. With context parallelism, the queries are a chunk of the
-    # sequence, and the keys also include all earlier tokens. The first query attends to the earlier
-    # keys, and the last query to all keys. Take the mean of both.
-    num_earlier_keys = num_keys - num_queries
-    return shape, Fraction(num_earlier_keys + num_keys, 2)
+
+def _mean_visible_keys_of_chunk(num_queries: int, num_keys: int) -> Fraction:
+    """Return the average number of keys that the queries of a chunk attend to, with a causal mask.
+
+    With context parallelism, a rank has the queries of a chunk of the sequence, and the keys of the
+    chunk and of all earlier tokens. For example, if the chunk is the last 4 of 8 tokens, each query
+    attends to all 4 earlier tokens and on average to half of the chunk, so the mean is 6.
+    """
+    return num_keys - Fraction(num_queries, 2)
 
 
 def _describe_varlen_attention(arguments: OperatorArguments) -> ShapeAndVisibleKeys:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
@@ -64,6 +64,8 @@ NETWORK_HOP = 14e-6
 # runs kernels faster than this.
 LAUNCH = 10e-6
 CPU_NETWORK_GB_PER_SECOND = 1.0
+# Estimated number of times that memory is accessed for each byte that gloo sends within a node.
+GLOO_ACCESSES = 4
 CPU_COLLECTIVE_LATENCY_US = 300.0
 
 
@@ -77,40 +79,44 @@ def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
         traces: Result of `trace_run`: one trace per kind of pipeline rank.
         gpu: GPU of each rank; see `Gpu.of_rank`.
     """
-    # Estimate the time of each rank. All ranks wait for the slowest one.
-    times = {trace.rank: _time_step(run, trace, gpu) for trace in traces}
-    _add_bubble(times, _bubble_share(run))
-    slowest = max(times.values(), key=lambda time: time.total())
-    longest_first = sorted(slowest.parts.items(), key=lambda part: -part[1])
-    step_seconds = slowest.total()
-
-    # Compute tokens/s per GPU, and the model FLOPs utilization (MFU) in both conventions.
-    seq_len = run.job.training.seq_len
-    step_tokens = run.global_batch_size * seq_len
-    tokens_per_second = step_tokens / run.world_size / step_seconds
-    peak_flops = gpu.bf16 * 1e12
-    causal_flops = tokens_per_second * flops_per_token(run.arch, seq_len)
-    full_flops = tokens_per_second * flops_per_token(run.arch, seq_len, is_causal=False)
-    worst = max(traces, key=lambda trace: trace.peak)
+    step_time = _time_slowest_rank(run, traces, gpu)
+    step_seconds = step_time.total()
+    step_tokens = run.global_batch_size * run.job.training.seq_len
+    tokens_per_second = step_tokens / run.world_size / step_seconds  # of one GPU
+    peak_trace = max(traces, key=lambda trace: trace.peak)
     return Forecast(
         job=run.job.job.config_file or "a job made in Python",
         world_size=run.world_size,
         gpu=gpu.name,
-        rank=worst.rank,
+        rank=peak_trace.rank,
         peaks={str(trace.rank): trace.peak for trace in traces},
-        peak=worst.peak,
-        moment=worst.moment,
-        kinds=dict(worst.kinds),
-        cpu_peak=worst.cpu_peak,
-        allowance=_estimate_overhead(run, worst, gpu),
+        peak=peak_trace.peak,
+        moment=peak_trace.moment,
+        kinds=dict(peak_trace.kinds),
+        cpu_peak=peak_trace.cpu_peak,
+        allowance=_estimate_overhead(run, peak_trace, gpu),
         memory=gpu.memory,
         step_seconds=step_seconds,
-        parts={name: seconds for name, seconds in longest_first if seconds > 0},
-        hidden_seconds=slowest.hidden,
+        parts=step_time.sort_parts(),
+        hidden_seconds=step_time.hidden,
         tokens_per_second=tokens_per_second,
-        mfu=causal_flops / peak_flops,
-        mfu_full_attention=full_flops / peak_flops,
+        mfu=_compute_mfu(run, gpu, tokens_per_second, is_causal=True),
+        mfu_full_attention=_compute_mfu(run, gpu, tokens_per_second, is_causal=False),
     )
+
+
+def _compute_mfu(run: Run, gpu: Gpu, tokens_per_second: float, is_causal: bool) -> float:
+    """Return the model FLOPs utilization (MFU): useful FLOP/s as a fraction of the GPU peak.
+
+    Args:
+        run: The validated job and the number of ranks.
+        gpu: GPU of each rank.
+        tokens_per_second: Tokens per second of one GPU.
+        is_causal: Count only the attention scores that the causal mask leaves visible.
+    """
+    flops = tokens_per_second * flops_per_token(run.arch, run.job.training.seq_len, is_causal)
+    peak_flops = gpu.bf16 * 1e12
+    return flops / peak_flops
 
 
 def measure_cpu() -> Gpu:
@@ -121,24 +127,28 @@ def measure_cpu() -> Gpu:
     num_cores = count_cores()
     data = torch.ones(32 << 20)  # exceeds the caches
     copied_gigabytes = 2 * data.nbytes / 1e9  # each byte is read and written
-    bandwidth = copied_gigabytes / _measure_seconds(data.clone, num_cores)
+    gigabytes_per_second = copied_gigabytes / _measure_seconds(data.clone, num_cores)
 
     matrix = torch.randn(768, 768)
-    bf16_matrix = matrix.bfloat16()
-    tera_flops = 2 * 768**3 / 1e12  # FLOPs of one matmul / 10^12
     return Gpu(
         name=f"{format_count(num_cores, 'CPU core')} (one matmul and one copy, timed now)",
         cpu=True,
         memory_gib=physical_memory() / GIB,
-        bf16=tera_flops / _measure_seconds(lambda: bf16_matrix @ bf16_matrix, num_cores),
-        fp32=tera_flops / _measure_seconds(lambda: matrix @ matrix, num_cores),
-        bandwidth=bandwidth,
-        link=bandwidth / 4,  # to other ranks, because gloo copies each byte several times
+        bf16=_measure_tflops(matrix.bfloat16(), num_cores),
+        fp32=_measure_tflops(matrix, num_cores),
+        bandwidth=gigabytes_per_second,
+        link=gigabytes_per_second / GLOO_ACCESSES,
         network=CPU_NETWORK_GB_PER_SECOND,
-        cpu_link=bandwidth,  # between "GPU" and CPU memory, which are the same here
+        cpu_link=gigabytes_per_second,  # from "GPU" to CPU memory, which are the same here
         latency_us=CPU_COLLECTIVE_LATENCY_US,
         gpus_per_node=num_cores,
     )
+
+
+def _measure_tflops(matrix: Tensor, num_threads: int) -> float:
+    """Measure the TFLOP/s of the product of a square matrix with itself."""
+    tera_flops = 2 * len(matrix) ** 3 / 1e12
+    return tera_flops / _measure_seconds(lambda: matrix @ matrix, num_threads)
 
 
 def _measure_seconds(function: Callable[[], Tensor], num_threads: int) -> float:
@@ -182,6 +192,18 @@ class _StepTime:
     def total(self) -> float:
         """Return the seconds of the whole step."""
         return sum(self.parts.values())
+
+    def sort_parts(self) -> dict[str, float]:
+        """Return the parts that take time, longest first."""
+        longest_first = sorted(self.parts.items(), key=lambda part: -part[1])
+        return {name: seconds for name, seconds in longest_first if seconds > 0}
+
+
+def _time_slowest_rank(run: Run, traces: Iterable[RankTrace], gpu: Gpu) -> _StepTime:
+    """Estimate the time of a training step on the slowest rank, for which all ranks wait."""
+    times = [_time_step(run, trace, gpu) for trace in traces]
+    _add_bubble(times, _bubble_share(run))
+    return max(times, key=_StepTime.total)
 
 
 def _time_step(run: Run, trace: RankTrace, gpu: Gpu) -> _StepTime:
@@ -305,12 +327,12 @@ def _time_collectives(work: Work, group: Group, gpu: Gpu) -> float:
     if group.size == 1:
         return 0.0
 
-    # On a CPU, all ranks share the cores of one node.
+    # A group spans all GPUs from its first to its last rank. On a CPU, all ranks share one node.
     num_nodes = 1 if gpu.cpu else math.ceil(group.span / gpu.gpus_per_node)
 
-    if work.op == "send":
-        gigabytes_per_second = gpu.link if num_nodes == 1 else gpu.network
-        return _time_transfers(work, 1 / gigabytes_per_second, gpu.latency_us * 1e-6)
+    if work.op == "send":  # directly to one other rank
+        seconds_per_gigabyte = 1 / (gpu.link if num_nodes == 1 else gpu.network)
+        return _time_transfers(work, seconds_per_gigabyte, latency_seconds=gpu.latency_us * 1e-6)
 
     # In a ring, each rank sends data to the next rank of the group.
     ring_seconds = _time_ring(work, group.size, num_nodes, gpu)
@@ -330,22 +352,22 @@ def _time_ring(work: Work, num_ranks: int, num_nodes: int, gpu: Gpu) -> float:
     network_share = (num_nodes - 1) / num_ranks
     seconds_per_gigabyte = max(link_share / gpu.link, network_share / gpu.network)
 
-    latency = gpu.latency_us * 1e-6
+    latency_seconds = gpu.latency_us * 1e-6
     if not gpu.cpu:
-        latency += (num_ranks - num_nodes) * HOP + (num_nodes - 1) * NETWORK_HOP
-    return _time_transfers(work, seconds_per_gigabyte, latency)
+        latency_seconds += (num_ranks - num_nodes) * HOP + (num_nodes - 1) * NETWORK_HOP
+    return _time_transfers(work, seconds_per_gigabyte, latency_seconds)
 
 
-def _time_transfers(work: Work, seconds_per_gigabyte: float, latency: float) -> float:
+def _time_transfers(work: Work, seconds_per_gigabyte: float, latency_seconds: float) -> float:
     """Estimate the total seconds of several transfers over a link.
 
     Args:
         work: Number of transfers and their total bytes.
         seconds_per_gigabyte: Seconds at the peak bandwidth. Real transfers reach only a fraction
             of this bandwidth, the constant `LINK`.
-        latency: Seconds to start one transfer.
+        latency_seconds: Seconds to start one transfer.
     """
-    return work.bytes * seconds_per_gigabyte / (LINK * 1e9) + work.count * latency
+    return work.bytes * seconds_per_gigabyte / (LINK * 1e9) + work.count * latency_seconds
 
 
 def _bubble_share(run: Run) -> float:
@@ -367,15 +389,15 @@ def _bubble_share(run: Run) -> float:
     return (num_ranks - 1) / (stages_per_rank * run.microbatches) * unfilled
 
 
-def _add_bubble(times: Mapping[int, _StepTime], share: float) -> None:
+def _add_bubble(times: Sequence[_StepTime], share: float) -> None:
     """Add the pipeline bubble, in which a rank waits for other ranks, to each step time.
 
     Args:
         times: Step time of each traced rank, modified in place.
         share: Idle time of a rank, relative to the mean busy time of the other ranks.
     """
-    busy = {rank: time.total() - time.parts["optimizer"] for rank, time in times.items()}
-    for rank, time in times.items():
-        busy_others = [seconds for other, seconds in busy.items() if other != rank]
-        busy_others = busy_others or [busy[rank]]  # a single traced rank represents the others
+    busy = [time.total() - time.parts["optimizer"] for time in times]
+    for i, time in enumerate(times):
+        # A single traced rank represents the others.
+        busy_others = busy if len(busy) == 1 else busy[:i] + busy[i + 1 :]
         time.parts["pipeline bubble"] = share * sum(busy_others) / len(busy_others)

@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlite.model import attention
 from titanlite.parallel import activation_checkpoint, forward_backward, parallelize
+from titanlite.parallel.activation_checkpoint import is_always_saved
 from titanlite.parallel.fsdp import needs_fsdp
 from titanlite.plan.override import override
 
@@ -67,7 +68,7 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: tuple[int], **_
         q: Queries.
         k: Keys.
         v: Values.
-        block_mask: Result of `_small_mask`. Its only item is the sliding window in tokens.
+        block_mask: Result of `_window_as_mask`. Its only item is the sliding window in tokens.
     """
     (window,) = block_mask
     return FLEX_REPLACEMENT(q, k, v, 0.0, True, scale=window)[0]
@@ -85,7 +86,7 @@ def _rms_norm(
     return FusedRMSNorm.apply(x, weight)
 
 
-def _small_mask(*args: Any) -> tuple[int]:
+def _window_as_mask(*args: Any) -> tuple[int]:
     """Return a tuple with the sliding window, in place of a block mask for flex attention.
 
     The memory of a block mask is negligible, so a trace does not need a real one.
@@ -170,18 +171,18 @@ def _shard_column_cast(_x: Any) -> list[Sharding]:
 def simulate_mxfp8() -> Iterator[None]:
     """Replace the torchao kernels that quantize to MXFP8, so that a trace needs no Blackwell GPU.
 
-    torchao quantizes blocks within a row with a Triton kernel ("dim0"), and blocks within a column
-    with a CUDA kernel. The replacements only allocate the results: the quantized values and their
-    scales.
+    In MXFP8, each block of 32 values has a common scale. torchao has a Triton kernel for blocks
+    within a row and a CUDA kernel for blocks within a column. The replacements allocate the results
+    of the kernels but compute nothing.
     """
     from torchao.prototype.mx_formats import kernels, mx_tensor
 
-    # The CUDA kernel can also return results for rows, but torchao does not request them.
     def quantize_columns(x: Tensor, **_options: Any) -> tuple[None, Tensor, None, Tensor]:
-        values, scales = _cast_columns(x)
-        return None, values, None, scales  # row values, column values, row scales, column scales
+        column_values, column_scales = _cast_columns(x)
+        row_values = row_scales = None  # torchao does not request them
+        return row_values, column_values, row_scales, column_scales
 
-    # Replace each function in the module where torchao looks it up when it quantizes a tensor.
+    # torchao looks up the Triton kernel in `mx_tensor`, and the CUDA kernel in `kernels`.
     with (
         override(mx_tensor, triton_to_mxfp8_dim0=lambda x, **_options: _cast_rows(x)),
         override(kernels, mxfp8_quantize_cuda=quantize_columns),
@@ -193,25 +194,39 @@ def simulate_mxfp8() -> Iterator[None]:
 def simulate_gpu() -> Iterator[None]:
     """Let CPU tensors take the code path of GPU tensors within this context, to plan GPU memory.
 
-    RMSNorm and attention call operators that need the same memory as the GPU kernels. Flash
-    attention replaces flex attention, which would need block masks.
+    RMSNorm and attention then call operators that need the same memory as the GPU kernels.
     """
-    is_always_saved = activation_checkpoint.is_always_saved
-
-    # Selective activation checkpointing saves the result of flash attention but recomputes flex
-    # attention. Also recompute the flash attention that replaces it.
-    def is_saved(op: Any) -> bool:
-        return op is not FLEX_REPLACEMENT and is_always_saved(op)
-
     with (
-        override(Tensor, is_cuda=property(lambda _: True)),  # selects the branches for a GPU
-        override(F, scaled_dot_product_attention=_cudnn_attention, rms_norm=_rms_norm),
-        override(attention, flex_function=lambda _: _flex_attention),
-        override(forward_backward, flex_mask=_small_mask),
-        override(activation_checkpoint, is_always_saved=is_saved),
+        # Select the branches for a GPU.
+        override(Tensor, is_cuda=property(lambda _: True)),
         override(parallelize, needs_fsdp=lambda model, _type, run: needs_fsdp(model, "cuda", run)),
+        override(F, scaled_dot_product_attention=_cudnn_attention, rms_norm=_rms_norm),
+        _replace_flex_attention(),
     ):
         yield
+
+
+@contextmanager
+def _replace_flex_attention() -> Iterator[None]:
+    """Replace flex attention with flash attention, which needs the same memory and work.
+
+    This saves a trace from computing the block masks that flex attention needs.
+    """
+    with (
+        override(attention, flex_function=lambda _name: _flex_attention),
+        override(forward_backward, flex_mask=_window_as_mask),
+        override(activation_checkpoint, is_always_saved=_is_always_saved),
+    ):
+        yield
+
+
+def _is_always_saved(op: Any) -> bool:
+    """Return whether selective activation checkpointing always saves the output of an operator.
+
+    It saves the output of flash attention but recomputes flex attention. So it must also recompute
+    the flash attention that replaces flex attention.
+    """
+    return op is not FLEX_REPLACEMENT and is_always_saved(op)
 
 
 @contextmanager
