@@ -342,7 +342,7 @@ def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
 def _run_kernels(gm: GraphModule, kernels: Sequence[_Kernel], args: list[Any]) -> list[Any]:
     """Run the kernels of a graph in order, and return the results of the graph.
 
-    Each kernel computes the value of one node and stores it in memory. After the last kernel that
+    Each kernel yields the value of one node, which is then in memory. After the last kernel that
     needs a value, the value is freed.
 
     Args:
@@ -367,7 +367,8 @@ def _run_kernel(kernel: _Kernel, evaluate: Callable[[Node], Any]) -> Any:
     """Run a kernel, count it, and return its result.
 
     The planner needs no values, so a kernel that the compiler would generate only allocates its
-    result. All other kernels are operators, which the counter counts when they run.
+    result. A copy returns its target. All other kernels are operators, which the counter counts
+    when they run.
 
     Args:
         kernel: The kernel.
@@ -509,7 +510,7 @@ def _find_stored_inputs(
     for node in nodes:
         inputs: set[Node] = set()
         for source in node.all_input_nodes:
-            base = bases[source]  # differs from the source if that is a view
+            base = bases[source]  # differs from the source if that is a view or a copy
             if base in stored:
                 inputs.add(base)
             else:

@@ -286,7 +286,8 @@ class Counter(TorchDispatchMode):
             ):
                 yield
         finally:
-            # Stop following storages that outlive the step, such as the memory of weights.
+            # Weights outlive the step. Otherwise, the callbacks of their references would keep this
+            # counter in memory.
             self._references.clear()
             self._records.clear()
 
@@ -375,7 +376,8 @@ class Counter(TorchDispatchMode):
     def _run_and_count(self, func: Any, args: tuple[Any, ...], kwargs: OperatorArguments) -> Any:
         """Run one operator, log the memory and the work that it needs, and return its result.
 
-        Operators that need neither, such as views, are not logged.
+        Operators that need neither, such as views, are not logged. Neither are operators that
+        DTensor runs only to infer shapes.
         """
         self._log_postponed_sum()
         result = _call_operator(func, args, kwargs)
@@ -496,15 +498,17 @@ class Counter(TorchDispatchMode):
 def _read_fake_tensor(func: Any, args: tuple[Any, ...]) -> torch.device | int | None:
     """Return the result of `tensor.device` or `tensor.item()`, if the tensor is fake.
 
-    Return None for all other operators and tensors.
+    Return None for all other operators and tensors, and if a fake tensor has a known value.
     """
     if func not in (GET_DEVICE, GET_SCALAR) or not isinstance(args[0], FakeTensor):
         return None
     if func is GET_DEVICE:
         return args[0].fake_device  # a shortcut, because this is more than half of all calls
-    # Some optimizers read a flag to decide whether to skip their update. A fake tensor has no
-    # value. Return 0, so that the update runs and is counted.
-    return 0 if args[0].constant is None else None
+    if args[0].constant is not None:
+        return None  # torch can read this value
+    # Some optimizers read a flag to decide whether to skip their update. Return 0, so that the
+    # update runs and is counted.
+    return 0
 
 
 def _call_operator(func: Any, args: tuple[Any, ...], kwargs: OperatorArguments) -> Any:
@@ -516,7 +520,10 @@ def _call_operator(func: Any, args: tuple[Any, ...], kwargs: OperatorArguments) 
 
 
 def _is_free(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether an operator call allocates no memory and launches no kernel."""
+    """Return whether an operator call needs no memory and no kernel.
+
+    This is the case for views, profiler annotations and copies of a tensor to itself.
+    """
     copies_to_itself = func is COPY and args[0] is args[1]
     return copies_to_itself or _signature(func).is_view_or_annotation
 
@@ -716,8 +723,9 @@ def _describe_attention(op: str, arguments: OperatorArguments) -> ShapeAndVisibl
 def _mean_visible_keys_of_chunk(num_queries: int, num_keys: int) -> Fraction:
     """Return the average number of keys that the queries of a chunk attend to, with a causal mask.
 
-    With context parallelism, a rank has the queries of a chunk of the sequence, and the keys of the
-    chunk and of all earlier tokens. For example, if the chunk is the last 4 of 8 tokens, each query
+    The keys end where the queries end. Without context parallelism, the chunk is the whole
+    sequence. With it, a rank has the queries of a chunk of the sequence, and the keys of the chunk
+    and of all earlier tokens. For example, if the chunk is the last 4 of 8 tokens, each query
     attends to all 4 earlier tokens and on average to half of the chunk, so the mean is 6.
     """
     return num_keys - Fraction(num_queries, 2)

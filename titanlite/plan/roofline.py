@@ -139,7 +139,7 @@ def measure_cpu() -> Gpu:
         bandwidth=gigabytes_per_second,
         link=gigabytes_per_second / GLOO_ACCESSES,
         network=CPU_NETWORK_GB_PER_SECOND,
-        cpu_link=gigabytes_per_second,  # from "GPU" to CPU memory, which are the same here
+        cpu_link=gigabytes_per_second,  # between "GPU" and CPU memory, which are the same here
         latency_us=CPU_COLLECTIVE_LATENCY_US,
         gpus_per_node=num_cores,
     )

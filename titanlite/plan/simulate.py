@@ -68,7 +68,7 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: tuple[int], **_
         q: Queries.
         k: Keys.
         v: Values.
-        block_mask: Result of `_window_as_mask`. Its only item is the sliding window in tokens.
+        block_mask: Result of `_replace_mask_by_window`: the sliding window in tokens.
     """
     (window,) = block_mask
     return FLEX_REPLACEMENT(q, k, v, 0.0, True, scale=window)[0]
@@ -86,7 +86,7 @@ def _rms_norm(
     return FusedRMSNorm.apply(x, weight)
 
 
-def _window_as_mask(*args: Any) -> tuple[int]:
+def _replace_mask_by_window(*args: Any) -> tuple[int]:
     """Return a tuple with the sliding window, in place of a block mask for flex attention.
 
     The memory of a block mask is negligible, so a trace does not need a real one.
@@ -214,13 +214,13 @@ def _replace_flex_attention() -> Iterator[None]:
     """
     with (
         override(attention, flex_function=lambda _name: _flex_attention),
-        override(forward_backward, flex_mask=_window_as_mask),
-        override(activation_checkpoint, is_always_saved=_is_always_saved),
+        override(forward_backward, flex_mask=_replace_mask_by_window),
+        override(activation_checkpoint, is_always_saved=_is_always_saved_in_trace),
     ):
         yield
 
 
-def _is_always_saved(op: Any) -> bool:
+def _is_always_saved_in_trace(op: Any) -> bool:
     """Return whether selective activation checkpointing always saves the output of an operator.
 
     It saves the output of flash attention but recomputes flex attention. So it must also recompute
