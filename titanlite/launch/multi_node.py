@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from titanlite.checkpoint.find import is_saved, resume_hint
 from titanlite.config.errors import StoppedBySignal, UserError, format_count
 from titanlite.config.run import Run
-from titanlite.launch.ranks import FINAL_CODES, Ranks
+from titanlite.launch.ranks import FINAL_CODES, Ranks, to_exit_code
 from titanlite.runtime.logging import note
 from titanlite.runtime.process import leave, python_command, stop_signals
 
@@ -111,8 +111,7 @@ def run_agent(
         try:
             elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:
-            code = error.get_first_failure()[1].exitcode
-            return code if code > 0 else 128 - code
+            return to_exit_code(error.get_first_failure()[1].exitcode)
         except (RendezvousError, RuntimeError) as error:
             if (folder / CRASH_FILE).exists():
                 return int((folder / CRASH_FILE).read_text())

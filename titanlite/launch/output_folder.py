@@ -47,7 +47,7 @@ def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
     folders = (run.dump_folder, *run.dump_folder.parents)  # innermost first
     new_folders = [folder for folder in folders if not os.path.lexists(folder)]
     lock_files = _wait_for_other_runs(run)
-    if not new_folders:
+    if not new_folders:  # an existing folder is never removed
         return train()
 
     created_files = lock_files | _create_logs(run.dump_folder)
@@ -152,8 +152,7 @@ def _remove_created(run: Run, created_files: Set[Path], new_folders: Sequence[Pa
         path for path in entries if path == run.checkpoint_folder and _is_empty_folder(path)
     }
     files = entries - empty_folders
-    has_other_files = not files <= created_files
-    if has_other_files:
+    if files - created_files:  # another process uses the folder
         return
 
     _stop_logging()

@@ -29,7 +29,6 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from os import killpg
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
 from titanlite.config.errors import (
@@ -159,7 +158,7 @@ class Ranks:
                     "restart",
                 )
 
-    def _record_signal(self, number: int, _frame: FrameType | None) -> None:
+    def _record_signal(self, number: int, _frame: object) -> None:
         """Record a received signal. `_forward_signals` sends it once all ranks have started."""
         self._received.append(number)
 
@@ -367,7 +366,7 @@ class Ranks:
         if self._is_unsaved_stop(cause, killed):
             exit_code = 128 + self._stop_signal
         else:
-            exit_code = _to_exit_code(cause.code)
+            exit_code = to_exit_code(cause.code)
 
         event_kind = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
         self._print_end(cause, self._describe_end(cause, killed), event_kind)
@@ -466,7 +465,7 @@ def _has_known_reason(end: RankEnd) -> bool:
     return end.code in KNOWN_EXITS or (end.code in UNSAVED_STOPS and end.message != "")
 
 
-def _to_exit_code(code: int) -> int:
+def to_exit_code(code: int) -> int:
     """Convert `RankEnd.code` to the exit code of the launcher, for example -9 to 137."""
     if code == EARLY_EXIT:
         return 1
