@@ -201,14 +201,10 @@ def _make_plan(
     """
     from titanlite.plan import advice  # slow, so import it before the worker processes fork
 
-    make_plan = partial(
-        advice.make_plan,
-        run,
-        device,
-        quick=options.quick,
-        remedies=options.remedies,
-        show=show,
-    )
+    goal = "nothing" if options.quick else "largest_batch"
+    if options.remedies:
+        goal = "remedies"
+    make_plan = partial(advice.make_plan, run, device, goal, show)
     if run.degrees.pipeline <= 2:
         return make_plan()
     with workers() as pool:  # trace the stages in parallel
