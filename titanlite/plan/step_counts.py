@@ -434,8 +434,8 @@ def _mark_unsharded_memory(counter: Counter, part: nn.Module) -> None:
         _add_gradient_hooks(counter, part.parameters(), "gradients", overwrite=False)
 
     part.register_forward_pre_hook(mark_parameters)
-    # FSDP creates the unsharded parameters in the first forward pass and keeps them for all steps, so
-    # add gradient hooks to them only then.
+    # FSDP creates the unsharded parameters in the first forward pass and keeps them for all steps,
+    # so add gradient hooks to them only then.
     _call_in_first_forward(part, watch_gradients)
 
 
