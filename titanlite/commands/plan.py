@@ -201,9 +201,12 @@ def _make_plan(
     """
     from titanlite.plan import advice  # slow, so import it before the worker processes fork
 
-    goal = "nothing" if options.quick else "largest_batch"
     if options.remedies:
         goal = "remedies"
+    elif options.quick:
+        goal = "nothing"
+    else:
+        goal = "largest_batch"
     make_plan = partial(advice.make_plan, run, device, goal, show)
     if run.degrees.pipeline <= 2:
         return make_plan()

@@ -148,14 +148,15 @@ def _remove_created(run: Run, created_files: Set[Path], new_folders: Sequence[Pa
         new_folders: Folders that this process has created, innermost first.
     """
     entries = set(run.dump_folder.iterdir())
-    empty_folders = {
-        path for path in entries if path == run.checkpoint_folder and _is_empty_folder(path)
-    }
-    files = entries - empty_folders
-    if files - created_files:  # another process uses the folder
+    empty_folders: list[Path] = []
+    if run.checkpoint_folder in entries and _is_empty_folder(run.checkpoint_folder):
+        empty_folders.append(run.checkpoint_folder)
+    files = entries.difference(empty_folders)
+    if files - created_files:  # another process has created a file
         return
 
-    _stop_logging()
+    # Stop logging, because the error that ends this process would create train.log again.
+    logging.getLogger(LOGGER_NAME).handlers.clear()
     for file in files:
         file.unlink(missing_ok=True)
     with suppress(OSError):  # another process may have put a file into one of the folders
@@ -164,13 +165,8 @@ def _remove_created(run: Run, created_files: Set[Path], new_folders: Sequence[Pa
 
 
 def _is_empty_folder(path: Path) -> bool:
-    """Return whether a path is a folder without files."""
+    """Return whether a path is an empty folder."""
     return path.is_dir() and not any(path.iterdir())
-
-
-def _stop_logging() -> None:
-    """Stop writing log files, because a later error message would create train.log again."""
-    logging.getLogger(LOGGER_NAME).handlers.clear()
 
 
 def _file_id(path: Path) -> FileId:

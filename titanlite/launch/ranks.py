@@ -318,7 +318,7 @@ class Ranks:
         ranks. Other later stop signals are ignored, because schedulers send SIGTERM repeatedly.
 
         Returns:
-            Whether a later Ctrl-C requests to kill the ranks.
+            Whether a later Ctrl-C has requested that the ranks be killed.
         """
         while self._received:
             number = self._received.pop(0)

@@ -69,13 +69,14 @@ def make_plan(
 ) -> Forecast:
     """Forecast the memory and speed of a run and search for improvements.
 
-    If the run does not fit into memory, search for changes that make it fit ("remedies").
+    If the run does not fit into memory, search for changes that make it fit, whatever the goal.
 
     Args:
         run: The validated job and the number of ranks.
         gpu: GPU of each rank.
         goal: Improvement to search for if the run fits. "largest_batch" is the largest local batch
-            size that fits, and "remedies" are changes that reduce memory.
+            size that fits, "remedies" are changes that reduce memory, and "nothing" skips the
+            search.
         show: Function called with the forecast of the run before the search starts.
         map_function: `map`, or the `map` method of a process pool to trace in parallel.
     """
@@ -96,8 +97,9 @@ def make_plan(
 def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) -> int | None:
     """Search for the largest training.local_batch_size that fits into memory.
 
-    Memory is linear in the batch size. So predict the largest size that fits from the two largest
-    traced sizes, trace the predicted size, and repeat until a prediction is already traced.
+    Predict the largest size that fits from the two largest traced sizes, because memory is linear
+    in the batch size. Trace the predicted size, log its memory, and repeat until the prediction is
+    already traced or cannot be traced, or `MAX_TRACED_BATCHES` sizes are traced.
 
     Args:
         run: The run to change.
@@ -518,9 +520,12 @@ def _choose_batch_sizes(run: Run, gpu: Gpu, layout: Settings) -> list[tuple[floa
         if new_run is None:  # invalid
             continue
 
-        estimate = _guess_plan(new_run, gpu)
         changes = _select_changes(run, settings)
-        if changes and estimate.fits:
+        if not changes:  # this is the original job
+            continue
+
+        estimate = _guess_plan(new_run, gpu)
+        if estimate.fits:
             choices.append((estimate.tokens_per_second, changes))
     choices.sort(key=itemgetter(0), reverse=True)
     return choices[:2]

@@ -225,16 +225,15 @@ def _describe_groups(mesh: Mesh) -> dict[str, Group]:
     for name, group in _name_groups(mesh).items():
         ranks = dist.get_process_group_ranks(group)
         span = max(ranks) - min(ranks) + 1  # to decide whether the group fits into one node
-        # If a group has several names, keep the last one.
         descriptions[group.group_name] = Group(name, len(ranks), span)
     return descriptions
 
 
 def _name_groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
-    """Return the process groups of a mesh by name, the most specific names last.
+    """Return the process groups of a mesh by name.
 
-    A group can occur several times. For example, if only FSDP is used, then "world" and "fsdp" are
-    the same group with all ranks.
+    Several names can have the same group. For example, if only FSDP is used, then "world" and
+    "fsdp" are the same group with all ranks. The last name then describes the group.
     """
     groups = {
         "stage": mesh.stage_group,
@@ -392,7 +391,7 @@ def _add_stage_hooks(counter: Counter, stage: int, module: Llama) -> None:
 
     def start_forward(*_: Any) -> None:
         counter.forward_starts.append(len(counter.log))
-        counter.location = _outside_parts(stage)
+        counter.location = _get_outer_location(stage)
 
     module.register_forward_pre_hook(start_forward, prepend=True)
 
@@ -404,7 +403,7 @@ def _add_stage_hooks(counter: Counter, stage: int, module: Llama) -> None:
         _mark_unsharded_memory(counter, module.output)
 
 
-def _outside_parts(stage: int) -> Location:
+def _get_outer_location(stage: int) -> Location:
     """Return the location of a forward pass outside of the parts that have other locations."""
     return Location(phase="forward", name="forward", stage=stage)
 
@@ -455,14 +454,15 @@ def _add_gradient_hooks(
     """Register hooks that mark the memory of each gradient when it is set.
 
     Some parameters have no gradient: plugins may freeze a parameter, and without FSDP, the forward
-    pass may compute with copies in another dtype, which are not leaves of the autograd graph.
+    pass may compute with copies in another dtype, which are not leaves of the autograd graph. In
+    this case, autograd sets the gradients of the originals.
 
     Args:
         counter: Counter of the step.
         parameters: Unsharded parameters, whose gradients autograd sets, or sharded parameters,
             whose gradients FSDP sets.
         kind: Kind of memory of the gradients.
-        overwrite: Also mark memory that already has another kind.
+        overwrite: Also change memory that was marked before.
     """
 
     def mark_gradient(parameter: Tensor) -> None:
@@ -530,7 +530,7 @@ def _wrap_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> None
         counter.location = loss_location
         loss = compute_loss(hidden, weight, labels, scale)
         _add_backward_hook(counter, loss, loss_location)
-        counter.location = _outside_parts(last_stage)
+        counter.location = _get_outer_location(last_stage)
         return loss
 
     forward_backward.loss_fn = compute_loss_at_location
@@ -542,8 +542,8 @@ def _skip_microbatches(
 ) -> Iterator[None]:
     """Save time within this context: let pipeline stages skip microbatches that repeat another one.
 
-    A skipped microbatch computes nothing. Instead, the log entries of an earlier microbatch are
-    appended to the log again, so the log equals the log of a step that runs all microbatches.
+    A skipped microbatch computes nothing. Instead, the latest recording of each method, if any, is
+    appended to the log again.
 
     Args:
         counter: Counter of the step.
@@ -567,8 +567,8 @@ class _MicrobatchSkipper:
     log has the memory and work of all microbatches, although only some of them run.
 
     Attributes:
-        counter: Counter of the step. Its log gets all entries, and its current recording gets only
-            the entries of the current method.
+        counter: Counter of the step. Its log gets all entries, and its current recording gets the
+            entries of the current method, up to the next action.
         skipped: Indices of the skipped microbatches.
         last_loss: Loss of the last microbatch that ran, or 0 before the first one. It is also the
             loss of skipped microbatches.

@@ -143,7 +143,7 @@ def _choose_ranks(run: Run) -> list[int]:
     first_ranks = [rank * ranks_per_stage for rank in range(num_pipeline_ranks)]
     if run.job.parallelism.pipeline_parallel_schedule in V_SHAPED:
         # Each rank also has a stage from the end of the model, which holds few microbatches. So the
-        # first rank of a kind need not hold the most, and every rank is a kind by itself.
+        # first rank of a kind need not hold the most. Trace every rank.
         return first_ranks
 
     first_of_kind: dict[Hashable, int] = {}
@@ -212,8 +212,8 @@ def _may_shard_differently(run: Run, num_blocks: int) -> bool:
     min_group_size = run.job.parallelism.fsdp_min_num_params
     joins_blocks = block_size < min_group_size  # FSDP combines several small blocks into one group
 
-    # On a single rank, or with only replicas, FSDP keeps a small model unsharded after the forward
-    # pass, but not the full model.
+    # On a single rank, or with only replicas, FSDP keeps the blocks of a small model unsharded
+    # after the forward pass. The full model may be too large for that.
     num_shards = run.degrees.shard * run.degrees.context
     is_small = num_blocks * block_size < SMALL_MODEL_GROUPS * min_group_size
     may_stay_unsharded = num_shards == 1 and is_small
