@@ -539,7 +539,7 @@ def compare_on_ghost(name: str) -> Result:
     # Processes of a multiprocessing.Pool could not start processes, as the planner does.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:
-        plan = pool.submit(make_plan, run, find_gpu("H100"), True).result()
+        plan = pool.submit(make_plan, run, find_gpu("H100"), "nothing").result()
         measured = [
             pool.submit(_measure_ghost_rank, rank, num_ranks, sections).result()
             for rank in {0, plan.rank}

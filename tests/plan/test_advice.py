@@ -261,7 +261,7 @@ def test_the_largest_batch_that_fits_is_reported_after_the_plan(
     before, _, after = capsys.readouterr().err.partition("plan\n")  # results are shown at once
     assert "GiB" not in before
     assert f"training.local_batch_size {rows}: " in after
-    assert advice.make_plan(job, H100, quick=True).largest_local_batch_size is None
+    assert advice.make_plan(job, H100, goal="nothing").largest_local_batch_size is None
 
 
 @pytest.mark.slow

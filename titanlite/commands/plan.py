@@ -204,14 +204,13 @@ def _make_plan(
     """
     from titanlite.plan import advice  # slow, so import it before the worker processes fork
 
-    make_plan = partial(
-        advice.make_plan,
-        run,
-        device,
-        quick=options.quick,
-        remedies=options.remedies,
-        show=show,
-    )
+    if options.remedies:
+        goal = "remedies"
+    elif options.quick:
+        goal = "nothing"
+    else:
+        goal = "largest_batch"
+    make_plan = partial(advice.make_plan, run, device, goal, show)
     if run.degrees.pipeline < _MIN_PIPELINE_RANKS_FOR_WORKERS:
         return make_plan()
     with workers() as pool:  # trace the pipeline ranks in parallel

@@ -24,7 +24,7 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from titanlite.checkpoint.find import is_saved, resume_hint
 from titanlite.config.errors import StoppedBySignal, UserError, format_count
 from titanlite.config.run import Run
-from titanlite.launch.ranks import FINAL_CODES, Ranks
+from titanlite.launch.ranks import FINAL_CODES, Ranks, to_exit_code
 from titanlite.runtime.logging import note
 from titanlite.runtime.process import leave, python_command, stop_signals
 
@@ -111,8 +111,7 @@ def run_agent(
         try:
             elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:
-            code = error.get_first_failure()[1].exitcode
-            return code if code > 0 else 128 - code
+            return to_exit_code(error.get_first_failure()[1].exitcode)
         except (RendezvousError, RuntimeError) as error:
             if (folder / CRASH_FILE).exists():
                 return int((folder / CRASH_FILE).read_text())
@@ -170,7 +169,7 @@ def _configure_agent(
         max_restarts=restarts,
         local_addr=local_address,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        # `_pass_on_signals` handles all other signals, because the agent would give the ranks too
+        # `_forward_signals` handles all other signals, because the agent would give the ranks too
         # little time to save.
         signals_to_handle="SIGQUIT",
     )
@@ -179,23 +178,27 @@ def _configure_agent(
 def _start_threads(folder: Path, store: Address, is_host: bool) -> None:
     """Start the background threads of the process that runs the torch agent.
 
+    They forward signals to the node process, log why nodes do not connect, and end this process
+    after a crash.
+
     Args:
         folder: Folder of the files that the node process writes.
         store: Address and port of the store, through which the nodes connect.
         is_host: Whether this node hosts the store.
     """
-    # Block the signals in all threads, so that `_pass_on_signals` can wait for them. A signal
-    # handler would run late: Python calls it in the main thread, after torch has returned from
-    # waiting for other nodes.
+    # Forward signals in a thread. Python would call a signal handler in the main thread, but only
+    # after torch has finished waiting for other nodes.
     signals = {*stop_signals(), signal.SIGUSR2}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # so that the thread can wait for them
+    _start_thread(_forward_signals, signals, folder)
 
-    for function, arguments in (
-        (_pass_on_signals, (signals, folder)),
-        (_log_missing_nodes, (folder, store, is_host)),
-        (_leave_after_crash, (folder,)),
-    ):
-        threading.Thread(target=function, args=arguments, daemon=True).start()
+    _start_thread(_log_missing_nodes, folder, store, is_host)
+    _start_thread(_leave_after_crash, folder)  # in case the torch agent hangs
+
+
+def _start_thread(function: Callable[..., None], *args: Any) -> None:
+    """Call a function in a background thread, which does not keep this process alive."""
+    threading.Thread(target=function, args=args, daemon=True).start()
 
 
 def run_node_process(folder: Path, ranks: Ranks) -> int:
@@ -247,7 +250,7 @@ def run_node_process(folder: Path, ranks: Ranks) -> int:
     return exit_code
 
 
-def _pass_on_signals(signals: set[signal.Signals], folder: Path) -> None:
+def _forward_signals(signals: set[signal.Signals], folder: Path) -> None:
     """Forward signals to the node process, which the torch agent in this process started.
 
     If a signal arrives while the node process is not running, end this process.

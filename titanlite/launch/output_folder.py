@@ -17,7 +17,8 @@ from titanlite.launch.ranks import UNSAVED_STOPS
 from titanlite.runtime.folder_lock import LOCK_TIMEOUT, lock_file, lock_folder
 from titanlite.runtime.logging import EVENTS_FILE, LOG_FILE, LOGGER_NAME, note
 
-INVALID_JOB = UserError.exit_code
+# Exit codes after which nothing was saved: the job is invalid, or a signal stopped the run.
+UNSAVED_EXITS = (UserError.exit_code, *UNSAVED_STOPS)
 
 FileId = tuple[int, int] | None
 """Device and inode number, which identify a file even after it was renamed. None if there is no
@@ -46,30 +47,27 @@ def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
     folders = (run.dump_folder, *run.dump_folder.parents)  # innermost first
     new_folders = [folder for folder in folders if not os.path.lexists(folder)]
     lock_files = _wait_for_other_runs(run)
-    if not new_folders:
+    if not new_folders:  # an existing folder is never removed
         return train()
 
     created_files = lock_files | _create_logs(run.dump_folder)
-    exit_code = None
     try:
         exit_code = train()
-        return exit_code
     except UserError as error:
-        exit_code = error.exit_code
-        raise
-    finally:
-        if exit_code in (INVALID_JOB, *UNSAVED_STOPS):  # nothing was saved
+        if error.exit_code in UNSAVED_EXITS:
             _remove_unused(run, new_folders, created_files)
+        raise
+    if exit_code in UNSAVED_EXITS:
+        _remove_unused(run, new_folders, created_files)
+    return exit_code
 
 
 def _wait_for_other_runs(run: Run) -> dict[Path, FileId]:
     """Wait until no other run uses the output folder or the checkpoint folder.
 
-    A run locks both folders while it trains. To wait for its end, acquire each lock and release it
-    again. This process does not keep the locks, because rank 0 of the new run acquires them.
-
     Returns:
-        The lock files and their IDs, so that the files can be removed later.
+        IDs of the lock files of both folders, keyed by path. A later cleanup removes a lock file
+        only if its ID is unchanged.
     """
     locked_paths = [run.dump_folder / "run"]  # its lock file is .run.lock in the output folder
     if run.job.checkpoint.enable:
@@ -77,11 +75,19 @@ def _wait_for_other_runs(run: Run) -> dict[Path, FileId]:
 
     lock_files: dict[Path, FileId] = {}
     for path in locked_paths:
-        descriptor = lock_folder(path, LOCK_TIMEOUT, note)
-        _release_lock(descriptor)
+        _wait_for_lock(path)
         file = lock_file(path)
         lock_files[file] = _file_id(file)
     return lock_files
+
+
+def _wait_for_lock(path: Path) -> None:
+    """Wait until no other run holds the lock of a path, and create its lock file if needed.
+
+    Acquire the lock and release it again, because rank 0 of the new run acquires it later.
+    """
+    descriptor = lock_folder(path, LOCK_TIMEOUT, note)
+    _release_lock(descriptor)
 
 
 def _release_lock(descriptor: int | None) -> None:
@@ -134,18 +140,19 @@ def _remove_unused(
 def _remove_created(run: Run, created_files: Set[Path], new_folders: Sequence[Path]) -> None:
     """Remove the new output folder of a run, unless it contains a file of another process.
 
+    It may contain an empty checkpoint folder, which is removed first.
+
     Args:
         run: The run that has ended.
         created_files: Files that this process has created, in the output folder or elsewhere.
         new_folders: Folders that this process has created, innermost first.
     """
-    files = set(run.dump_folder.iterdir())
-    folders = list(new_folders)
-    checkpoints = run.checkpoint_folder
-    if checkpoints in files and checkpoints.is_dir() and not any(checkpoints.iterdir()):
-        files.remove(checkpoints)
-        folders.insert(0, checkpoints)  # before the folder that contains it
-    if not files <= created_files:
+    entries = set(run.dump_folder.iterdir())
+    empty_folders: list[Path] = []
+    if run.checkpoint_folder in entries and _is_empty_folder(run.checkpoint_folder):
+        empty_folders.append(run.checkpoint_folder)
+    files = entries.difference(empty_folders)
+    if files - created_files:  # another process has created a file
         return
 
     # Stop logging, because the error that ends this process would create train.log again.
@@ -153,8 +160,13 @@ def _remove_created(run: Run, created_files: Set[Path], new_folders: Sequence[Pa
     for file in files:
         file.unlink(missing_ok=True)
     with suppress(OSError):  # another process may have put a file into one of the folders
-        for folder in folders:
+        for folder in (*empty_folders, *new_folders):
             folder.rmdir()
+
+
+def _is_empty_folder(path: Path) -> bool:
+    """Return whether a path is an empty folder."""
+    return path.is_dir() and not any(path.iterdir())
 
 
 def _file_id(path: Path) -> FileId:

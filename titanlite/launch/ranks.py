@@ -140,9 +140,9 @@ class Ranks:
         Returns:
             Exit code of the launcher.
         """
-        # Only record signals here. `_pass_on_signals` sends them once all ranks have started.
+        # Stop signals end the run after a save. SIGUSR2 only requests a save.
         for number in (*stop_signals(), signal.SIGUSR2):
-            signal.signal(number, lambda received, _frame: self._received.append(received))
+            signal.signal(number, self._record_signal)
 
         restarts_left = self.max_restarts
         while True:
@@ -157,6 +157,10 @@ class Ranks:
                     f"Starting again from the newest checkpoint (restarts left: {restarts_left}).",
                     "restart",
                 )
+
+    def _record_signal(self, number: int, _frame: object) -> None:
+        """Record a received signal. `_forward_signals` sends it once all ranks have started."""
+        self._received.append(number)
 
     def _run_once(self) -> int:
         """Start the ranks, wait until all have ended, and print why they ended.
@@ -223,7 +227,7 @@ class Ranks:
         previous_poll = time.time()  # Unix time, as in the error reports of the ranks
         while running:
             time.sleep(POLL_SECONDS)
-            must_kill = self._pass_on_signals()
+            is_kill_requested = self._forward_signals()
 
             this_poll = time.time()
             ends = self._collect_ends(running, previous_poll)
@@ -232,8 +236,8 @@ class Ranks:
             failed += [end for end in ends if end.code != 0]
 
             # A later failure can make the deadline earlier, but not later.
-            deadline = min(deadline, time.monotonic() + self._get_patience(failed))
-            if must_kill or time.monotonic() > deadline:
+            deadline = min(deadline, self._choose_deadline(failed))
+            if is_kill_requested or time.monotonic() > deadline:
                 killed += self._kill()
                 running -= set(killed)
             self._check_stall(running)
@@ -257,18 +261,27 @@ class Ranks:
                 ends.append(_read_end(self._folder, rank, code, default_time=earliest_time))
         return ends
 
-    def _get_patience(self, failed: Sequence[RankEnd]) -> float:
-        """Return how many seconds running ranks have to end by themselves before they are killed.
+    def _choose_deadline(self, failed: Sequence[RankEnd]) -> float:
+        """Choose when to kill the running ranks, which can end by themselves until then.
 
-        The result is infinity if no rank has failed and no stop signal has arrived.
+        Args:
+            failed: How the failed ranks ended.
+
+        Returns:
+            Deadline on the clock of `time.monotonic`. It is infinite if no rank has failed and no
+            stop signal has arrived.
         """
         exit_codes = {end.code for end in failed}
         crash_codes = exit_codes - KNOWN_EXITS
         if crash_codes:
-            return CRASH_PATIENCE
-        if self._stop_signal or StoppedBySignal.exit_code in exit_codes:
-            return self.stop_seconds
-        return KNOWN_EXIT_PATIENCE if exit_codes else math.inf
+            seconds = CRASH_PATIENCE
+        elif self._stop_signal or StoppedBySignal.exit_code in exit_codes:
+            seconds = self.stop_seconds
+        elif exit_codes:
+            seconds = KNOWN_EXIT_PATIENCE
+        else:
+            seconds = math.inf
+        return time.monotonic() + seconds
 
     def _check_stall(self, running: Set[int]) -> None:
         """Print a report, once per stall, if all running ranks of this node are stalled."""
@@ -298,14 +311,14 @@ class Ranks:
                 lines.append(f"Rank {rank} is stopped. To continue it: kill -CONT {process.pid}")
         self._print_and_log("\n".join(lines), "stall")
 
-    def _pass_on_signals(self) -> bool:
+    def _forward_signals(self) -> bool:
         """Forward the signals that the launcher has received to the ranks.
 
         After the first stop signal, the ranks save a checkpoint and end. A later Ctrl-C kills the
         ranks. Other later stop signals are ignored, because schedulers send SIGTERM repeatedly.
 
         Returns:
-            Whether the ranks must be killed.
+            Whether a later Ctrl-C has requested that the ranks be killed.
         """
         while self._received:
             number = self._received.pop(0)
@@ -350,20 +363,28 @@ class Ranks:
             cause: How the rank that triggered the shutdown ended.
             killed: Ranks that the launcher killed.
         """
-        is_known = _is_known(cause)
-        was_stopped = cause.rank in killed or cause.code in UNSAVED_STOPS
-        is_unsaved_stop = self._stop_signal != 0 and was_stopped and not is_known
-        exit_code = 128 + self._stop_signal if is_unsaved_stop else _exit_code(cause.code)
+        if self._is_unsaved_stop(cause, killed):
+            exit_code = 128 + self._stop_signal
+        else:
+            exit_code = to_exit_code(cause.code)
 
-        lines = []
-        if not is_known:  # a known reason is in the message
-            lines.append(self._describe_failure(cause, killed, is_unsaved_stop))
-        lines.append(cause.message or self.resume_hint())  # a message also explains how to resume
-        text = "\n".join(lines).rstrip("\n")
-
-        kind = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
-        self._print_end(cause, text, kind)
+        event_kind = "stop" if self._stop_signal else END_KINDS.get(exit_code, "failure")
+        self._print_end(cause, self._describe_end(cause, killed), event_kind)
         return exit_code
+
+    def _is_unsaved_stop(self, cause: RankEnd, killed: Sequence[int]) -> bool:
+        """Return whether a signal stopped the run before a checkpoint was saved.
+
+        After such a stop, the rank that triggered the shutdown has reported no reason, and either
+        the launcher or the signal has ended it.
+
+        Args:
+            cause: How the rank that triggered the shutdown ended.
+            killed: Ranks that the launcher killed.
+        """
+        if not self._stop_signal or _has_known_reason(cause):
+            return False
+        return cause.rank in killed or cause.code in UNSAVED_STOPS
 
     def _print_end(self, cause: RankEnd, text: str, kind: str) -> None:
         """Print why the run ended, and log it unless rank 0 has already logged it.
@@ -380,27 +401,29 @@ class Ranks:
             note("")  # ends the line in which the live view left the cursor
         self._print_and_log(text, kind)
 
-    def _describe_failure(
-        self, cause: RankEnd, killed: Sequence[int], is_unsaved_stop: bool
-    ) -> str:
-        """Describe the end of a run for an unknown reason, such as a crash, in one line.
+    def _describe_end(self, cause: RankEnd, killed: Sequence[int]) -> str:
+        """Describe why the run ended early and how to resume it.
 
-        For example, "Rank 3 failed first: SIGSEGV. Killed, because they did not end: ranks 0, 1."
+        If the rank has reported a known reason, return its message. Otherwise, start with a line
+        such as "Rank 3 failed first: SIGSEGV. Killed, because they did not end: ranks 0, 1."
 
         Args:
             cause: How the rank that triggered the shutdown ended.
             killed: Ranks that the launcher killed.
-            is_unsaved_stop: Whether a signal stopped the run before it was saved. The line then
-                names the signal instead of the rank.
         """
-        if is_unsaved_stop:
+        # A message of a rank also explains how to resume.
+        message = cause.message or self.resume_hint()
+        if _has_known_reason(cause):
+            return message.rstrip("\n")
+
+        if self._is_unsaved_stop(cause, killed):
             failure = f"Stopped by {signal.Signals(self._stop_signal).name} without a save."
         else:
             failure = f"Rank {cause.rank} failed first: {_describe_exit(cause.code)}."
         if killed:
             killed_ranks = ", ".join(map(str, killed))
             failure += f" Killed, because they did not end: ranks {killed_ranks}."
-        return failure
+        return f"{failure}\n{message}".rstrip("\n")
 
     def _print_and_log(self, text: str, kind: str) -> None:
         """Print a message, and log it as an event in train.log.
@@ -425,7 +448,7 @@ def _find_cause(failed: Sequence[RankEnd], killed: Sequence[int]) -> RankEnd:
         failed: How the failed ranks ended, sorted by time.
         killed: Ranks that the launcher killed.
     """
-    known = [end for end in failed if _is_known(end)]
+    known = [end for end in failed if _has_known_reason(end)]
     if known:
         return min(known)  # the lowest rank
     if failed:
@@ -433,7 +456,7 @@ def _find_cause(failed: Sequence[RankEnd], killed: Sequence[int]) -> RankEnd:
     return RankEnd(killed[0], -signal.SIGKILL, 0.0, "")
 
 
-def _is_known(end: RankEnd) -> bool:
+def _has_known_reason(end: RankEnd) -> bool:
     """Return whether a rank ended for a known reason, so that a restart cannot help.
 
     User errors, guards, checkpoint errors, and stops after a save are known reasons. If a signal
@@ -442,7 +465,7 @@ def _is_known(end: RankEnd) -> bool:
     return end.code in KNOWN_EXITS or (end.code in UNSAVED_STOPS and end.message != "")
 
 
-def _exit_code(code: int) -> int:
+def to_exit_code(code: int) -> int:
     """Convert `RankEnd.code` to the exit code of the launcher, for example -9 to 137."""
     if code == EARLY_EXIT:
         return 1

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
 from functools import partial
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from titanlite.config.errors import format_count
 from titanlite.config.run import Run, with_keys
@@ -41,6 +41,8 @@ SAVED_SHARES = {"none": 1.0, "selective": 0.4, "full": 0.08}
 # `Work.shape` of estimated work. Only the number of dimensions matters.
 MATMUL_SHAPE = (1, 1, 1)
 ATTENTION_SHAPE = (1, 1, 1, 1, 1)
+# Estimated memory that the caching allocator reserves on a GPU, as a multiple of the peak.
+RESERVED_PER_PEAK = 1.11
 BLOCKS_IN_FLIGHT = 3  # estimated number of blocks whose weights FSDP holds unsharded at a time
 
 Settings = Mapping[str, Any]
@@ -61,21 +63,20 @@ MIN_CONTEXT_PARALLEL_TOKENS = 16384  # per sequence, on each context parallel ra
 def make_plan(
     run: Run,
     gpu: Gpu,
-    quick: bool = False,
-    remedies: bool = False,
+    goal: Literal["largest_batch", "remedies", "nothing"] = "largest_batch",
     show: Callable[[Forecast], None] | None = None,
     map_function: Apply = map,
 ) -> Forecast:
     """Forecast the memory and speed of a run and search for improvements.
 
-    If the run does not fit into memory, search for changes that make it fit. Otherwise, search for
-    the largest local batch size that fits.
+    If the run does not fit into memory, search for changes that make it fit, whatever the goal.
 
     Args:
         run: The validated job and the number of ranks.
         gpu: GPU of each rank.
-        quick: Skip the search for the largest batch, but not the search for changes.
-        remedies: If the run fits, search for changes instead of the largest batch.
+        goal: Improvement to search for if the run fits. "largest_batch" is the largest local batch
+            size that fits, "remedies" are changes that reduce memory, and "nothing" skips the
+            search.
         show: Function called with the forecast of the run before the search starts.
         map_function: `map`, or the `map` method of a process pool to trace in parallel.
     """
@@ -84,21 +85,21 @@ def make_plan(
     if show is not None:
         show(plan)
 
-    if not plan.fits or remedies:
+    if goal == "remedies" or not plan.fits:
         changes = find_remedies(run, plan, gpu, map_function)
         return plan.model_copy(update={"changes": changes})
-    if quick:
-        return plan
-    largest_size = find_largest_batch(run, plan, gpu, map_function)
-    return plan.model_copy(update={"largest_local_batch_size": largest_size})
+    if goal == "largest_batch":
+        largest_size = find_largest_batch(run, plan, gpu, map_function)
+        return plan.model_copy(update={"largest_local_batch_size": largest_size})
+    return plan
 
 
 def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) -> int | None:
     """Search for the largest training.local_batch_size that fits into memory.
 
-    The search predicts the largest size that fits from the two largest traced sizes, traces this
-    size, and repeats both until the predicted size is already traced or cannot be traced. Each
-    traced size is logged with the memory that it needs.
+    Predict the largest size that fits from the two largest traced sizes, because memory is linear
+    in the batch size. Trace the predicted size, log its memory, and repeat until the prediction is
+    already traced or cannot be traced, or `MAX_TRACED_BATCHES` sizes are traced.
 
     Args:
         run: The run to change.
@@ -109,10 +110,15 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) 
     Returns:
         The largest traced size, in sequences, that fits into memory, or None if none fits.
     """
+    # A context parallel rank traces only its share of each sequence.
     max_size = MAX_TRACED_TOKENS * run.degrees.context // run.job.training.seq_len
     plans = {run.job.training.local_batch_size: plan}
     size = _choose_second_batch_size(run)
-    while 0 < size <= max_size and size not in plans and len(plans) < MAX_TRACED_BATCHES:
+    while len(plans) < MAX_TRACED_BATCHES:
+        is_traceable = 0 < size <= max_size
+        if size in plans or not is_traceable:
+            break
+
         with working(f"Looking for the largest batch that fits: training.local_batch_size {size}"):
             new_plan = _forecast_changed(_set_batch_size(run, size), run, gpu, map_function)
         if new_plan is None:
@@ -418,8 +424,8 @@ def list_layouts(run: Run, gpu: Gpu) -> list[Settings]:
 
 
 def _complete_layout(
-    degrees: Mapping[str, Any], run: Run, gpu: Gpu, has_float8: bool, mode: str
-) -> dict[str, Any]:
+    degrees: Settings, run: Run, gpu: Gpu, has_float8: bool, mode: str
+) -> Settings:
     """Add options for FP8, activation checkpointing and compilation to parallel degrees.
 
     Args:
@@ -432,6 +438,7 @@ def _complete_layout(
     """
     is_gpu = not gpu.cpu
     has_tensor_parallel = degrees["parallelism.tensor_parallel_degree"] > 1
+    # To gather weights in FP8, FSDP needs a single scale per tensor.
     gathers_float8 = has_float8 and run.job.float8.recipe_name == "tensorwise"
     return {
         **degrees,
@@ -439,15 +446,18 @@ def _complete_layout(
         "activation_checkpoint.mode": mode,
         "parallelism.data_parallel_shard_degree": -1,  # all remaining ranks
         "parallelism.enable_async_tensor_parallel": has_tensor_parallel and is_gpu,
-        "activation_checkpoint.selective_ac_option": "op",
+        "activation_checkpoint.selective_ac_option": "op",  # used only if `mode` is "selective"
         "compile.enable": is_gpu or run.job.compile.enable,
         "float8.enable_fsdp_float8_all_gather": gathers_float8,
         "float8.precompute_float8_dynamic_scale_for_fsdp": gathers_float8,
     }
 
 
-def _list_degrees(run: Run, gpus_per_node: int) -> Iterator[dict[str, Any]]:
+def _list_degrees(run: Run, gpus_per_node: int) -> Iterator[Settings]:
     """Yield the combinations of parallel degrees to try in a search for faster layouts.
+
+    Some of them are invalid, for example if they need more ranks than the run has. `list_layouts`
+    omits these.
 
     Tensor parallelism communicates most, so all its ranks must be on one node. Replicas (HSDP) and
     pipelines save traffic between nodes, so they are tried only with several nodes. Each
@@ -458,12 +468,11 @@ def _list_degrees(run: Run, gpus_per_node: int) -> Iterator[dict[str, Any]]:
     """
     max_tensor = min(gpus_per_node, run.arch.n_kv_heads)
     max_context = max(1, run.job.training.seq_len // MIN_CONTEXT_PARALLEL_TOKENS)
+    max_pipeline = 1
+    replicate_choices = [1]
     if run.world_size > gpus_per_node:
         max_pipeline = max(1, run.arch.n_layers // 2)
-        replicate_choices = [1, run.world_size // gpus_per_node]
-    else:
-        max_pipeline = 1
-        replicate_choices = [1]
+        replicate_choices.append(run.world_size // gpus_per_node)
 
     for tensor, pipeline, context, replicate in itertools.product(
         _powers_of_two(max_tensor),
@@ -489,7 +498,7 @@ def _powers_of_two(maximum: int) -> list[int]:
     return [power for power in POWERS_OF_TWO if power <= maximum]
 
 
-def _choose_batch_sizes(run: Run, gpu: Gpu, layout: dict[str, Any]) -> list[tuple[float, Settings]]:
+def _choose_batch_sizes(run: Run, gpu: Gpu, layout: Settings) -> list[tuple[float, Settings]]:
     """Choose the two local batch sizes with the highest estimated speed that fit into memory.
 
     Args:
@@ -508,10 +517,11 @@ def _choose_batch_sizes(run: Run, gpu: Gpu, layout: dict[str, Any]) -> list[tupl
             "training.global_batch_size": _choose_global_batch_size(run, layout, size),
         }
         new_run = change_run(run, settings)
-        changes = {
-            key: value for key, value in settings.items() if attrgetter(key)(run.job) != value
-        }
-        if new_run is None or not changes:
+        if new_run is None:  # invalid
+            continue
+
+        changes = _select_changes(run, settings)
+        if not changes:  # this is the original job
             continue
 
         estimate = _guess_plan(new_run, gpu)
@@ -521,7 +531,12 @@ def _choose_batch_sizes(run: Run, gpu: Gpu, layout: dict[str, Any]) -> list[tupl
     return choices[:2]
 
 
-def _choose_global_batch_size(run: Run, layout: dict[str, Any], local_size: int) -> int:
+def _select_changes(run: Run, settings: Settings) -> Settings:
+    """Return the options whose value differs from the job of a run."""
+    return {key: value for key, value in settings.items() if attrgetter(key)(run.job) != value}
+
+
+def _choose_global_batch_size(run: Run, layout: Settings, local_size: int) -> int:
     """Choose the global batch size of a layout, in sequences.
 
     Keep the size that the job sets. With a pipeline, replace the default of -1, which means one
@@ -546,6 +561,7 @@ def _guess_plan(run: Run, gpu: Gpu) -> Forecast:
     trace = RankTrace(
         rank=0,
         peak=int(peak),
+        # The moment and the kinds of memory are unknown. They would only be printed.
         moment="",
         kinds={},
         cpu_peak=0,
@@ -557,7 +573,7 @@ def _guess_plan(run: Run, gpu: Gpu) -> Forecast:
             _guess_tensor_parallel(run),
             *_guess_fsdp(run),
         ),
-        reserved=int(1.11 * peak),  # by the caching allocator, including unused memory
+        reserved=int(RESERVED_PER_PEAK * peak),
     )
     return forecast(run, [trace], gpu)
 

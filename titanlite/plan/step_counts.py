@@ -216,12 +216,24 @@ def _has_equal_microbatches(run: Run) -> bool:
 
 
 def _describe_groups(mesh: Mesh) -> dict[str, Group]:
-    """Describe all process groups of a mesh.
-
-    If several dimensions share a group, for example one with all ranks, the last one names it.
+    """Describe the process groups of a mesh by name, size and span.
 
     Returns:
-        Mesh dimension, size and span of each group, by group name in torch.
+        Description of each group, by its group name in torch.
+    """
+    descriptions = {}
+    for name, group in _name_groups(mesh).items():
+        ranks = dist.get_process_group_ranks(group)
+        span = max(ranks) - min(ranks) + 1  # to decide whether the group fits into one node
+        descriptions[group.group_name] = Group(name, len(ranks), span)
+    return descriptions
+
+
+def _name_groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
+    """Return the process groups of a mesh by name.
+
+    Several names can have the same group. For example, if only FSDP is used, then "world" and
+    "fsdp" are the same group with all ranks. The last name then describes the group.
     """
     groups = {
         "stage": mesh.stage_group,
@@ -233,16 +245,11 @@ def _describe_groups(mesh: Mesh) -> dict[str, Group]:
     for name, submesh in submeshes.items():
         if submesh is not None:
             groups[name] = submesh.get_group()
-    if mesh.fsdp.ndim == 2:  # HSDP
-        groups["replicate"] = mesh.fsdp.get_group(0)
-    groups["fsdp"] = mesh.fsdp.get_group(mesh.fsdp.ndim - 1)
 
-    descriptions = {}
-    for name, group in groups.items():
-        ranks = dist.get_process_group_ranks(group)
-        span = max(ranks) - min(ranks) + 1  # to decide whether the group fits into one node
-        descriptions[group.group_name] = Group(name, len(ranks), span)
-    return descriptions
+    if mesh.degrees.replicate > 1:  # HSDP
+        groups["replicate"] = mesh.fsdp.get_group("dp_replicate")
+    groups["fsdp"] = mesh.fsdp.get_group("dp_shard")
+    return groups
 
 
 def _add_up_work(log: Iterable[LogEntry]) -> dict[Work, np.ndarray]:
@@ -261,20 +268,24 @@ def _add_up_work(log: Iterable[LogEntry]) -> dict[Work, np.ndarray]:
 def _find_peaks(log: Iterable[LogEntry]) -> dict[Location, np.ndarray]:
     """Find the peak of the GPU memory at each location, such as the forward pass of the blocks.
 
+    Args:
+        log: Log of a step. Its work is ignored.
+
     Returns:
         For each location, the bytes of each of `KINDS` when GPU memory is at its peak there.
     """
-    allocated = defaultdict[str, int](int)
+    allocated = dict.fromkeys((*KINDS, OFFLOADED), 0)  # bytes by kind
     peak_bytes = defaultdict[Location, int](int)
     peaks: dict[Location, np.ndarray] = {}
     for location, entry in log:
-        if isinstance(entry, Allocation):
-            allocated[entry.storage.kind] += entry.change
-            gpu_sizes = [allocated[kind] for kind in KINDS]  # without memory on the CPU
-            gpu_bytes = sum(gpu_sizes)
-            if entry.change > 0 and gpu_bytes > peak_bytes[location]:
-                peak_bytes[location] = gpu_bytes
-                peaks[location] = np.array(gpu_sizes)
+        if isinstance(entry, Work):
+            continue
+        allocated[entry.storage.kind] += entry.change
+        gpu_sizes = [allocated[kind] for kind in KINDS]  # without CPU memory (`OFFLOADED`)
+        gpu_bytes = sum(gpu_sizes)
+        if entry.change > 0 and gpu_bytes > peak_bytes[location]:
+            peak_bytes[location] = gpu_bytes
+            peaks[location] = np.array(gpu_sizes)
     return peaks
 
 
@@ -370,11 +381,7 @@ class StepFollower(Hook):
 
 
 def _add_stage_hooks(counter: Counter, stage: int, module: Llama) -> None:
-    """Register hooks in the model so that memory and work are counted separately for its parts.
-
-    When the model starts a forward pass, a hook records the position in the log. When the
-    embedding, a block or the final norm starts its forward or backward pass, a hook sets the
-    location. Other hooks mark unsharded parameters and gradients.
+    """Register hooks so that the memory and work of each part of the model count separately.
 
     Args:
         counter: Counter of the step.
@@ -384,23 +391,32 @@ def _add_stage_hooks(counter: Counter, stage: int, module: Llama) -> None:
 
     def start_forward(*_: Any) -> None:
         counter.forward_starts.append(len(counter.log))
-        # This location applies outside of the parts below, which have other locations.
-        counter.location = Location("forward", "forward", stage)
+        counter.location = _get_outer_location(stage)
 
     module.register_forward_pre_hook(start_forward, prepend=True)
 
-    blocks = [("block", block) for block in module.layers.values()]
-    parts = [("embedding", module.tok_embeddings), *blocks, ("norm", module.norm)]
-    for name, part in parts:
-        if part is not None:  # otherwise, it belongs to another stage
-            _add_location_hooks(counter, part, Location("forward", name, stage))
-            _add_parameter_hooks(counter, part)
+    for name, part in _list_parts(module):
+        _add_location_hooks(counter, part, Location("forward", name, stage))
+        _mark_unsharded_memory(counter, part)
     # The loss function calls the output layer, so its work is counted at the location "loss".
     if module.output is not None:
-        _add_parameter_hooks(counter, module.output)
+        _mark_unsharded_memory(counter, module.output)
 
 
-def _add_parameter_hooks(counter: Counter, part: nn.Module) -> None:
+def _get_outer_location(stage: int) -> Location:
+    """Return the location of a forward pass outside of the parts that have other locations."""
+    return Location(phase="forward", name="forward", stage=stage)
+
+
+def _list_parts(module: Llama) -> list[tuple[str, nn.Module]]:
+    """List the parts of a pipeline stage that have separate locations, as (name, part) pairs."""
+    blocks = [("block", block) for block in module.layers.values()]
+    parts = [("embedding", module.tok_embeddings), *blocks, ("norm", module.norm)]
+    # Some stages have no embedding or no norm.
+    return [(name, part) for name, part in parts if part is not None]
+
+
+def _mark_unsharded_memory(counter: Counter, part: nn.Module) -> None:
     """Register hooks that mark the memory of the unsharded parameters and gradients of a module.
 
     Memory that was marked before, such as weights, keeps its kind.
@@ -413,20 +429,33 @@ def _add_parameter_hooks(counter: Counter, part: nn.Module) -> None:
     def mark_parameters(module: nn.Module, _inputs: Any) -> None:
         counter.mark(module.parameters(), "unsharded parameters", overwrite=False)
 
-    def add_gradient_hooks(module: nn.Module, _inputs: Any) -> None:
-        _add_gradient_hooks(counter, module.parameters(), "gradients", overwrite=False)
-        first_forward.remove()
+    def watch_gradients() -> None:
+        _add_gradient_hooks(counter, part.parameters(), "gradients", overwrite=False)
 
     part.register_forward_pre_hook(mark_parameters)
-    # FSDP creates the unsharded parameters in the first forward pass, and keeps them for all steps.
-    # Add hooks to them once: the hook of the first forward pass removes itself.
-    first_forward = part.register_forward_pre_hook(add_gradient_hooks)
+    # FSDP creates the unsharded parameters in the first forward pass and keeps them for all steps,
+    # so add gradient hooks to them only then.
+    _call_in_first_forward(part, watch_gradients)
+
+
+def _call_in_first_forward(module: nn.Module, function: Callable[[], None]) -> None:
+    """Register a hook that calls a function once, when the first forward pass starts."""
+
+    def call_once(*_: Any) -> None:
+        function()
+        handle.remove()
+
+    handle = module.register_forward_pre_hook(call_once)
 
 
 def _add_gradient_hooks(
     counter: Counter, parameters: Iterable[nn.Parameter], kind: str, overwrite: bool
 ) -> None:
     """Register hooks that mark the memory of each gradient when it is set.
+
+    Some parameters have no gradient: plugins may freeze a parameter, and without FSDP, the forward
+    pass may compute with copies in another dtype, which are not leaves of the autograd graph. In
+    this case, autograd sets the gradients of the originals.
 
     Args:
         counter: Counter of the step.
@@ -440,8 +469,6 @@ def _add_gradient_hooks(
         counter.mark([parameter.grad], kind, overwrite)
 
     for parameter in parameters:
-        # Plugins may freeze parameters. Without FSDP, weights that are cast in the forward pass of
-        # the model are not leaves: autograd sets the gradients of the original parameters.
         if parameter.requires_grad and parameter.is_leaf:
             parameter.register_post_accumulate_grad_hook(mark_gradient)
 
@@ -498,13 +525,12 @@ def _wrap_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> None
     def compute_loss_at_location(
         hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor
     ) -> Tensor:
-        counter.mark([scale], "loss")  # was allocated earlier and counted as activations
+        # The scale was allocated before the loss, so it counts as activations until now.
+        counter.mark([scale], "loss")
         counter.location = loss_location
         loss = compute_loss(hidden, weight, labels, scale)
         _add_backward_hook(counter, loss, loss_location)
-
-        # The forward pass may continue after the loss, but not in a part of the model.
-        counter.location = loss_location._replace(name="forward")
+        counter.location = _get_outer_location(last_stage)
         return loss
 
     forward_backward.loss_fn = compute_loss_at_location
@@ -514,53 +540,54 @@ def _wrap_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> None
 def _skip_microbatches(
     counter: Counter, stages: Sequence[PipelineStage], skipped: range
 ) -> Iterator[None]:
-    """Let pipeline stages skip some microbatches within this context.
+    """Save time within this context: let pipeline stages skip microbatches that repeat another one.
 
-    The methods in `PIPELINE_ACTIONS` and `PIPELINE_RECEIVES` then compute nothing for a skipped
-    microbatch. Instead, the log entries of an earlier microbatch are appended to the log of the
-    counter again.
+    A skipped microbatch computes nothing. Instead, the latest recording of each method, if any, is
+    appended to the log again.
 
     Args:
         counter: Counter of the step.
         stages: Pipeline stages of this rank.
         skipped: Indices of the skipped microbatches.
     """
-    skipper = _MicrobatchSkipper(counter, skipped, last_loss=torch.zeros(()))
+    skipper = _MicrobatchSkipper(counter, skipped)
     with ExitStack() as stack:
         for stage in stages:
-            stack.enter_context(override(stage, **skipper.list_replacements(stage)))
+            wrapped_methods = skipper.wrap_methods(stage)
+            stack.enter_context(override(stage, **wrapped_methods))
         yield
 
 
 @dataclass
 class _MicrobatchSkipper:
-    """Replaces methods of pipeline stages to skip some microbatches.
+    """Wraps methods of pipeline stages to skip some microbatches.
 
-    A replacement calls the original method, and the counter records the log entries. For a skipped
-    microbatch, the replacement appends the latest recording to the log instead. So the log has the
-    memory and work of all microbatches, although only some of them run.
+    A wrapped method calls the original method, and the counter records the log entries. For a
+    skipped microbatch, the wrapped method appends the latest recording to the log instead. So the
+    log has the memory and work of all microbatches, although only some of them run.
 
     Attributes:
-        counter: Counter of the step.
+        counter: Counter of the step. Its log gets all entries, and its current recording gets the
+            entries of the current method, up to the next action.
         skipped: Indices of the skipped microbatches.
         last_loss: Loss of the last microbatch that ran, or 0 before the first one. It is also the
             loss of skipped microbatches.
-        recordings: Latest log entries of each method, by its name and the index of the stage.
+        recordings: Latest recording of each original method.
     """
 
     counter: Counter
     skipped: range
-    last_loss: Tensor
-    recordings: dict[tuple[str, int], list[LogEntry]] = field(default_factory=dict)
+    last_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
+    recordings: dict[Callable[..., Any], list[LogEntry]] = field(default_factory=dict)
 
-    def list_replacements(self, stage: PipelineStage) -> dict[str, Any]:
-        """Return a mapping from the names of methods to their replacement functions."""
+    def wrap_methods(self, stage: PipelineStage) -> dict[str, Callable[..., Any]]:
+        """Return replacements for methods of a pipeline stage, by name of the method."""
         # Other ranks do not exist, so they cannot vote.
-        replacements: dict[str, Any] = dict(UNANIMOUS_SHAPE_VOTE)
+        replacements = dict(UNANIMOUS_SHAPE_VOTE)
         for name in PIPELINE_ACTIONS:
             replacements[name] = partial(self._run_action, stage, name, getattr(stage, name))
         for name in PIPELINE_RECEIVES:
-            replacements[name] = partial(self._run_receive, stage, name, getattr(stage, name))
+            replacements[name] = partial(self._run_receive, getattr(stage, name))
         return replacements
 
     def _run_action(
@@ -572,13 +599,7 @@ class _MicrobatchSkipper:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Compute or send a microbatch, unless it is skipped.
-
-        The counter records the memory and work of the method and of all operators that run before
-        the next action, such as communication. For a skipped microbatch, it logs the latest
-        recording of the method again. For example, if microbatch 3 is skipped, torch calls
-        `forward_one_chunk` for microbatches 2 and 3, and the second call logs what the first call
-        has logged.
+        """Compute or send a microbatch, or repeat an earlier one if the microbatch is skipped.
 
         Args:
             stage: The pipeline stage.
@@ -588,47 +609,64 @@ class _MicrobatchSkipper:
             args: Further arguments of the method.
             kwargs: Keyword arguments of the method.
         """
-        key = (name, stage.stage_index)
-        returns_loss = name == "forward_one_chunk" and stage.is_last
         self.counter.location = Location(PIPELINE_ACTIONS[name], "stage", stage.stage_index)
         if microbatch in self.skipped:
-            self.counter.recording = None  # ends the recording of the previous action
-            self.counter.log += self.recordings.get(key, [])
-            if returns_loss:
-                return self.last_loss
-            # There is nothing to send. torch does not use the results of the other methods.
-            return [] if name.endswith("send_ops") else None
+            return self._repeat_action(stage, name, method)
 
-        self.recordings[key] = []
-        self.counter.recording = self.recordings[key]
+        self._start_recording(method)  # until the next action, so it includes communication
         result = method(microbatch, *args, **kwargs)
-        if returns_loss:
+        if _returns_loss(stage, name):
             self.last_loss = result.detach()
         return result
 
-    def _run_receive(
-        self, stage: PipelineStage, name: str, method: Callable[..., Any], microbatch: int
-    ) -> list[Any]:
-        """Return the receive operations of a microbatch, or an empty list if it is skipped.
-
-        The method may allocate the tensors to receive. Record these allocations separately from the
-        current action: a skipped microbatch logs both recordings, so an allocation in both of them
-        would count twice.
+    def _repeat_action(self, stage: PipelineStage, name: str, method: Callable[..., Any]) -> Any:
+        """Repeat the latest recording of a method, and return a placeholder for its result.
 
         Args:
             stage: The pipeline stage.
-            name: Name of the method, one of `PIPELINE_RECEIVES`.
+            name: Name of the method, one of `PIPELINE_ACTIONS`.
             method: The original method.
+        """
+        self.counter.recording = None  # the previous action has ended
+        self._repeat_recording(method)
+        if _returns_loss(stage, name):
+            return self.last_loss
+        if name.endswith("send_ops"):
+            return []  # there is nothing to send
+        return None  # torch does not use the results of the other methods
+
+    def _run_receive(self, method: Callable[..., Any], microbatch: int) -> list[Any]:
+        """Return the receive operations of a microbatch, or an empty list if it is skipped.
+
+        The method may allocate the tensors to receive. Record this only for this method, not for
+        the current action: a skipped microbatch repeats both recordings, so it would otherwise
+        count the tensors twice.
+
+        Args:
+            method: The original method, one of `PIPELINE_RECEIVES`.
             microbatch: Index of the microbatch.
         """
-        key = (name, stage.stage_index)
         if microbatch in self.skipped:
-            self.counter.log += self.recordings.get(key, [])
+            self._repeat_recording(method)
             return []
 
         action_recording = self.counter.recording
-        self.recordings[key] = []
-        self.counter.recording = self.recordings[key]
-        operations = method(microbatch)
-        self.counter.recording = action_recording
-        return operations
+        self._start_recording(method)
+        try:
+            return method(microbatch)
+        finally:
+            self.counter.recording = action_recording
+
+    def _start_recording(self, method: Callable[..., Any]) -> None:
+        """Record all log entries from now on as entries of a method."""
+        self.recordings[method] = []
+        self.counter.recording = self.recordings[method]
+
+    def _repeat_recording(self, method: Callable[..., Any]) -> None:
+        """Append the latest recording of a method to the log again."""
+        self.counter.log += self.recordings.get(method, [])
+
+
+def _returns_loss(stage: PipelineStage, name: str) -> bool:
+    """Return whether a method of a pipeline stage returns the loss of a microbatch."""
+    return name == "forward_one_chunk" and stage.is_last

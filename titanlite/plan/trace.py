@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, product
@@ -135,24 +135,24 @@ def _choose_ranks(run: Run) -> list[int]:
     """Choose the ranks to trace: the first pipeline rank of each kind.
 
     Pipeline ranks are of the same kind if their stages are alike. The first rank of a kind holds
-    the most microbatches at a time, so it needs the most memory. With a V-shaped schedule, choose
-    every pipeline rank.
+    the most microbatches at a time, so it needs the most memory.
     """
     num_pipeline_ranks = run.degrees.pipeline
-    schedule = run.job.parallelism.pipeline_parallel_schedule
     # Consecutive ranks hold the same pipeline stages. Only the first of them is traced.
     ranks_per_stage = run.world_size // num_pipeline_ranks
     first_ranks = [rank * ranks_per_stage for rank in range(num_pipeline_ranks)]
-    if schedule in V_SHAPED:
+    if run.job.parallelism.pipeline_parallel_schedule in V_SHAPED:
+        # Each rank also has a stage from the end of the model, which holds few microbatches. So the
+        # first rank of a kind need not hold the most. Trace every rank.
         return first_ranks
 
-    first_of_kind: dict[Any, int] = {}
+    first_of_kind: dict[Hashable, int] = {}
     for pipeline_rank, rank in enumerate(first_ranks):
         first_of_kind.setdefault(_describe_stages(run, pipeline_rank), rank)
     return list(first_of_kind.values())
 
 
-def _describe_stages(run: Run, pipeline_rank: int) -> tuple[Any, ...]:
+def _describe_stages(run: Run, pipeline_rank: int) -> Hashable:
     """Describe the stages of a pipeline rank, for a schedule that is not V-shaped.
 
     Ranks with equal descriptions do the same work in a step, so only one of them is traced.
@@ -199,27 +199,25 @@ def _has_equal_blocks(run: Run) -> bool:
 def _may_shard_differently(run: Run, num_blocks: int) -> bool:
     """Return whether FSDP may treat a model with few blocks differently from the full model.
 
-    FSDP combines blocks into groups of at least `fsdp_min_num_params` parameters, and may keep a
-    small model unsharded after the forward pass. If it treats the models differently, the counts of
-    the full model cannot be extrapolated. In case of doubt, return True. The full model is then
-    traced, which is exact but takes longer.
+    If it does, the counts of the full model cannot be extrapolated. In case of doubt, return True.
+    The full model is then traced, which is exact but takes longer.
 
     Args:
         run: The validated job of the full model, and the number of ranks.
         num_blocks: Number of blocks of the smaller model.
     """
-    min_group_size = run.job.parallelism.fsdp_min_num_params
-    # Half of the mean is a low estimate for a block. The mean itself is too high, because it
-    # includes the embedding and the output layer.
+    # The mean size of a block would be too high, because it includes the embedding and the output
+    # layer. Half of it is a low estimate, which makes the result True in case of doubt.
     block_size = num_params(run.arch) // run.arch.n_layers / 2
+    min_group_size = run.job.parallelism.fsdp_min_num_params
     joins_blocks = block_size < min_group_size  # FSDP combines several small blocks into one group
-    if joins_blocks:
-        return True
 
-    # On a single rank, or with only replicas, FSDP does not reshard the blocks of a small model.
-    is_sharded = run.degrees.shard * run.degrees.context > 1
+    # On a single rank, or with only replicas, FSDP keeps the blocks of a small model unsharded
+    # after the forward pass. The full model may be too large for that.
+    num_shards = run.degrees.shard * run.degrees.context
     is_small = num_blocks * block_size < SMALL_MODEL_GROUPS * min_group_size
-    return is_small and not is_sharded
+    may_stay_unsharded = num_shards == 1 and is_small
+    return joins_blocks or may_stay_unsharded
 
 
 def _remove_blocks(run: Run, num_removed: int) -> Run:
@@ -245,6 +243,31 @@ def _count_rank(run: Run, rank: int, on_gpu: bool, has_float8: bool) -> StepCoun
         on_gpu: Whether the rank has a GPU.
         has_float8: Whether the GPU supports the FP8 recipe of the job.
     """
+    with _simulate_rank(run, rank, on_gpu):
+        mesh = build_mesh(run.degrees, DEVICE.type)
+        meta = torch.device("meta")
+        sharded = build_model(run, mesh, meta, log=lambda _: None, has_float8=has_float8)
+
+        # As in training, allocate the weights after the model is built. They are then fake, but
+        # inputs that are not fake are needed as well: meta weights and the constants of AdamW8bit.
+        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake_mode:
+            sharded.whole.to_empty(device=DEVICE)
+        # Outside of the fake mode, because AdamW8bit reads its constants here.
+        train_step = TrainStep(run, mesh, sharded, DEVICE)
+        with fake_mode:
+            return count_step(run, mesh, sharded, train_step)
+
+
+@contextmanager
+def _simulate_rank(run: Run, rank: int, on_gpu: bool) -> Iterator[None]:
+    """Simulate everything that a rank needs: the other ranks, its GPU and the compiler.
+
+    Args:
+        run: The validated job and the number of ranks.
+        rank: Rank to simulate.
+        on_gpu: Whether the rank has a GPU.
+    """
     uses_mxfp8 = run.job.float8.recipe_name == "mxfp8"
     with (
         simulate_ranks(run.world_size, rank),
@@ -254,20 +277,7 @@ def _count_rank(run: Run, rank: int, on_gpu: bool, has_float8: bool) -> StepCoun
         simulate_mxfp8() if uses_mxfp8 else nullcontext(),
         simulate_compiler(),
     ):
-        # Build this rank's part of the model with meta weights, which need no memory.
-        mesh = build_mesh(run.degrees, DEVICE.type)
-        meta = torch.device("meta")
-        sharded = build_model(run, mesh, meta, log=lambda _: None, has_float8=has_float8)
-
-        # Replace the meta weights with fake weights. Allow tensors that are not fake: the meta
-        # weights, until they are replaced, and the constants of AdamW8bit.
-        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with fake_mode:
-            sharded.whole.to_empty(device=DEVICE)
-        # Leave the fake mode here, because the constructor of AdamW8bit reads its constants.
-        train_step = TrainStep(run, mesh, sharded, DEVICE)
-        with fake_mode:
-            return count_step(run, mesh, sharded, train_step)
+        yield
 
 
 def _extrapolate(short: StepCounts, longer: StepCounts, num_removed: int) -> StepCounts:
@@ -302,18 +312,17 @@ def _summarize(rank: int, counts: StepCounts) -> RankTrace:
         rank: The traced rank.
         counts: Counts for all blocks of the rank.
     """
-    location, sizes = max(counts.peaks.items(), key=lambda peak: peak[1].sum())
+    location = max(counts.peaks, key=lambda location: counts.peaks[location].sum())
+    sizes_at_peak = counts.peaks[location]
     is_in_block = location.name == "block"
-    peaks = _find_step_peaks(counts)
-    cpu_peak = peaks.pop(OFFLOADED, 0)  # all others belong to CUDA streams
     return RankTrace(
         rank=rank,
-        peak=int(sizes.sum()),
+        peak=int(sizes_at_peak.sum()),
         moment=f"{location.phase} of a block" if is_in_block else location.name,
-        kinds=dict(zip(KINDS, sizes.tolist(), strict=True)),
-        cpu_peak=cpu_peak,
+        kinds=dict(zip(KINDS, sizes_at_peak.tolist(), strict=True)),
+        cpu_peak=_find_step_peaks(counts).get(OFFLOADED, 0),
         work=tuple(_list_work(counts)),
-        reserved=_predict_reserved(counts, peaks),
+        reserved=_predict_reserved(counts),
     )
 
 
@@ -322,26 +331,26 @@ def _find_step_peaks(counts: StepCounts) -> dict[int | str, int]:
 
     The key `OFFLOADED` gives the CPU memory that CPU offload uses.
     """
-    stream_peaks = defaultdict[int | str, int](int)
+    step_peaks = defaultdict[int | str, int](int)
     for (stream, _location), size in counts.stream_peaks.items():
-        stream_peaks[stream] = max(stream_peaks[stream], size)
-    return stream_peaks
+        step_peaks[stream] = max(step_peaks[stream], size)
+    return step_peaks
 
 
-def _predict_reserved(counts: StepCounts, cuda_stream_peaks: Mapping[int | str, int]) -> int:
+def _predict_reserved(counts: StepCounts) -> int:
     """Return how many bytes the caching allocator of a GPU reserves.
 
     If the allocations were not replayed on a simulated allocator, estimate the number.
 
     Args:
         counts: Counts for all blocks of the rank.
-        cuda_stream_peaks: Highest memory use of each CUDA stream, in bytes.
     """
     if counts.reserved is not None:
         return counts.reserved
 
     # The allocator does not reuse memory across CUDA streams, so the peaks of all streams add up.
-    allocated = sum(cuda_stream_peaks.values())
+    peaks = _find_step_peaks(counts)
+    allocated = sum(peak for stream, peak in peaks.items() if stream != OFFLOADED)
     return int((1 + FRAGMENTATION) * allocated) + CUBLAS_WORKSPACES
 
 
