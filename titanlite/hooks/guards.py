@@ -291,11 +291,10 @@ def _list_causes(problems_of_ranks: Sequence[dict[str, NonFiniteValue]]) -> list
         if not affected:
             continue
 
-        first = affected[0]
+        first, *others = affected
         location = first.location
-        num_others = len(affected) - 1
-        if num_others > 0:
-            location += f" and {format_count(num_others, 'more rank')}"
+        if others:
+            location += f" and {format_count(len(others), 'more rank')}"
         causes.append(f"{first.subject} on {location} {first.state}")
     return causes
 
@@ -336,9 +335,9 @@ class SpikeGuard(Hook):
         self._num_spikes = 0
         self._num_roll_backs = 0
         self._needs_roll_back = False
-        # Step numbers, and GPU tensors that `_read_values` has not read yet.
-        self._unread_comparisons: list[tuple[int, Tensor]] = []  # with "skip"
-        self._unread_values: list[tuple[int, Tensor]] = []  # without "skip"
+        # GPU tensors by step number, which `_read_values` has not read yet.
+        self._unread_comparisons: dict[int, Tensor] = {}  # with "skip"
+        self._unread_values: dict[int, Tensor] = {}  # without "skip"
 
         device = torch.device("cpu")
         if self._should_skip:
@@ -384,14 +383,14 @@ class SpikeGuard(Hook):
         """
         values = torch.stack([sums.loss, sums.grad_norm.double()])
         if not self._should_skip:
-            self._unread_values.append((step, torch.stack([*values, skip.double()])))
+            self._unread_values[step] = torch.stack([*values, skip.double()])
             return
 
         comparison = self._compare(values, skip)
         is_spike = comparison[0]
         skip.copy_(torch.maximum(skip, is_spike.max()))
         self._add_to_history(step, values, skip)
-        self._unread_comparisons.append((step, comparison))
+        self._unread_comparisons[step] = comparison
 
     def _compare(self, values: Tensor, skip: Tensor) -> Tensor:
         """Compare the loss and the gradient norm of a step with the history.
@@ -474,10 +473,10 @@ class SpikeGuard(Hook):
 
         This waits for the GPU, so call it only at logged steps, saves and validations.
         """
-        for step, comparison in _move_to_cpu(self._unread_comparisons):
+        for step, comparison in _move_to_cpu(self._unread_comparisons).items():
             self._report_spike(step, comparison)
 
-        for step, (loss, grad_norm, skip) in _move_to_cpu(self._unread_values):
+        for step, (loss, grad_norm, skip) in _move_to_cpu(self._unread_values).items():
             values = torch.stack([loss, grad_norm])
             comparison = self._compare(values, skip)
             self._add_to_history(step, values, skip)
@@ -495,8 +494,7 @@ class SpikeGuard(Hook):
             return
 
         self._num_spikes += 1
-        if self._should_roll_back:
-            self._needs_roll_back = True  # `check` then rolls back
+        self._needs_roll_back = self._should_roll_back  # `check` then rolls back
         text = f"Step {step} is a spike: {', '.join(problems)} (guards.spike_deviations)."
         self._trainer.log(Event(text, "spike", step))
 
@@ -534,16 +532,18 @@ class SpikeGuard(Hook):
         self._trainer.log(Event(text, "roll back", step))
 
 
-def _move_to_cpu(steps_and_tensors: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
-    """Empty a list of step numbers and tensors, and return it with the tensors on the CPU.
+def _move_to_cpu(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Copy tensors to the CPU with a single host sync, and remove them from the dictionary.
 
-    This takes a single host sync.
+    Args:
+        tensors: Tensors of the same shape, by step number.
     """
-    if not steps_and_tensors:
-        return []
-    steps, tensors = zip(*steps_and_tensors, strict=True)
-    steps_and_tensors.clear()
-    return list(zip(steps, torch.stack(tensors).cpu(), strict=True))
+    if not tensors:
+        return {}
+    copies = torch.stack(list(tensors.values())).cpu()
+    copies_by_step = dict(zip(tensors, copies, strict=True))
+    tensors.clear()
+    return copies_by_step
 
 
 def _describe_spikes(comparison: Tensor) -> list[str]:
@@ -554,12 +554,13 @@ def _describe_spikes(comparison: Tensor) -> list[str]:
             gradient norm. The rows are whether the value is a spike (0 or 1), the value, and its
             limit.
     """
+    names = ("loss", "gradient norm")
     are_spikes, values, limits = comparison.tolist()
-    problems = []
-    for column, name in enumerate(("loss", "gradient norm")):
-        if are_spikes[column]:
-            problems.append(f"{name} {values[column]:.4g} is above {limits[column]:.4g}")
-    return problems
+    return [
+        f"{name} {value:.4g} is above {limit:.4g}"
+        for name, is_spike, value, limit in zip(names, are_spikes, values, limits, strict=True)
+        if is_spike
+    ]
 
 
 def _row_medians(values: Tensor) -> Tensor:
