@@ -108,7 +108,7 @@ class Checkpointer(Hook):
     def _prepare(self) -> None:
         """Create the checkpoint folder and the objects that load, save and mirror checkpoints.
 
-        All resources that they open are released by `close`.
+        `close` later releases their resources.
 
         Raises:
             UserError: If the disk lacks space for a checkpoint, or if the job does not match the
@@ -253,10 +253,9 @@ class Checkpointer(Hook):
         if is_saved_and_exported:
             return None
 
-        saved_folder = self._saver.failed_export
-        if saved_folder is not None:
+        if self._saver.failed_export is not None:
             return (
-                f"{saved_folder} is saved, but exporting it in Hugging Face format "
+                f"{self._saver.failed_export} is saved, but exporting it in Hugging Face format "
                 "failed; see the log for the reason. Fix it and start again, or run "
                 "`titanlite export`."
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -131,6 +131,7 @@ def prepare_hooks(
     for hook in hooks:
         hook.resize_tensors(sizes_by_hook.get(hook.name, {}))
 
+    # Ignoring an empty state loses nothing.
     non_empty_states = {name for name, state in states.items() if state}
     ignored_hooks = {*sizes_by_hook, *non_empty_states} - {hook.name for hook in hooks}
     if ignored_hooks:
@@ -155,8 +156,10 @@ def _group_by_hook(sizes: Mapping[str, torch.Size]) -> dict[str, dict[str, torch
     return sizes_by_hook
 
 
-def _find_missing_hooks(hooks: Sequence[Hook], saved_names: Collection[str]) -> set[str]:
-    """Return the names of the hooks with state that the run which saved a checkpoint did not have.
+def _find_missing_hooks(hooks: Sequence[Hook], saved_names: set[str]) -> set[str]:
+    """Return the names of the hooks that need saved state but have none in a checkpoint.
+
+    The run that saved the checkpoint did not have these hooks.
 
     Args:
         hooks: Hooks of this run.

@@ -43,7 +43,6 @@ class Samples(Hook):
         self._run = trainer.run
         self._tokenizer = trainer.tokenizer
         self._config = trainer.job.samples
-        self._device = trainer.device
 
     def started(self, step: int) -> None:
         """Store the step of the loaded checkpoint, so that it is not sampled again."""
@@ -115,7 +114,7 @@ class Samples(Hook):
         microbatches = self._create_microbatches(sequences)
         batch_size = self._run.job.training.local_batch_size
         shape = (len(microbatches), batch_size, self._run.arch.vocab_size)
-        all_logits = torch.full(shape, -torch.inf, device=self._device)
+        all_logits = torch.full(shape, -torch.inf, device=self._trainer.device)
 
         # Only the last token of each sequence has a label. Its logits are stored on the ranks that
         # hold this token. They stay -inf on all other ranks, so the maximum combines the ranks.
@@ -134,7 +133,7 @@ class Samples(Hook):
         batch_size = self._run.job.training.local_batch_size
         length = padded_length(self._run, max(len(ids) for ids in sequences))
         return [
-            padded_microbatch(windows[i : i + batch_size], batch_size, length, self._device)
+            padded_microbatch(windows[i : i + batch_size], batch_size, length, self._trainer.device)
             for i in range(0, len(windows), batch_size)
         ]
 
