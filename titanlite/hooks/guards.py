@@ -473,9 +473,11 @@ class SpikeGuard(Hook):
 
         This waits for the GPU, so call it only at logged steps, saves and validations.
         """
+        # With guards.on_spike = "skip", the GPU has already compared the values.
         for step, comparison in _move_to_cpu(self._unread_comparisons).items():
             self._report_spike(step, comparison)
 
+        # Otherwise, compare them now.
         for step, (loss, grad_norm, skip) in _move_to_cpu(self._unread_values).items():
             values = torch.stack([loss, grad_norm])
             comparison = self._compare(values, skip)
@@ -522,7 +524,8 @@ class SpikeGuard(Hook):
             self._trainer.log(f"Step {step}: no checkpoint to roll back to. Training continues.")
             return
 
-        self._convert_history(restored_step)  # the rollback has also loaded the history
+        # The rollback has also loaded the history, possibly with another length.
+        self._convert_history(restored_step)
         self._num_roll_backs += 1
         text = (
             f"Step {step}: rolled back to the weights of step {restored_step} "
