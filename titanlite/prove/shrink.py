@@ -163,10 +163,11 @@ def shrink_degrees(job: JobConfig, world_size: int | None) -> dict[str, int]:
     if num_ranks is None:
         num_ranks = 2 * num_other_ranks if has_fsdp else num_other_ranks
 
-    # For example, 8 ranks with tensor and pipeline parallelism have an FSDP degree of 2.
+    # The FSDP degree is the remaining factor: for example, 2 if 8 ranks use tensor and pipeline
+    # parallelism as well. Without FSDP, it must be 1.
     fsdp_degree, num_unused_ranks = divmod(num_ranks, num_other_ranks)
-    is_possible = fsdp_degree >= 1 if has_fsdp else fsdp_degree == 1
-    if num_unused_ranks or not is_possible:
+    is_valid_degree = fsdp_degree >= 1 if has_fsdp else fsdp_degree == 1
+    if num_unused_ranks or not is_valid_degree:
         needed = f"a multiple of {num_other_ranks}" if has_fsdp else str(num_other_ranks)
         raise UserError(
             f"--world-size {world_size}: the small job needs {needed}, 2 ranks along each "
