@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 def build_resumer(trainer: Trainer, job: JobConfig) -> Resumer:
     """Create the `Resumer` that loads checkpoints into the model, optimizer and hooks of a trainer.
 
-    It also checks that the job, the tokenizer and the data of a checkpoint fit the trainer. This
-    function does not read any checkpoint yet. When you no longer need the result, close its process
-    group with `resumer.context.ranks.close()`.
+    The `Resumer` also checks that a checkpoint fits `job`, and the tokenizer and data of the
+    trainer. This function does not read any checkpoint yet. When you no longer need the result,
+    close its process group with `resumer.context.ranks.close()`.
 
     Args:
         trainer: Trainer whose model, optimizer and hooks receive the loaded tensors.
@@ -162,7 +162,7 @@ class Checkpointer(Hook):
             self._request_save(step)
 
     def _request_save(self, step: int) -> None:
-        """Make `is_due` return True for `step`, so that the trainer saves it at its end."""
+        """Make `is_due` return True for `step`, so that the trainer saves after this step."""
         self._step_to_save = step
 
     def is_due(self, step: int) -> bool:
@@ -173,7 +173,7 @@ class Checkpointer(Hook):
         return step == self._step_to_save
 
     def roll_back(self, step: int) -> int | None:
-        """Replace the state after `step` by the newest valid checkpoint from an earlier step.
+        """Replace the state after `step` with the newest valid checkpoint from an earlier step.
 
         This restores weights, optimizer state and hook tensors. The step count and the data
         position do not change: training continues with step `step` + 1. A run that resumes must

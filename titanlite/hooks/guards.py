@@ -178,7 +178,8 @@ class NonFiniteGuard(Hook):
         This waits for the GPU.
 
         Returns:
-            The problems by kind, "loss" or "gradient". A kind without a problem is omitted.
+            The problems by kind, "loss" or "gradient". A kind without a problem is omitted, and so
+            is a gradient whose parameter is unknown.
         """
         rank = self._trainer.rank
         host = self._trainer.hosts[rank]
@@ -201,8 +202,8 @@ class NonFiniteGuard(Hook):
         may freeze parameters in any step, so their number can differ from the number of gradients.
 
         Args:
-            gradient_squares: Sum of squares of the gradient of each trainable parameter, shape
-                (number of gradients,).
+            gradient_squares: Sum of squares of this rank's shard of each gradient, shape (number of
+                gradients,).
         """
         finite_flags = gradient_squares.isfinite().tolist()
         if all(finite_flags):
@@ -335,7 +336,7 @@ class SpikeGuard(Hook):
         self._num_spikes = 0
         self._num_roll_backs = 0
         self._needs_roll_back = False
-        # GPU tensors by step number, which `_read_values` has not read yet.
+        # Tensors that `_read_values` has not read yet, by step number. Reading waits for the GPU.
         self._unread_comparisons: dict[int, Tensor] = {}  # with "skip"
         self._unread_values: dict[int, Tensor] = {}  # without "skip"
 
@@ -362,7 +363,7 @@ class SpikeGuard(Hook):
         self._convert_history(step)
 
     def _convert_history(self, step: int) -> None:
-        """Convert a history from the checkpoint of `step` to the length guards.spike_history.
+        """Convert a history from the checkpoint of `step` to the length in guards.spike_history.
 
         The history contains losses and gradient norms. If it is too long, drop its oldest values.
         If it is too short, repeat it, which hardly changes its median and deviation.
@@ -496,7 +497,8 @@ class SpikeGuard(Hook):
             return
 
         self._num_spikes += 1
-        self._needs_roll_back = self._should_roll_back  # `check` then rolls back
+        if self._should_roll_back:
+            self._needs_roll_back = True  # `check` then rolls back
         text = f"Step {step} is a spike: {', '.join(problems)} (guards.spike_deviations)."
         self._trainer.log(Event(text, "spike", step))
 

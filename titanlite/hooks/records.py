@@ -48,7 +48,7 @@ def lock_folders(run: Run, log: Callable[[str], None], resources: ExitStack) -> 
     """Lock the output folder and the checkpoint folder, and return a new random ID for the run.
 
     No other run can then write to these folders. All ranks call this together before anything is
-    written. Only rank 0 takes the locks and chooses the ID.
+    written. Only rank 0 takes the locks and chooses the ID, which all ranks return.
 
     Args:
         run: The run that will write to the folders.

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from titanlite.train.trainer import Trainer
 
 ProcessLogits = Callable[[int, Tensor, Tensor, Tensor], None]
+"""Function that `process_logits` calls."""
+
 LOGITS_CHUNK = 256
 """Number of tokens whose logits are computed at once, to limit memory."""
 
@@ -170,7 +172,7 @@ class _LogitsLoss:
         num_microbatches: Number of microbatches to process. Pipeline schedules append padding
             microbatches to them.
         process: Function to call; see `process_logits`.
-        num_calls: Number of calls until now, which is the index of the next microbatch.
+        num_calls: Number of calls so far, which is the index of the next microbatch.
     """
 
     trainer: Trainer

@@ -757,11 +757,11 @@ def compare_resumed_on_one_rank(
         tested_steps: Records of the tested run, with the saved state.
         one_rank_steps: Records of the same steps on one rank.
     """
-    # If the run resumes from a wrong step, the state that it loads differs from the saved state.
     records = _resume_and_train_one_step(run, device)
-    loaded_step, trained_step = records
+    loaded_step, trained_step = records  # numbers of the two steps, in order
     save_step = find_save_step(run)
 
+    # If the run has resumed from a wrong step, the loaded state differs from the saved state.
     loaded = records[loaded_step].state.unsharded
     saved = tested_steps[save_step].state
     yield from compare_bitwise("resume on one rank: loaded state", loaded_step, loaded, saved)
@@ -823,7 +823,7 @@ def compare_activation_checkpointing(
     """Compare gradients with and without activation checkpointing, with dropout enabled.
 
     A difference can mean that the recomputation uses a different dropout mask. Yield nothing if the
-    run recomputes no activations, or if the model draws no random numbers.
+    run would recompute no activations on one rank, or if the model draws no random numbers.
 
     Args:
         run: The tested run on several ranks.
@@ -846,7 +846,7 @@ def compare_activation_checkpointing(
             step=1,
             subject=name,
             error=relative_error(gradient, expected[name]),
-            tolerance=FLOOR_ROUNDINGS * EPS32,  # for rounding errors
+            tolerance=FLOOR_ROUNDINGS * EPS32,
             hint="the backward pass recomputes other activations, for example with another dropout",
         )
 

@@ -338,7 +338,8 @@ def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
         out: Folder in which the toy text is written.
 
     Returns:
-        The changed job, and one sentence each if data stages or the training data were replaced.
+        The changed job, and one sentence each if data stages were removed or the training data was
+        replaced.
     """
     dataset = small.dataset
     small = small.model_copy(update={"tokenizer": TokenizerOptions()})
