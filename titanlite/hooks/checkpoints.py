@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 def build_resumer(trainer: Trainer, job: JobConfig) -> Resumer:
     """Create the `Resumer` that loads checkpoints into the model, optimizer and hooks of a trainer.
 
-    This does not read any checkpoint yet. When you no longer need the result, close its process
-    group with `resumer.context.ranks.close()`.
+    The `Resumer` also checks that a checkpoint fits `job`, and the tokenizer and data of the
+    trainer. This function does not read any checkpoint yet. When you no longer need the result,
+    close its process group with `resumer.context.ranks.close()`.
 
     Args:
         trainer: Trainer whose model, optimizer and hooks receive the loaded tensors.
@@ -77,7 +78,7 @@ class Checkpointer(Hook):
     def __init__(self, trainer: Trainer) -> None:
         """Store the trainer without reading any files. Call `load` before any other method."""
         self._trainer = trainer
-        self._step_to_save: int | None = None  # the step for which `is_due` is true
+        self._step_to_save: int | None = None
         self._resources = ExitStack()
         self._mirror: Mirror | None = None
 
@@ -107,8 +108,7 @@ class Checkpointer(Hook):
     def _prepare(self) -> None:
         """Create the checkpoint folder and the objects that load, save and mirror checkpoints.
 
-        If the job has a mirror (a URL to which checkpoints are copied), download the checkpoints
-        that the run needs but does not have locally.
+        `close` later releases their resources.
 
         Raises:
             UserError: If the disk lacks space for a checkpoint, or if the job does not match the
@@ -124,9 +124,10 @@ class Checkpointer(Hook):
         context.check_free_space(_estimate_bytes(trainer.run))
 
         if trainer.job.checkpoint.mirror is not None:
+            # The mirror is a URL to which checkpoints are copied.
             self._mirror = Mirror(context, self._resumer.check_job)
             self._resources.callback(self._mirror.close)
-            self._mirror.restore()
+            self._mirror.restore()  # downloads the checkpoints that the run needs but does not have
         self._create_saver(context)
 
     def _create_saver(self, context: CheckpointContext) -> None:
@@ -153,14 +154,16 @@ class Checkpointer(Hook):
     def save_if_best(self, step: int, loss: float) -> None:
         """Request a save of `step` if its validation loss is lower than for all saved checkpoints.
 
-        `is_due` then returns True, so the trainer saves at the end of the step.
-
         Args:
             step: The step that has just been validated.
             loss: Validation loss after this step.
         """
         if self._saver.is_best(loss):
-            self._step_to_save = step
+            self._request_save(step)
+
+    def _request_save(self, step: int) -> None:
+        """Make `is_due` return True for `step`, so that the trainer saves after this step."""
+        self._step_to_save = step
 
     def is_due(self, step: int) -> bool:
         """Return whether `step` must be saved even if no rank requests a save.
@@ -170,10 +173,11 @@ class Checkpointer(Hook):
         return step == self._step_to_save
 
     def roll_back(self, step: int) -> int | None:
-        """Restore weights, optimizer state and hook tensors from a checkpoint before `step`.
+        """Replace the state after `step` with the newest valid checkpoint from an earlier step.
 
-        Load the newest valid one. The step count and the data position do not change, so training
-        continues after `step`. The trainer saves the restored state as the checkpoint of `step`.
+        This restores weights, optimizer state and hook tensors. The step count and the data
+        position do not change: training continues with step `step` + 1. A run that resumes must
+        start from the restored state as well, so the trainer saves it as the checkpoint of `step`.
 
         Args:
             step: The step that has just been completed, such as one with a loss spike.
@@ -182,14 +186,16 @@ class Checkpointer(Hook):
             The step of the loaded checkpoint, or None if there is no earlier checkpoint.
         """
         self._saver.wait_until_saved()
-        with self._trainer.evaluation_mode():  # checkpoints contain the weights for evaluation
-            state = self._resumer.load_before(step)  # restores the tensors in place
-        if state is None:
+        # Schedule-free optimizers have two versions of the weights. Checkpoints contain the version
+        # for evaluation.
+        with self._trainer.evaluation_mode():
+            loaded_state = self._resumer.load_before(step)
+        if loaded_state is None:
             return None
 
         self._trainer.train_step.precompute_scales()  # FP8 scales depend on the weights
-        self._step_to_save = step  # `is_due` now returns True, so the trainer saves `step`
-        return state["step"]
+        self._request_save(step)
+        return loaded_state["step"]
 
     def save(self, step: int, is_last: bool = False) -> None:
         """Save the state after `step` as a checkpoint.
@@ -237,14 +243,16 @@ class Checkpointer(Hook):
             return None
         return CheckpointError(f"{stopped}. {problem}" if stopped else problem)
 
-    def _complete_save(self, step: int) -> str:
+    def _complete_save(self, step: int) -> str | None:
         """Wait until the last step is saved and, if requested, exported.
 
-        Return an error message, or "" on success.
+        Return an error message, or None on success.
         """
         self._saver.wait_until_saved()
-        if self._saver.has_saved(step):
-            return ""
+        is_saved_and_exported = self._saver.has_saved(step)
+        if is_saved_and_exported:
+            return None
+
         if self._saver.failed_export is not None:
             return (
                 f"{self._saver.failed_export} is saved, but exporting it in Hugging Face format "
@@ -256,17 +264,17 @@ class Checkpointer(Hook):
             "Fix it and start again to repeat the steps since the newest checkpoint."
         )
 
-    def _complete_mirror(self) -> str:
+    def _complete_mirror(self) -> str | None:
         """Wait until the newest checkpoint is copied to the mirror of the job, if there is one.
 
-        Return an error message, or "" on success.
+        Return an error message, or None on success.
         """
         if self._mirror is None:
-            return ""
+            return None
         is_copied = self._mirror.wait_until_copied(self._trainer.report_progress)
         self._saver.remove_outdated()  # including those that were being copied at the last save
         if is_copied:
-            return ""
+            return None
         return (
             "The newest checkpoint is saved, but not copied to "
             f"{self._trainer.job.checkpoint.mirror}. The log has the reason, or "

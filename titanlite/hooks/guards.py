@@ -69,7 +69,7 @@ class NonFiniteGuard(Hook):
         self._trainer = trainer
         self._max_skipped = trainer.job.guards.max_skipped
         self._unread_results: list[tuple[int, StepResult]] = []
-        self._unlogged: list[str] = []
+        self._unlogged_lines: list[str] = []
         self._num_skipped = 0
         self._num_consecutive = 0
         self._max_consecutive = 0
@@ -127,9 +127,10 @@ class NonFiniteGuard(Hook):
         self._num_consecutive = state["in_row"]
 
     def _read_results(self) -> None:
-        """Read the results of recent steps from the GPU, then count and describe skipped steps.
+        """Read the results of recent steps from the GPU, and count the skipped steps.
 
-        All ranks must call this together, because they exchange the causes of skipped steps.
+        Also prepare one log line for each skipped step. All ranks must call this together, because
+        they exchange the causes.
         """
         results = self._unread_results
         self._unread_results = []
@@ -138,14 +139,14 @@ class NonFiniteGuard(Hook):
 
         skip_flags = torch.stack([result.skipped for _, result in results]).tolist()
         skipped_results = []
-        for (step, result), is_skipped in zip(results, skip_flags, strict=True):
-            self._count(is_skipped)
+        for step_and_result, is_skipped in zip(results, skip_flags, strict=True):
+            self._update_skip_counters(is_skipped)
             if is_skipped:
-                skipped_results.append((step, result))
+                skipped_results.append(step_and_result)
         if skipped_results:
-            self._unlogged += self._describe_skipped_steps(skipped_results)
+            self._unlogged_lines += self._describe_skipped_steps(skipped_results)
 
-    def _count(self, is_skipped: bool) -> None:
+    def _update_skip_counters(self, is_skipped: bool) -> None:
         """Update the total number of skipped steps, the current streak and the longest streak.
 
         Call this once for each step, in order.
@@ -180,24 +181,38 @@ class NonFiniteGuard(Hook):
             The problems by kind, "loss" or "gradient". A kind without a problem is omitted, and so
             is a gradient whose parameter is unknown.
         """
-        trainer = self._trainer
-        host = trainer.hosts[trainer.rank]
-        location = f"rank {trainer.rank} ({host}, sequences {self._list_sequences(step)})"
+        rank = self._trainer.rank
+        host = self._trainer.hosts[rank]
+        location = f"rank {rank} ({host}, sequences {self._list_sequences(step)})"
+
         problems = {}
         loss = result.loss.item()
         if not math.isfinite(loss):
             problems["loss"] = NonFiniteValue("the loss", location, f"is {loss}")
-
-        finite_flags = result.squares.isfinite().tolist()
-        if not all(finite_flags):
-            # Frozen parameters have no gradient, and plugins may freeze some in any step. If the
-            # numbers differ, the parameter is unknown.
-            parameters = trainer.model.named_parameters()
-            names = [name for name, weight in parameters if weight.requires_grad]
-            if len(names) == len(finite_flags):
-                subject = f"the gradient of {names[finite_flags.index(False)]}"
-                problems["gradient"] = NonFiniteValue(subject, location, "is not finite")
+        parameter = self._find_non_finite_gradient(result.squares)
+        if parameter is not None:
+            subject = f"the gradient of {parameter}"
+            problems["gradient"] = NonFiniteValue(subject, location, "is not finite")
         return problems
+
+    def _find_non_finite_gradient(self, gradient_squares: Tensor) -> str | None:
+        """Return the name of this rank's first parameter whose gradient is not finite.
+
+        Return None if all gradients are finite. Also return None if the name is unknown: a plugin
+        may freeze parameters in any step, so their number can differ from the number of gradients.
+
+        Args:
+            gradient_squares: Sum of squares of this rank's shard of each gradient, shape (number of
+                gradients,).
+        """
+        finite_flags = gradient_squares.isfinite().tolist()
+        if all(finite_flags):
+            return None
+        parameters = self._trainer.model.named_parameters()
+        trainable = [name for name, parameter in parameters if parameter.requires_grad]
+        if len(trainable) != len(finite_flags):
+            return None
+        return trainable[finite_flags.index(False)]
 
     def _list_sequences(self, step: int) -> str:
         """List the sequences of the global batch that this rank trained on, such as "3, 7, 11".
@@ -220,8 +235,8 @@ class NonFiniteGuard(Hook):
             GuardError: If more than guards.max_skipped consecutive steps were skipped. The message
                 describes at most the last 10 (`MAX_REPORTED_STEPS`) unreported skipped steps.
         """
-        lines = self._unlogged
-        self._unlogged = []
+        lines = self._unlogged_lines
+        self._unlogged_lines = []
         if self._max_consecutive > self._max_skipped:
             raise GuardError(self._explain_many_skips(lines[-MAX_REPORTED_STEPS:]))
         for line in lines:  # each contains the number of the skipped step
@@ -277,11 +292,10 @@ def _list_causes(problems_of_ranks: Sequence[dict[str, NonFiniteValue]]) -> list
         if not affected:
             continue
 
-        first = affected[0]
+        first, *others = affected
         location = first.location
-        num_others = len(affected) - 1
-        if num_others > 0:
-            location += f" and {format_count(num_others, 'more rank')}"
+        if others:
+            location += f" and {format_count(len(others), 'more rank')}"
         causes.append(f"{first.subject} on {location} {first.state}")
     return causes
 
@@ -308,7 +322,12 @@ class SpikeGuard(Hook):
     name = SPIKE_GUARD
 
     def built(self, trainer: Trainer) -> None:
-        """Read the options, reset the counters and allocate an empty history of recent steps."""
+        """Read the options, reset the counters and allocate an empty history of recent steps.
+
+        The history contains the losses and gradient norms with which later steps are compared. With
+        guards.on_spike = "skip", it is on the GPU, which compares a step before the weight update.
+        Otherwise, it is on the CPU, which compares the values when it reads them.
+        """
         self._trainer = trainer
         self._config = trainer.job.guards
         self._should_skip = self._config.on_spike == "skip"
@@ -317,12 +336,10 @@ class SpikeGuard(Hook):
         self._num_spikes = 0
         self._num_roll_backs = 0
         self._needs_roll_back = False
-        # Step number and tensor of each recent step that the CPU has not yet read from the GPU.
-        # Reading waits for the GPU, so it is delayed until the next logged step, save or, with
-        # "roll_back", validation.
-        self._unread: list[tuple[int, Tensor]] = []
+        # Tensors that `_read_values` has not read yet, by step number. Reading waits for the GPU.
+        self._unread_comparisons: dict[int, Tensor] = {}  # with "skip"
+        self._unread_values: dict[int, Tensor] = {}  # without "skip"
 
-        # With "skip", the GPU compares each step with the history. Otherwise, the CPU does so.
         device = torch.device("cpu")
         if self._should_skip:
             first_parameter = next(trainer.model.parameters())
@@ -335,14 +352,18 @@ class SpikeGuard(Hook):
     def resize_tensors(self, sizes: Mapping[str, torch.Size]) -> None:
         """Resize the history to its length in the checkpoint, so that it can be loaded.
 
-        If `guards.spike_history` has changed since the save, `started` later converts the loaded
-        history to the new length.
+        If `guards.spike_history` has changed since the save, `_convert_history` later converts the
+        loaded history to the new length.
         """
         if "history" in sizes:
             self._history = self._history.new_full(sizes["history"], torch.nan)
 
     def started(self, step: int) -> None:
-        """Convert a loaded history to the length in this job (guards.spike_history).
+        """Convert a loaded history to the length in this job (guards.spike_history)."""
+        self._convert_history(step)
+
+    def _convert_history(self, step: int) -> None:
+        """Convert a history from the checkpoint of `step` to the length in guards.spike_history.
 
         The history contains losses and gradient norms. If it is too long, drop its oldest values.
         If it is too short, repeat it, which hardly changes its median and deviation.
@@ -363,14 +384,14 @@ class SpikeGuard(Hook):
         """
         values = torch.stack([sums.loss, sums.grad_norm.double()])
         if not self._should_skip:
-            self._unread.append((step, torch.stack([*values, skip.double()])))
+            self._unread_values[step] = torch.stack([*values, skip.double()])
             return
 
         comparison = self._compare(values, skip)
         is_spike = comparison[0]
         skip.copy_(torch.maximum(skip, is_spike.max()))
         self._add_to_history(step, values, skip)
-        self._unread.append((step, comparison))
+        self._unread_comparisons[step] = comparison
 
     def _compare(self, values: Tensor, skip: Tensor) -> Tensor:
         """Compare the loss and the gradient norm of a step with the history.
@@ -453,20 +474,15 @@ class SpikeGuard(Hook):
 
         This waits for the GPU, so call it only at logged steps, saves and validations.
         """
-        if not self._unread:
-            return
+        # With guards.on_spike = "skip", the GPU has already compared the values.
+        for step, comparison in _move_to_cpu(self._unread_comparisons).items():
+            self._report_spike(step, comparison)
 
-        steps, tensors = zip(*self._unread, strict=True)
-        self._unread = []
-        copies = torch.stack(tensors).cpu()  # a single host sync
-        for step, tensor in zip(steps, copies, strict=True):
-            if self._should_skip:
-                comparison = tensor  # `before_update` already compared the values on the GPU
-            else:
-                values = tensor[:2]
-                skip = tensor[2]
-                comparison = self._compare(values, skip)
-                self._add_to_history(step, values, skip)
+        # Otherwise, compare them now.
+        for step, (loss, grad_norm, skip) in _move_to_cpu(self._unread_values).items():
+            values = torch.stack([loss, grad_norm])
+            comparison = self._compare(values, skip)
+            self._add_to_history(step, values, skip)
             self._report_spike(step, comparison)
 
     def _report_spike(self, step: int, comparison: Tensor) -> None:
@@ -474,15 +490,9 @@ class SpikeGuard(Hook):
 
         Args:
             step: Number of the step.
-            comparison: Result of `_compare`, shape (3, 2). The columns are the loss and the
-                gradient norm. The rows are whether the value is a spike (0 or 1), the value, and
-                its limit.
+            comparison: Loss and gradient norm of the step and their limits, from `_compare`.
         """
-        names = ("loss", "gradient norm")
-        problems = []
-        for name, (is_spike, value, limit) in zip(names, comparison.T.tolist(), strict=True):
-            if is_spike:
-                problems.append(f"{name} {value:.4g} is above {limit:.4g}")
+        problems = _describe_spikes(comparison)
         if not problems:
             return
 
@@ -516,9 +526,8 @@ class SpikeGuard(Hook):
             self._trainer.log(f"Step {step}: no checkpoint to roll back to. Training continues.")
             return
 
-        # The rollback also loads the history of losses and gradient norms. Its length in the
-        # checkpoint may differ if guards.spike_history has changed since the save.
-        self.started(restored_step)
+        # The rollback has also loaded the history, possibly with another length.
+        self._convert_history(restored_step)
         self._num_roll_backs += 1
         text = (
             f"Step {step}: rolled back to the weights of step {restored_step} "
@@ -526,6 +535,37 @@ class SpikeGuard(Hook):
             "Training continues with the next data; the steps in between count as done."
         )
         self._trainer.log(Event(text, "roll back", step))
+
+
+def _move_to_cpu(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Copy tensors to the CPU with a single host sync, and remove them from the dictionary.
+
+    Args:
+        tensors: Tensors of the same shape, by step number.
+    """
+    if not tensors:
+        return {}
+    copies = torch.stack(list(tensors.values())).cpu()
+    copies_by_step = dict(zip(tensors, copies, strict=True))
+    tensors.clear()
+    return copies_by_step
+
+
+def _describe_spikes(comparison: Tensor) -> list[str]:
+    """Describe the values of a step that are spikes, for example "loss 9.1 is above 4.25".
+
+    Args:
+        comparison: Result of `SpikeGuard._compare`, shape (3, 2). The columns are the loss and the
+            gradient norm. The rows are whether the value is a spike (0 or 1), the value, and its
+            limit.
+    """
+    names = ("loss", "gradient norm")
+    are_spikes, values, limits = comparison.tolist()
+    return [
+        f"{name} {value:.4g} is above {limit:.4g}"
+        for name, is_spike, value, limit in zip(names, are_spikes, values, limits, strict=True)
+        if is_spike
+    ]
 
 
 def _row_medians(values: Tensor) -> Tensor:

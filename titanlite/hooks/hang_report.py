@@ -170,16 +170,14 @@ def last_collectives() -> tuple[str, str | None]:
 def _read_flight_recorder() -> list[dict[str, Any]]:
     """Return the newest collectives of all process groups, in order of their creation.
 
-    torch has no public function for this, so use private ones.
+    torch has no public function for this, so use private ones. Gloo and NCCL have separate tables.
     """
     from torch._C import _distributed_c10d
 
-    recorder: Any = _distributed_c10d
-    arguments = (True, False)  # includeCollectives, onlyActive
-    # Gloo and NCCL have separate tables.
-    tables = [recorder._dump_fr_trace_json(*arguments)]
+    recorder: Any = _distributed_c10d  # its type stubs lack these functions
+    tables = [recorder._dump_fr_trace_json()]
     if dist.is_nccl_available():
-        tables.append(recorder._dump_nccl_trace_json(*arguments))
+        tables.append(recorder._dump_nccl_trace_json())
 
     entries: list[dict[str, Any]] = []
     for table in tables:

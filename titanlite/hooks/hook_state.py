@@ -131,15 +131,14 @@ def prepare_hooks(
     for hook in hooks:
         hook.resize_tensors(sizes_by_hook.get(hook.name, {}))
 
-    # No warning is needed for an empty `state_dict`, because nothing is lost.
+    # Ignoring an empty state loses nothing.
     non_empty_states = {name for name, state in states.items() if state}
     ignored_hooks = {*sizes_by_hook, *non_empty_states} - {hook.name for hook in hooks}
     if ignored_hooks:
         names = ", ".join(sorted(ignored_hooks))
         warn(f"Ignoring the saved state of hooks that this run does not have: {names}")
 
-    # An empty saved `state_dict` is not missing: the run that saved it had this hook.
-    missing_hooks = _always_saved_hooks(hooks) - {*sizes_by_hook, *states}
+    missing_hooks = _find_missing_hooks(hooks, saved_names={*sizes_by_hook, *states})
     if missing_hooks:
         names = ", ".join(sorted(missing_hooks))
         warn(f"The checkpoint has no state of these hooks, which start without it: {names}")
@@ -157,15 +156,21 @@ def _group_by_hook(sizes: Mapping[str, torch.Size]) -> dict[str, dict[str, torch
     return sizes_by_hook
 
 
-def _always_saved_hooks(hooks: Sequence[Hook]) -> set[str]:
-    """Return the names of the hooks that save state in every checkpoint.
+def _find_missing_hooks(hooks: Sequence[Hook], saved_names: set[str]) -> set[str]:
+    """Return the names of the hooks that need saved state but have none in a checkpoint.
 
-    If a checkpoint lacks this state, the run that saved it did not have the hook.
+    The run that saved the checkpoint did not have these hooks.
+
+    Args:
+        hooks: Hooks of this run.
+        saved_names: Names of the hooks that have a tensor or a `state_dict`, possibly an empty one,
+            in the checkpoint.
     """
-    names = set()
+    missing = set()
     for hook in hooks:
         # titanlite 0.2 did not save the state of built-in hooks if it was empty.
         may_be_absent = hook.name in OLD_HOOK_NAMES.values()
-        if hook.tensors() or (keeps_state(hook) and not may_be_absent):
-            names.add(hook.name)
-    return names
+        is_always_saved = hook.tensors() or (keeps_state(hook) and not may_be_absent)
+        if is_always_saved and hook.name not in saved_names:
+            missing.add(hook.name)
+    return missing

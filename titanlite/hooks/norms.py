@@ -62,11 +62,11 @@ class Norms(Hook):
                 self._store(GRADIENTS, parameter, local_shard(parameter.grad))
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
-        """Store the skip flag of the step for `numbers`.
+        """Store the tensor from which `numbers` will read whether the step was skipped.
 
-        Guards may still set the flag after this call, so do not read it yet.
+        Guards may still change its value after this call, so do not read it yet.
         """
-        self._skip_flag = skip
+        self._was_skipped = skip
 
     @torch.no_grad()
     def updated(self, step: int) -> None:
@@ -81,31 +81,39 @@ class Norms(Hook):
                     self._store(WEIGHTS, parameter, local_shard(parameter))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """Return the norms of each group of parameters as metrics and reset the sums of squares.
+        """Return the norms of each group of parameters in this step as metrics.
 
-        All ranks must call this together.
+        All ranks must call this together, once per logged step.
 
         Returns:
             Depending on metrics.details:
 
             - "grad_norms": Gradient norm of each group.
-            - "distributions": Data for TensorBoard histograms. Its key "grad_norms" contains the
-              gradient norm in each transformer block, for groups with several parameters.
+            - "distributions": Data for TensorBoard histograms. Its only entry "grad_norms" contains
+              the gradient norm in each transformer block, for groups with several parameters.
             - "update_ratios": Norm of the update divided by the norm of the weights, for each
               group. Missing if the step was skipped, because there was no update.
         """
-        dist.all_reduce(self._squares)
-        gradient_squares, update_squares, weight_squares = self._squares.tolist()
-        self._squares.zero_()
+        gradient_squares, update_squares, weight_squares = self._pop_squares()
 
         metrics: dict[str, Any] = {}
         if "gradients" in self._details:
             metrics["grad_norms"] = self._group_norms(gradient_squares)
             metrics["distributions"] = {"grad_norms": self._block_norms(gradient_squares)}
-        # `before_update` stored the skip flag of this step, which is final by now.
-        if "updates" in self._details and not self._skip_flag:
+        if "updates" in self._details and not self._was_skipped:
             metrics["update_ratios"] = self._update_ratios(update_squares, weight_squares)
         return metrics
+
+    def _pop_squares(self) -> list[list[float]]:
+        """Return the stored sums of squares, added up over all ranks, and reset them to 0.
+
+        Returns:
+            Three lists: the sums for the gradient, the update and the weights of each parameter.
+        """
+        dist.all_reduce(self._squares)
+        squares = self._squares.tolist()
+        self._squares.zero_()
+        return squares
 
     def _update_ratios(
         self, update_squares: list[float], weight_squares: list[float]

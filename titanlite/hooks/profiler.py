@@ -102,6 +102,8 @@ class Profiler(Hook):
 
         selected_ranks = self._settings.profiler_ranks
         if not selected_ranks or self._rank in selected_ranks:
+            # This warning is expected, because each cycle clears the events of the previous one.
+            warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
             self._profiler = self._create_profiler(step)
             self._profiler.start()
 
@@ -128,9 +130,6 @@ class Profiler(Hook):
         activities = [ProfilerActivity.CPU]
         if self._is_cuda:
             activities.append(ProfilerActivity.CUDA)
-
-        # This warning is expected, because each cycle clears the events of the previous one.
-        warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
         return profile(
             activities=activities,
             schedule=schedule,

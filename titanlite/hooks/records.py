@@ -45,39 +45,47 @@ GIT_SECONDS = 5.0
 
 
 def lock_folders(run: Run, log: Callable[[str], None], resources: ExitStack) -> str:
-    """Lock the output folder and the checkpoint folder so that no other run writes to them.
+    """Lock the output folder and the checkpoint folder, and return a new random ID for the run.
 
-    All ranks call this together before anything is written. Only rank 0 takes the locks.
+    No other run can then write to these folders. All ranks call this together before anything is
+    written. Only rank 0 takes the locks and chooses the ID, which all ranks return.
 
     Args:
         run: The run that will write to the folders.
         log: Function that logs a line, for example while waiting for a lock.
         resources: Stack that releases the locks when it closes.
 
-    Returns:
-        A new random ID for the run, the same on all ranks.
-
     Raises:
         UserError: If another run uses one of the folders, or if one is not writable.
     """
     timeout = run.job.comm.init_timeout_seconds
+    # Give up before the other ranks, which wait for rank 0, reach their timeout.
     lock_timeout = min(LOCK_TIMEOUT, timeout / 2)
-    folders = [run.dump_folder / "run"]  # its lock file is .run.lock in the output folder
-    if run.job.checkpoint.enable:
-        folders.append(run.checkpoint_folder)  # may be outside the output folder
 
-    def lock() -> str:
-        for folder in folders:
+    def lock_and_choose_id() -> str:
+        for folder in _list_folders_to_lock(run):
             descriptor = lock_folder(folder, lock_timeout, log)
-            if descriptor is not None:
+            if descriptor is not None:  # None if the file system does not support locks
                 resources.callback(os.close, descriptor)
         return secrets.token_hex(8)
 
     ranks = RankGroup(timeout)
-    run_id = ranks.run_on_rank0(lock)
+    run_id = ranks.run_on_rank0(lock_and_choose_id)
     # Do not close after an error, because closing waits for other ranks, which may have failed.
     ranks.close()
     return run_id
+
+
+def _list_folders_to_lock(run: Run) -> list[Path]:
+    """Return the folders to pass to `lock_folder`, which creates the lock file beside the folder.
+
+    For example, it creates "out/.run.lock" for the folder "out/run". This locks the output folder
+    "out", although "out/run" does not exist.
+    """
+    folders = [run.dump_folder / "run"]
+    if run.job.checkpoint.enable:
+        folders.append(run.checkpoint_folder)  # may be outside the output folder
+    return folders
 
 
 class Records(Hook):

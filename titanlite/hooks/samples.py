@@ -9,9 +9,8 @@ requires a forward pass over the whole text.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -30,6 +29,9 @@ from titanlite.optim.losses import fp32_logits, gather_logits
 if TYPE_CHECKING:
     from titanlite.train.trainer import Trainer
 
+ProcessLogits = Callable[[int, Tensor, Tensor, Tensor], None]
+"""Function that `process_logits` calls."""
+
 LOGITS_CHUNK = 256
 """Number of tokens whose logits are computed at once, to limit memory."""
 
@@ -43,7 +45,6 @@ class Samples(Hook):
         self._run = trainer.run
         self._tokenizer = trainer.tokenizer
         self._config = trainer.job.samples
-        self._device = trainer.device
 
     def started(self, step: int) -> None:
         """Store the step of the loaded checkpoint, so that it is not sampled again."""
@@ -113,11 +114,12 @@ class Samples(Hook):
             Logits, shape (N, V), in fp32 on the CPU of every rank.
         """
         microbatches = self._create_microbatches(sequences)
-        # Only some ranks hold the last token of a sequence. The others contribute -inf.
         batch_size = self._run.job.training.local_batch_size
         shape = (len(microbatches), batch_size, self._run.arch.vocab_size)
-        all_logits = torch.full(shape, -torch.inf, device=self._device)
+        all_logits = torch.full(shape, -torch.inf, device=self._trainer.device)
 
+        # Only the last token of each sequence has a label. Its logits are stored on the ranks that
+        # hold this token. They stay -inf on all other ranks, so the maximum combines the ranks.
         def store(microbatch: int, indices: Tensor, labels: Tensor, logits: Tensor) -> None:
             all_logits[microbatch, indices] = logits
 
@@ -133,7 +135,7 @@ class Samples(Hook):
         batch_size = self._run.job.training.local_batch_size
         length = padded_length(self._run, max(len(ids) for ids in sequences))
         return [
-            padded_microbatch(windows[i : i + batch_size], batch_size, length, self._device)
+            padded_microbatch(windows[i : i + batch_size], batch_size, length, self._trainer.device)
             for i in range(0, len(windows), batch_size)
         ]
 
@@ -141,9 +143,9 @@ class Samples(Hook):
 def process_logits(
     trainer: Trainer,
     microbatches: Sequence[Microbatch],
-    process: Callable[[int, Tensor, Tensor, Tensor], None],
+    process: ProcessLogits,
 ) -> None:
-    """Run a forward pass and call `process` with the logits of all tokens that have a label.
+    """Run forward passes and call `process` with the logits of all tokens that have a label.
 
     To limit memory, `process` gets at most `LOGITS_CHUNK` (256) tokens at once. It is called on the
     ranks that hold these tokens, including all tensor-parallel ranks.
@@ -154,20 +156,39 @@ def process_logits(
         process: Called with the index of a microbatch and, for n of its tokens, the indices of
             their sequences in the microbatch (n,), the labels (n,) and the logits (n, V) in fp32.
     """
-    # FSDP gathers the output matrix only while the model computes a loss, so compute the logits in
-    # a loss function. The model calls it for each microbatch, in order.
-    indices = itertools.count()
+    loss_fn = _LogitsLoss(trainer, len(microbatches), process)
+    trainer.forward_backward.evaluate(microbatches, loss_fn)
 
-    def logits_loss(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-        """Process the logits of the next microbatch and return a dummy loss of 0."""
-        index = next(indices)
-        is_padding = index >= len(microbatches)  # pipeline schedules append padding microbatches
-        if not is_padding:
-            for sequences, chunk_labels, logits in _split_logits(trainer, hidden, weight, labels):
-                process(index, sequences, chunk_labels, logits)
+
+@dataclass(eq=False)
+class _LogitsLoss:
+    """Loss function that calls `process` with the logits of a microbatch and returns a loss of 0.
+
+    FSDP gathers the output matrix only while the model computes a loss, so this is the only place
+    to compute logits. The model calls the loss function once per microbatch, in order.
+
+    Attributes:
+        trainer: Trainer whose model computes the logits.
+        num_microbatches: Number of microbatches to process. Pipeline schedules append padding
+            microbatches to them.
+        process: Function to call; see `process_logits`.
+        num_calls: Number of calls so far, which is the index of the next microbatch.
+    """
+
+    trainer: Trainer
+    num_microbatches: int
+    process: ProcessLogits
+    num_calls: int = 0
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+        """Process the logits of the next microbatch, unless it is padding."""
+        index = self.num_calls
+        self.num_calls += 1
+        if index < self.num_microbatches:
+            chunks = _split_logits(self.trainer, hidden, weight, labels)
+            for sequences, chunk_labels, logits in chunks:
+                self.process(index, sequences, chunk_labels, logits)
         return torch.zeros_like(scale)
-
-    trainer.forward_backward.evaluate(microbatches, loss_fn=logits_loss)
 
 
 def _split_logits(

@@ -101,7 +101,11 @@ def fraction_of_different(value: Tensor, expected: Tensor) -> float:
 
 
 def compare_bitwise(
-    name: str, step: int, values: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+    name: str,
+    step: int,
+    values: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    subject: str = "",
 ) -> list[Check]:
     """Check that two sets of named tensors are bitwise equal.
 
@@ -110,6 +114,7 @@ def compare_bitwise(
         step: Number of the training step.
         values: Tensors to check, by name.
         expected: Expected tensors, by name.
+        subject: Subject of all returned checks. By default, the subject is the name of the tensor.
 
     Returns:
         One check for each tensor. It fails for a tensor that only one set contains.
@@ -123,7 +128,7 @@ def compare_bitwise(
             error = 1.0
             owner = "the layout" if key in values else "the reference"
             hint = f"only {owner} has {key}"
-        checks.append(Check(name, step, key, error, tolerance=0.0, hint=hint))
+        checks.append(Check(name, step, subject or key, error, tolerance=0.0, hint=hint))
     return checks
 
 
@@ -191,10 +196,7 @@ def compare_gradients(
     Returns:
         One check for each parameter.
     """
-    # Relative to a gradient that is nearly zero, any rounding error is large. For such a gradient,
-    # use the norm that it would have if its elements were 0.1% of the root mean square of all
-    # gradients.
-    minimum_total = SMALL_GRADIENT * total_norm(reference.values())
+    norm_of_all = total_norm(reference.values())
     num_elements = sum(gradient.numel() for gradient in reference.values())
 
     checks = []
@@ -204,9 +206,24 @@ def compare_gradients(
             checks.append(Check("gradient", step, name, math.inf, 0.0, hint))
             continue
 
-        minimum_norm = minimum_total * math.sqrt(expected.numel() / num_elements)
+        minimum_norm = _minimum_norm(expected, norm_of_all, num_elements)
         error = relative_error(gradients[name], expected, minimum_norm)
         error_of_one_rank = relative_error(one_rank[name], expected, minimum_norm)
         tolerance = gradient_tolerance(run, error_of_one_rank)
         checks.append(Check("gradient", step, name, error, tolerance))
     return checks
+
+
+def _minimum_norm(gradient: Tensor, norm_of_all: float, num_elements: int) -> float:
+    """Return the smallest norm by which the error of a gradient is divided.
+
+    Relative to a gradient that is nearly zero, any rounding error is large. The result is the norm
+    that the gradient would have if each of its elements were 0.1% (`SMALL_GRADIENT`) of the root
+    mean square of all gradients, which is `norm_of_all / sqrt(num_elements)`.
+
+    Args:
+        gradient: Expected gradient of one parameter.
+        norm_of_all: Norm of all gradients together.
+        num_elements: Number of elements of all gradients.
+    """
+    return SMALL_GRADIENT * norm_of_all * math.sqrt(gradient.numel() / num_elements)

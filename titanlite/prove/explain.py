@@ -195,7 +195,8 @@ def explain_gradient(
         gradients: Gradients of the run, by parameter name.
         expected: Expected gradients, by parameter name.
         sequences: Fields of the global batch, such as "input_ids", each of shape (sequences, T).
-        compute_gradients: `ReferenceTrainer.compute_gradients` for the weights before the step.
+        compute_gradients: `ReferenceTrainer.compute_gradients` for the weights before the step. It
+            takes sequences and options, and returns the loss and the gradients.
     """
     where = describe_names(failed, list(expected), run)
     failed_with_gradient = [name for name in failed if name in gradients]
@@ -206,6 +207,7 @@ def explain_gradient(
     wrong_vector = _concatenate(gradients, failed_with_gradient)
     expected_vector = _concatenate(expected, failed_with_gradient)
 
+    # Options such as `use_window=False` make a mistake on purpose, to compare its effect.
     def compute_vector(changed_sequences: NamedTensors, **options: Any) -> Tensor:
         _, computed = compute_gradients(changed_sequences, **options)
         return _concatenate(computed, failed_with_gradient)
@@ -247,13 +249,13 @@ def _find_cause(
 
     # Check whether a typical mistake leads to the same wrong gradient.
     tolerance = FIT_TOLERANCE * (wrong - right).norm()
-    for mistake, gradient in _imitate_mistakes(run, sequences, compute_gradient):
-        if (gradient - wrong).norm() < tolerance:
+    for mistake, imitated_gradient in _imitate_mistakes(run, sequences, compute_gradient):
+        if (imitated_gradient - wrong).norm() < tolerance:
             return mistake
 
     # Check whether some sequences are missing or counted too often.
-    sequence_weights, gradient = _fit_sequences(wrong, sequences, compute_gradient)
-    if (gradient - wrong).norm() < tolerance:
+    sequence_weights, fitted_gradient = _fit_sequences(wrong, sequences, compute_gradient)
+    if (fitted_gradient - wrong).norm() < tolerance:
         return _describe_contributions(run, sequence_weights)
     return _list_suspects(run)
 
@@ -294,19 +296,23 @@ def _imitate_mistakes(
     """
     ids = sequences["input_ids"]
     seq_len = ids.shape[1]
-    positions = torch.arange(seq_len).expand_as(ids)
+    positions = torch.arange(seq_len).expand_as(ids)  # 0, 1, 2, ... in each sequence
     if "document_ids" in sequences:
         without_ids = {key: value for key, value in sequences.items() if key != "document_ids"}
         yield "tokens attend to other documents", compute_gradient(without_ids)
         changed = sequences | {"positions": positions}
         yield "positions do not restart at documents", compute_gradient(changed)
     elif run.degrees.context > 1:
-        changed = sequences | {"positions": positions % (seq_len // run.degrees.context)}
+        # Without documents, positions count through the whole sequence. Each context-parallel rank
+        # holds a part of it.
+        part_length = seq_len // run.degrees.context
+        changed = sequences | {"positions": positions % part_length}
         yield "positions restart in each context-parallel rank", compute_gradient(changed)
 
     if run.microbatches > 1:
-        labels = sequences["labels"].roll(run.global_microbatch_size, 0)
-        changed = sequences | {"labels": labels}
+        # Give each microbatch the labels of the previous one.
+        shifted_labels = sequences["labels"].roll(run.global_microbatch_size, dims=0)
+        changed = sequences | {"labels": shifted_labels}
         yield "the labels belong to another microbatch", compute_gradient(changed)
     if run.arch.sliding_window:
         yield "the sliding window is ignored", compute_gradient(sequences, use_window=False)
@@ -347,7 +353,8 @@ def _describe_contributions(run: Run, weights: Sequence[float]) -> str:
         listed = ", ".join(f"{weight:.3g}" for weight in weights)
         return f"the sequences of the batch contribute with the factors {listed} instead of 1"
 
-    # With n data-parallel ranks, rank r reads the sequences r, r + n, r + 2n, ...
+    # The data-parallel ranks take turns: rank r of n reads the sequences r, r + n, r + 2n, ...
+    # A microbatch consists of the next `global_microbatch_size` sequences over all ranks.
     ranks = {i % run.degrees.data for i in missing}
     microbatches = {i // run.global_microbatch_size for i in missing}
     return (

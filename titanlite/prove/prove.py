@@ -236,16 +236,16 @@ def prove(job: JobConfig, small_job: SmallJob, out: Path) -> Certificate | None:
         The certificate on rank 0, and None on all other ranks.
     """
     log_file = (out / LOG_FILE).open("a", encoding="utf-8")
-    # When `stack` is closed, it deletes the temporary files.
-    with log_file, redirect_stdout(log_file), redirect_stderr(log_file), ExitStack() as stack:
-        recorded = _train_on_all_ranks(small_job.run, out, stack)
+    with log_file, redirect_stdout(log_file), redirect_stderr(log_file), ExitStack() as cleanup:
+        recorded = _train_on_all_ranks(small_job.run, out, cleanup)
         if recorded is None:  # only rank 0 makes the comparisons
             return None
+        # The comparisons read the record files, which `cleanup` then deletes.
         checks = compare_with_one_rank(recorded.run, recorded.folder)
     return _make_certificate(job, small_job, recorded.run, checks, recorded.device_name)
 
 
-def _train_on_all_ranks(run: Run, out: Path, stack: ExitStack) -> RecordedRun | None:
+def _train_on_all_ranks(run: Run, out: Path, cleanup: ExitStack) -> RecordedRun | None:
     """Train a run, resume it from its checkpoint, and record each step in files.
 
     All ranks must call this together, before they have a process group.
@@ -253,47 +253,38 @@ def _train_on_all_ranks(run: Run, out: Path, stack: ExitStack) -> RecordedRun | 
     Args:
         run: The run to train.
         out: Existing folder that all ranks share.
-        stack: Exit stack. When it is closed, rank 0 deletes the record files.
+        cleanup: Exit stack. When it is closed, rank 0 deletes the record files.
 
     Returns:
         The recorded run on rank 0, and None on all other ranks.
     """
     with process_group(run.job) as device:
         device_name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
-        folder = _create_shared_folder(out, stack)
+        folder = _create_shared_folder(out, cleanup)
         # Replace the options "auto", so that the later run on one rank computes in the same way.
-        run = settle_compute_dtype(run, device)
-        run = run.resolve_attention_backend(on_gpu=device.type == "cuda")
-        run = with_keys(run, {"job.dump_folder": str(folder / "layout")})
-        train_and_resume(run, device, folder)
-        return RecordedRun(run, folder, device_name) if dist.get_rank() == 0 else None
+        run_with_dtype = settle_compute_dtype(run, device)
+        resolved_run = run_with_dtype.resolve_attention_backend(on_gpu=device.type == "cuda")
+        tested_run = with_keys(resolved_run, {"job.dump_folder": str(folder / "layout")})
+        train_and_resume(tested_run, device, folder)
+        return RecordedRun(tested_run, folder, device_name) if dist.get_rank() == 0 else None
 
 
-def _leave_launched_ranks() -> None:
-    """Make the next process group contain only this process.
-
-    Overwrite the environment variables that the launcher set for the process group of all ranks.
-    """
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    os.environ.pop(STORE, None)  # path of the file through which the launched ranks meet
-
-
-def _create_shared_folder(parent: Path, stack: ExitStack) -> Path:
+def _create_shared_folder(parent: Path, cleanup: ExitStack) -> Path:
     """Create a temporary folder on rank 0 and return its path on all ranks.
 
-    Rank 0 deletes the folder when `stack` is closed, even after Ctrl-C or SIGTERM.
+    Rank 0 deletes the folder when `cleanup` is closed, even after Ctrl-C or SIGTERM.
 
     Args:
         parent: Existing folder that all ranks share.
-        stack: Exit stack that will delete the folder.
+        cleanup: Exit stack that will delete the folder.
     """
     folder = ""
     if dist.get_rank() == 0:
-        _exit_on_signals()  # so that a signal closes `stack`
+        _exit_on_signals()  # so that a signal closes `cleanup`
         folder = tempfile.mkdtemp(prefix="run-", dir=parent)
-        stack.callback(shutil.rmtree, folder)
+        cleanup.callback(shutil.rmtree, folder)
         # Callbacks run in reverse order, so this stops logging to the folder before it is deleted.
-        stack.callback(logging.getLogger(LOGGER_NAME).handlers.clear)
+        cleanup.callback(logging.getLogger(LOGGER_NAME).handlers.clear)
     return Path(gathered(folder)[0])
 
 
@@ -353,6 +344,10 @@ def _list_untested(run: Run, checks: list[Check]) -> list[str]:
 def compare_with_one_rank(run: Run, folder: Path) -> list[Check]:
     """Compare a run on several ranks with the same training on one rank, and return all checks.
 
+    Each step is compared with two other computations of the same step on one rank: in float64, for
+    the expected values, and in the precision of the run, which shows how large rounding errors are.
+    Further checks cover resumed runs, the export and activation checkpointing.
+
     Args:
         run: The tested run on several ranks.
         folder: Folder with the record files of all ranks. New runs create their output folders in
@@ -360,19 +355,26 @@ def compare_with_one_rank(run: Run, folder: Path) -> list[Check]:
     """
     tested_steps = load_steps(folder, "first", run.world_size)
     one_rank_run = make_one_rank_run(run, folder / "single")
-    _leave_launched_ranks()  # the new process group has only this rank
+    _restrict_process_groups_to_this_rank()
     with process_group(one_rank_run.job) as device:
-        # The reference computes each step in float64. The steps on one rank have the precision of
-        # the run, which shows how large rounding errors are.
-        with closing(ReferenceTrainer(one_rank_run, device)) as reference:
+        with closing(ReferenceTrainer(one_rank_run, device)) as float64_reference:
             one_rank_steps = repeat_on_one_rank(one_rank_run, device, tested_steps)
-            checks = list(_compare_steps(run, tested_steps, one_rank_steps, reference))
+            checks = list(_compare_steps(run, tested_steps, one_rank_steps, float64_reference))
 
         checks += compare_resumed(run, folder, tested_steps)
         checks += compare_resumed_on_one_rank(run, device, tested_steps, one_rank_steps)
         checks += compare_export(run, folder / "exported", tested_steps)
         checks += compare_activation_checkpointing(run, device, folder)
     return checks
+
+
+def _restrict_process_groups_to_this_rank() -> None:
+    """Make all further process groups contain only this process.
+
+    Overwrite the environment variables that the launcher set for the process group of all ranks.
+    """
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.environ.pop(STORE, None)  # path of the file through which the launched ranks meet
 
 
 def repeat_on_one_rank(run: Run, device: torch.device, tested_steps: TestedSteps) -> StepRecords:
@@ -546,15 +548,16 @@ def compare_replicas(
     """
     snapshots = [getattr(record, kind) for record in tested_step.ranks]
     comparisons = list(_compare_with_first_replicas(snapshots))
-    hints: dict[str, str] = {}  # the first two ranks that differ, by tensor name
+    first_differences: dict[str, ReplicaComparison] = {}  # by tensor name
     for comparison in comparisons:
         if not comparison.is_equal:
-            hint = _describe_ranks(run, comparison.first_rank, comparison.rank)
-            hints.setdefault(comparison.tensor, hint)
+            first_differences.setdefault(comparison.tensor, comparison)
 
-    for tensor, hint in hints.items():
+    for tensor, difference in first_differences.items():
+        hint = _describe_ranks(run, difference.first_rank, difference.rank)
+        # Digests do not show how many elements differ, so the error is always 1.
         yield Check(name, step, tensor, error=1.0, tolerance=0.0, hint=hint)
-    if comparisons and not hints:
+    if comparisons and not first_differences:
         yield Check(name, step, f"{len(comparisons)} shards", error=0.0, tolerance=0.0)
 
 
@@ -720,14 +723,24 @@ def compare_resumed(run: Run, folder: Path, tested_steps: TestedSteps) -> Iterat
     yield from compare_replicas(run, save_step, "resume: replicas", loaded, kind="state")
 
     for step in range(save_step + 1, run.job.training.steps + 1):
-        actual = resumed_steps[step]
-        expected = tested_steps[step]
-        for rank, record in enumerate(actual.ranks):
-            sequences = expected.ranks[rank].sequences
-            for check in compare_bitwise("resume: sequences", step, record.sequences, sequences):
-                yield check._replace(subject=f"rank {rank}")  # instead of "input_ids", for example
-        yield from compare_bitwise("resume: gradient", step, actual.gradients, expected.gradients)
-        yield from compare_bitwise("resume: state", step, actual.state, expected.state)
+        yield from _compare_resumed_step(step, resumed_steps[step], tested_steps[step])
+
+
+def _compare_resumed_step(step: int, resumed: TestedStep, expected: TestedStep) -> Iterator[Check]:
+    """Check that a step after a resume is bitwise equal to the same step without interruption.
+
+    Args:
+        step: Number of the step.
+        resumed: Records of the step in the run that has resumed from a checkpoint.
+        expected: Records of the step in the uninterrupted run.
+    """
+    for rank, record in enumerate(resumed.ranks):
+        sequences = expected.ranks[rank].sequences
+        yield from compare_bitwise(
+            "resume: sequences", step, record.sequences, sequences, subject=f"rank {rank}"
+        )
+    yield from compare_bitwise("resume: gradient", step, resumed.gradients, expected.gradients)
+    yield from compare_bitwise("resume: state", step, resumed.state, expected.state)
 
 
 def compare_resumed_on_one_rank(
@@ -744,32 +757,41 @@ def compare_resumed_on_one_rank(
         tested_steps: Records of the tested run, with the saved state.
         one_rank_steps: Records of the same steps on one rank.
     """
+    records = _resume_and_train_one_step(run, device)
+    loaded_step, trained_step = records  # numbers of the two steps, in order
+    save_step = find_save_step(run)
+
+    # If the run has resumed from a wrong step, the loaded state differs from the saved state.
+    loaded = records[loaded_step].state.unsharded
+    saved = tested_steps[save_step].state
+    yield from compare_bitwise("resume on one rank: loaded state", loaded_step, loaded, saved)
+
+    trained = records[trained_step]
+    expected = one_rank_steps[save_step + 1]
+    yield from compare_bitwise(
+        "resume on one rank: sequences", trained_step, trained.sequences, expected.sequences
+    )
+    yield from compare_bitwise(
+        "resume on one rank: gradient",
+        trained_step,
+        trained.gradients.unsharded,
+        expected.gradients.unsharded,
+    )
+
+
+def _resume_and_train_one_step(run: Run, device: torch.device) -> StepRecords:
+    """Resume a run on one rank from its checkpoint, and train one step.
+
+    Returns:
+        Two records, by step number: the loaded state, and the step that follows.
+    """
     # A run with the same output folder resumes from the checkpoint there.
     resumed_run = make_one_rank_run(run, run.dump_folder)
     recorder = Recorder()
     with Trainer(resumed_run, device, [recorder]) as trainer:
         turn_dropout_off(trainer)
-        resumed_step = trainer.steps_done
         recorder.train_and_record()
-
-    # If the run has resumed from a wrong step, the loaded state differs from the saved state.
-    save_step = find_save_step(run)
-    loaded = recorder.steps[resumed_step].state.unsharded
-    saved = tested_steps[save_step].state
-    yield from compare_bitwise("resume on one rank: loaded state", resumed_step, loaded, saved)
-
-    step = resumed_step + 1
-    actual = recorder.steps[step]
-    expected = one_rank_steps[save_step + 1]
-    yield from compare_bitwise(
-        "resume on one rank: sequences", step, actual.sequences, expected.sequences
-    )
-    yield from compare_bitwise(
-        "resume on one rank: gradient",
-        step,
-        actual.gradients.unsharded,
-        expected.gradients.unsharded,
-    )
+    return recorder.steps
 
 
 def compare_export(run: Run, export_folder: Path, tested_steps: TestedSteps) -> Iterator[Check]:
@@ -801,14 +823,14 @@ def compare_activation_checkpointing(
     """Compare gradients with and without activation checkpointing, with dropout enabled.
 
     A difference can mean that the recomputation uses a different dropout mask. Yield nothing if the
-    mode of activation checkpointing is "none" or "memory_budget", or if the model draws no random
-    numbers.
+    run would recompute no activations on one rank, or if the model draws no random numbers.
 
     Args:
         run: The tested run on several ranks.
         device: Device of this rank.
         folder: Folder for the output folders of both runs.
     """
+    # With "memory_budget", only compiled models recompute, and runs on one rank are not compiled.
     if run.job.activation_checkpoint.mode in ("none", "memory_budget"):
         return
     if not has_random_numbers(run):

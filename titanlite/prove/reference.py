@@ -201,13 +201,14 @@ def _compute_loss(
 ) -> Tensor:
     """Compute the loss from the last hidden states and the weight of the output layer.
 
-    The loss is cross entropy plus a z-loss, which is the sum of the squared logarithms of the
-    softmax denominators. If the job selects the loss of a plugin, call that loss instead.
+    This plain formula serves as a reference for the fused and sharded losses of a training run. The
+    loss is cross entropy plus a z-loss, which is the sum of the squared logarithms of the softmax
+    denominators.
 
     Args:
         hidden: Hidden states after the final norm, shape (B, T, C).
         weight: Weight of the output layer, shape (V, C).
-        run: The run, whose `training.loss` selects the loss.
+        run: The run. If its `training.loss` is the loss of a plugin, return that loss instead.
         labels: Labels of the tokens, shape (B, T).
         num_valid_tokens: Divisor of the summed loss.
         z_loss: Weight of the z-loss. 0 means no z-loss.
@@ -215,7 +216,7 @@ def _compute_loss(
     softcap = run.arch.logit_softcap
     is_plugin_loss = run.job.training.loss not in ("cross_entropy", "reference")
     if is_plugin_loss:
-        # The formula is unknown, so call the plugin, as training without tensor parallelism does.
+        # The formula is unknown, so call the plugin, without compilation and tensor parallelism.
         recipe = LossRecipe(z_loss, compiled=False, tensor=None, softcap=softcap)
         plugin_loss = LOSSES.make(run.job.training.loss, recipe, job=run.job)
         return plugin_loss(hidden, weight, labels, torch.tensor(1 / num_valid_tokens))
@@ -335,10 +336,12 @@ def _get_lr_and_decay(run: Run, step: int, name: str, ndim: int) -> tuple[float,
     has_decay = ndim >= 2 and not is_exempt
     weight_decay = config.weight_decay if has_decay else 0.0
     for group in config.groups:
-        if group.claims(name):
+        if group.claims(name):  # true for at most one group
             lr *= group.lr_factor
             if group.weight_decay is not None:
                 weight_decay = group.weight_decay
-    # muP scales the learning rate of a parameter, but not its decay per step: lr * weight_decay.
-    _, mup_factor = run.arch.mup_factors(name, ndim)
-    return lr * mup_factor, weight_decay / mup_factor
+
+    # muP scales the learning rate, but not the fraction lr * weight_decay by which a step shrinks
+    # the weights. The weight decay must therefore change by the inverse factor.
+    _, mup_lr_factor = run.arch.mup_factors(name, ndim)
+    return lr * mup_lr_factor, weight_decay / mup_lr_factor

@@ -67,8 +67,9 @@ class SmallJob(NamedTuple):
 def parse_original(argv: Sequence[str]) -> JobConfig:
     """Parse the job described by `argv`, the options of `titanlite train`.
 
-    Also check that the parallel degrees of the job fit its model. `shrink` changes both, so the
-    checks of the small job would not detect a mistake in the original job.
+    `titanlite prove` trains only a small version of the job. Most mistakes in the job are also in
+    this version, and are found when it is checked. Its model and its parallel degrees are smaller,
+    however, so check here that the original degrees fit the original model.
 
     Raises:
         UserError: If a value is invalid, or the parallel degrees do not fit the model.
@@ -77,8 +78,7 @@ def parse_original(argv: Sequence[str]) -> JobConfig:
     if parsed.mistakes:
         raise parsed.error(parsed.mistakes)
 
-    # These checks need only the degrees. Here, a data-parallel degree of -1 counts as 1.
-    run = Run(parsed.job)
+    run = Run(parsed.job)  # its number of ranks, 1 by default, does not matter for these checks
     problems = list(check_tensor_sizes(run))
     if run.degrees.pipeline > 1:
         problems += check_stages(run)
@@ -105,18 +105,19 @@ def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> Sma
     num_ranks = math.prod(degrees.values())
     original = Run(job, num_ranks)
 
-    # Replace the parts of the job in this order, because later parts depend on earlier sizes.
+    # Replace the parts of the job in this order, because later parts depend on earlier sizes. The
+    # notes describe properties of the original job that the small job lacks.
     small = job.with_section("parallelism", **degrees)
-    model, lost_properties = shrink_model(original, Run(small, num_ranks).degrees)
+    model, model_notes = shrink_model(original, Run(small, num_ranks).degrees)
     small = small.model_copy(update={"model": model})
     small = _shrink_training(small, original, steps)
-    small, dropped_options = _drop_missing_names(small)
-    small, replaced_data = _shrink_data(small, out)
-    small, removed_hooks = _remove_hooks(small)
+    small, option_notes = _drop_missing_names(small)
+    small, data_notes = _shrink_data(small, out)
+    small, hook_notes = _remove_hooks(small)
     small = _disable_outputs(small, out)
 
     run = check_run(small, num_ranks)
-    not_kept = [*lost_properties, *dropped_options, *replaced_data, *removed_hooks]
+    not_kept = [*model_notes, *option_notes, *data_notes, *hook_notes]
     return SmallJob(run, list_changes(original, run), not_kept)
 
 
@@ -137,11 +138,11 @@ def list_changes(original: Run, small: Run) -> list[str]:
 def shrink_degrees(job: JobConfig, world_size: int | None) -> dict[str, int]:
     """Return small parallel degrees: 2 for each dimension that a job uses, and 1 for the others.
 
-    If the job uses FSDP and `world_size` is set, the FSDP degree grows until all ranks are used.
+    If the job uses FSDP and `world_size` is set, choose the FSDP degree that uses all ranks.
 
     Args:
         job: The original job.
-        world_size: Number of ranks of the small job. None means the smallest possible number.
+        world_size: Number of ranks of the small job. None means 2 along each parallel dimension.
 
     Returns:
         Degrees by option name, such as "tensor_parallel_degree".
@@ -156,17 +157,18 @@ def shrink_degrees(job: JobConfig, world_size: int | None) -> dict[str, int]:
         "pipeline_parallel_degree",
     )
     degrees = {name: min(2, getattr(job.parallelism, name)) for name in names}
-    other_degrees = math.prod(degrees.values())
+    num_other_ranks = math.prod(degrees.values())
     has_fsdp = job.parallelism.data_parallel_shard_degree != 1
+    num_ranks = world_size
+    if num_ranks is None:
+        num_ranks = 2 * num_other_ranks if has_fsdp else num_other_ranks
 
-    fsdp_degree = 2 if has_fsdp else 1
-    if has_fsdp and world_size is not None:
-        # For example, 8 ranks with tensor and pipeline parallelism need an FSDP degree of 2.
-        fsdp_degree = max(1, world_size // other_degrees)
-
-    num_ranks = fsdp_degree * other_degrees
-    if world_size not in (None, num_ranks):
-        needed = f"a multiple of {other_degrees}" if has_fsdp else str(other_degrees)
+    # The FSDP degree is the remaining factor: for example, 2 if 8 ranks use tensor and pipeline
+    # parallelism as well. Without FSDP, it must be 1.
+    fsdp_degree, num_unused_ranks = divmod(num_ranks, num_other_ranks)
+    is_valid_degree = fsdp_degree >= 1 if has_fsdp else fsdp_degree == 1
+    if num_unused_ranks or not is_valid_degree:
+        needed = f"a multiple of {num_other_ranks}" if has_fsdp else str(num_other_ranks)
         raise UserError(
             f"--world-size {world_size}: the small job needs {needed}, 2 ranks along each "
             "parallel dimension of the job."
@@ -336,7 +338,8 @@ def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
         out: Folder in which the toy text is written.
 
     Returns:
-        The changed job, and one sentence for each property of the data that the small job lacks.
+        The changed job, and one sentence each if data stages were removed or the training data was
+        replaced.
     """
     dataset = small.dataset
     small = small.model_copy(update={"tokenizer": TokenizerOptions()})
@@ -349,6 +352,8 @@ def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
     if problem:
         notes.append(f"[dataset]: a toy text is read instead, because {problem}.")
         write_output(out / TOY_TEXT, _make_toy_text().encode())
+        # [dataset] has all options of a source. Set them, and remove other sources and any limit on
+        # the number of epochs.
         toy_source = TextSource(source="jsonl", path=str(out / TOY_TEXT))
         small = small.with_section("dataset", **dict(toy_source), sources=(), max_epochs=0)
     return small, notes
