@@ -96,8 +96,8 @@ def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
 
     problems = _find_repeated_length(run)
     progress = read_progress(run)  # the steps before the resume
-    # A length can depend on the lengths before it. For example, the decay ends with the schedule. So
-    # count tokens in a run that already has these lengths in steps.
+    # A length can depend on earlier ones. For example, the decay ends with the schedule. So count
+    # tokens in a run that already has the earlier lengths in steps.
     converted_run = run
     for key, num_tokens in token_lengths:
         counter = TokenCounter(converted_run, progress)
