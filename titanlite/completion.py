@@ -414,7 +414,8 @@ def _forward(
     index_S = torch.arange(num_cached + tokens_BT.shape[1], device=tokens_BT.device)
     index_T = index_S[num_cached:]
     # RoPE positions count from the first token of the prompt. With 2 padding positions, the indices
-    # [0, 1, 2, 3] have the positions [0, 0, 0, 1], because padding has no position.
+    # [0, 1, 2, 3] have the positions [0, 0, 0, 1]. No token attends to padding, so its position
+    # does not matter.
     rope_positions_BT = (index_T - padding_B[:, None]).clamp(min=0)
 
     # In some architectures, only some layers have a sliding window. The others use `full_mask`.

@@ -988,10 +988,11 @@ def _check_source_files(table: str, source: TextSource) -> Problems:
     try:
         find_files(source)
     except UserError as error:
+        message = str(error).rstrip(".")
         if source.path is None:
             yield Problem(f"{table}.source", f"needs {table}.path.")
         else:
-            yield Problem(f"{table}.path", f"{str(error).rstrip('.')}.")
+            yield Problem(f"{table}.path", f"{message}.")
 
 
 def _check_source_keys(table: str, source: TextSource) -> Problems:

@@ -272,7 +272,9 @@ def _classify(
     """
     resumes_data = data is not None
     if resumes_data and _determines_data(name, new_values):
-        return COMPATIBLE if data == SAME_DATA else None  # the same data in a renamed folder
+        if data == SAME_DATA:  # for example in a renamed folder
+            return COMPATIBLE
+        return None  # `data` describes the change
     if resumes_data and _is_mixture_key(name):
         return _get_content_effect(new_values)
     if name == "training.local_batch_size":

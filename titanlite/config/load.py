@@ -408,7 +408,7 @@ def _find_key(name: str, keys: Collection[str]) -> tuple[str, bool]:
         return key, False
 
     # Remove "no_" from the start of the section or, if it is not there, from the start of the key.
-    positive_key = re.sub(r"\bno_", "", key, count=1)
+    positive_key = re.sub(r"(^|\.)no_", r"\1", key, count=1)
     is_negated = positive_key != key
     return positive_key, is_negated
 

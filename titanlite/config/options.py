@@ -14,7 +14,6 @@ import io
 import re
 from collections.abc import Sequence
 from contextlib import redirect_stderr
-from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -189,10 +188,15 @@ def _extract_message(box: str) -> str:
     If standard output does not use UTF-8, the box has no sides, rules consist of hyphens, and there
     is a rule below the title.
     """
-    lines = [line.strip("│") for line in box.splitlines()[1:]]  # without the title
-    # Skip a rule below the title, and end at the rule above the reference to the help.
-    message_lines = takewhile(lambda line: not _is_rule(line), dropwhile(_is_rule, lines))
-    parts = [line.strip() for line in message_lines if not line.startswith(HELP_TEXT_INDENT)]
+    parts: list[str] = []
+    for line in box.splitlines()[1:]:  # the first line is the title
+        text = line.strip("│")
+        if _is_rule(text):
+            if parts:  # the reference to the help follows
+                break
+            continue  # a rule below the title
+        if not text.startswith(HELP_TEXT_INDENT):
+            parts.append(text.strip())
     return " ".join(parts).rstrip(".!")
 
 

@@ -342,8 +342,9 @@ def sequence_divisor(degree: Degrees) -> int:
 def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
     """Estimate the bytes of the embedding, a block and the output in each pipeline stage.
 
-    All numbers are per rank. They include parameters, gradients, optimizer state and activations.
-    Early stages can keep the activations of more microbatches than late stages.
+    All numbers are per rank. They include parameters, gradients, optimizer state, activations and
+    the logits of the loss. Early stages can keep the activations of more microbatches than late
+    stages.
 
     Args:
         run: The run.
