@@ -274,16 +274,16 @@ def train(argv: Sequence[str]) -> None:
     _print_certificate(run)
 
     train_run = _import_trainer()
+    has_launcher = "RANK" in os.environ
+    if has_launcher:  # it has prepared the output folder for all ranks
+        train_run(run, argv)
+        return
 
     def train_here() -> int:
         train_run(run, argv)
         return 0  # exit code
 
-    has_launcher = "RANK" in os.environ
-    if has_launcher:  # it has prepared the output folder for all ranks
-        train_here()
-    else:
-        run_in_output_folder(run, train_here)
+    run_in_output_folder(run, train_here)
 
 
 def _import_trainer() -> Callable[[Run, Sequence[str]], None]:

@@ -295,28 +295,39 @@ def _generate_tokens(
 
     Yield after each token, so that the caller can read the completions so far.
     """
-    prompts = [torch.tensor(decoding.ids) for decoding in decodings]
-    # Pad at the front. For example, the prompts [7, 8, 9] and [5] become [7, 8, 9] and [0, 0, 5].
-    # No token attends to the padding.
-    tokens_BT = pad_sequence(prompts, batch_first=True, padding_side="left")
-    max_length = tokens_BT.shape[1]
-    padding_B = torch.tensor([max_length - len(prompt) for prompt in prompts])
-
+    prompts_BT, padding_B = _pad_prompts(decodings)
     max_new_tokens = max(decoding.limit - len(decoding.ids) for decoding in decodings)
-    cache = _create_cache(checkpoint.model, len(decodings), max_length + max_new_tokens)
+    cache = _create_cache(checkpoint.model, len(decodings), prompts_BT.shape[1] + max_new_tokens)
     # Sample on the CPU, so that a seed gives the same random numbers for any device.
     generators = [torch.Generator().manual_seed(options.seed) for _ in decodings]
 
     # The first step processes all tokens of the prompts, and the other steps one token each.
+    next_inputs_BT = prompts_BT
     while any(decoding.is_unfinished for decoding in decodings):
-        logits = _next_logits(checkpoint.model, tokens_BT, cache, padding_B)  # (B, V)
+        logits_BV = _next_logits(checkpoint.model, next_inputs_BT, cache, padding_B)
         # The model can have more tokens than the tokenizer. Never sample the extra tokens.
-        logits = logits[:, : checkpoint.tokenizer.vocab_size]
-        tokens_BT = _append_tokens(decodings, logits, options, generators)
+        logits_BV = logits_BV[:, : checkpoint.tokenizer.vocab_size]
+        next_inputs_BT = _append_sampled_tokens(decodings, logits_BV, options, generators)
         yield
 
 
-def _append_tokens(
+def _pad_prompts(decodings: Sequence[Decoding]) -> tuple[Tensor, Tensor]:
+    """Pad prompts at the front to the same length.
+
+    For example, the prompts [7, 8, 9] and [5] become [7, 8, 9] and [0, 0, 5]. No token attends to
+    the padding.
+
+    Returns:
+        Token IDs, shape (B, T), and the number of padding positions of each prompt, shape (B,).
+    """
+    prompts = [torch.tensor(decoding.ids) for decoding in decodings]
+    prompts_BT = pad_sequence(prompts, batch_first=True, padding_side="left")
+    max_length = prompts_BT.shape[1]
+    padding_B = torch.tensor([max_length - len(prompt) for prompt in prompts])
+    return prompts_BT, padding_B
+
+
+def _append_sampled_tokens(
     decodings: Sequence[Decoding],
     logits: Tensor,
     options: Generation,
@@ -331,7 +342,8 @@ def _append_tokens(
         generators: Random number generator of each completion.
 
     Returns:
-        The new token of each completion, or 0 if the completion is finished, shape (B, 1).
+        Input of the model in the next step, shape (B, 1): the new token of each completion, or 0,
+        which is ignored, if the completion is finished.
     """
     new_tokens = []
     for index, decoding in enumerate(decodings):
@@ -401,11 +413,14 @@ def _forward(
     num_cached = cache[0].length
     index_S = torch.arange(num_cached + tokens_BT.shape[1], device=tokens_BT.device)
     index_T = index_S[num_cached:]
+    # RoPE positions count from the first token of the prompt. With 2 padding positions, the indices
+    # [0, 1, 2, 3] have the positions [0, 0, 0, 1]. No token attends to padding, so its position
+    # does not matter.
+    rope_positions_BT = (index_T - padding_B[:, None]).clamp(min=0)
 
     # In some architectures, only some layers have a sliding window. The others use `full_mask`.
     mask = _attention_mask(index_T, index_S, padding_B, model.arch.sliding_window)
     full_mask = _attention_mask(index_T, index_S, padding_B, sliding_window=0)
-    rope_positions_BT = (index_T - padding_B[:, None]).clamp(min=0)
     return model(tokens_BT, rope_positions_BT, mask, cache, full_mask=full_mask)
 
 

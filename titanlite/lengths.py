@@ -90,16 +90,16 @@ def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
         step. An invalid length is replaced with one step, so that the other lengths can be
         converted.
     """
-    lengths = list(_list_lengths(run))
-    if not lengths:
+    token_lengths = list(_list_lengths_in_order(run))
+    if not token_lengths:
         return run, []
 
     problems = _find_repeated_length(run)
-    progress = read_progress(run)
+    progress = read_progress(run)  # the steps before the resume
+    # A length can depend on earlier ones. For example, the decay ends with the schedule. So count
+    # tokens in a run that already has the earlier lengths in steps.
     converted_run = run
-    for key, num_tokens in lengths:
-        # A length can depend on the lengths before it. For example, the decay ends with the
-        # schedule, whose length may be training.steps, so `converted_run` must already contain it.
+    for key, num_tokens in token_lengths:
         counter = TokenCounter(converted_run, progress)
         steps = _count_steps(counter, key, num_tokens)
         if not 1 <= steps <= MAX_STEPS:
@@ -163,7 +163,7 @@ def _set_length(run: Run, key: str, steps: int) -> Run:
     return with_keys(run, {"training.steps": steps, key: None})
 
 
-def _list_lengths(run: Run) -> Iterator[tuple[str, int]]:
+def _list_lengths_in_order(run: Run) -> Iterator[tuple[str, int]]:
     """Yield the key and the number of tokens of each length that a job sets in tokens.
 
     Each length is yielded after the lengths that it depends on.

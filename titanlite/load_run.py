@@ -126,27 +126,26 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     Raises:
         ConfigError: If anything is invalid. The message lists all mistakes.
     """
-    fitted_run, tokenizer_problems = _fit_to_tokenizer(Run(parsed.job, world_size))
-    run, length_problems = resolve_lengths(fitted_run)
-
-    # Omit problems with values or lengths that only replace invalid ones.
-    skipped_sections = _find_invalid_sections([*parsed.mistakes, *length_problems])
+    run_in_tokens, tokenizer_problems = _fit_to_tokenizer(Run(parsed.job, world_size))
+    run, length_problems = resolve_lengths(run_in_tokens)
     problems = [
-        *_drop_follow_ups(length_problems, parsed.mistakes),
+        *_drop_follow_up_problems(length_problems, parsed.mistakes),
         *tokenizer_problems,
-        *_apply_rules(run, parsed, skipped_sections, check_outputs),
+        *_apply_rules(run, parsed, length_problems, check_outputs),
     ]
 
-    # A problem only names a key, but a mistake also contains its value. Report lengths as the user
-    # wrote them: `fitted_run` still has "2B" instead of steps.
+    # A problem names only a key. Convert it to a mistake, which also contains the value of the key.
+    # `run_in_tokens` has lengths as the user wrote them, such as "2B" instead of steps.
     mistakes = [*parsed.mistakes, *_check_environment()]
-    mistakes += [make_mistake(fitted_run, problem) for problem in problems]
+    mistakes += [make_mistake(run_in_tokens, problem) for problem in problems]
     if mistakes:
         raise parsed.error(mistakes)
     return run
 
 
-def _drop_follow_ups(length_problems: list[Problem], mistakes: Sequence[Mistake]) -> list[Problem]:
+def _drop_follow_up_problems(
+    length_problems: list[Problem], mistakes: Sequence[Mistake]
+) -> list[Problem]:
     """Return `length_problems`, or [] if an invalid value may have caused them.
 
     Such a value can be in any section that affects the number of tokens or steps.
@@ -182,29 +181,31 @@ def _fit_to_tokenizer(run: Run) -> tuple[Run, list[Problem]]:
 
 
 def _apply_rules(
-    run: Run, parsed: ParsedJob, skipped_sections: set[str], check_outputs: bool
+    run: Run, parsed: ParsedJob, length_problems: list[Problem], check_outputs: bool
 ) -> list[Problem]:
     """Apply the rules of `titanlite.rules` to a run and return all problems.
+
+    Rules that read a section with an invalid value are skipped, so that they do not report problems
+    with the value that replaces it.
 
     Args:
         run: The run.
         parsed: The parsed job that the run was built from.
-        skipped_sections: Sections in which an invalid value was replaced. Rules that read one of
-            these sections are skipped, so that they do not report problems with the replacement.
+        length_problems: Problems of lengths that were replaced with one step.
         check_outputs: Whether to check the output folder and the initial weights.
     """
     rules = KEY_RULES | DATA_RULES
     if check_outputs:
         rules |= OUTPUT_RULES
 
-    # This rule is added here, because it also depends on which keys the command line sets.
-    check_warmup_of_job = partial(check_warmup, is_preview=_is_preview(parsed))
-    rules[check_warmup_of_job] = ("training", "lr_scheduler")
-
+    invalid_sections = _find_invalid_sections([*parsed.mistakes, *length_problems])
     problems: list[Problem] = []
     for check, sections in rules.items():
-        if skipped_sections.isdisjoint(sections):
+        if invalid_sections.isdisjoint(sections):
             problems += check(run)
+    # This rule also depends on which keys the command line sets.
+    if invalid_sections.isdisjoint(("training", "lr_scheduler")):
+        problems += check_warmup(run, is_preview=_is_preview(parsed))
     return problems
 
 

@@ -183,14 +183,20 @@ def _read_job(folder: Path) -> JobConfig:
     Raises:
         UserError: If the folder contains neither a model nor a checkpoint.
     """
-    try:
-        find_checkpoints(folder)
-    except UserError:
+    if not _has_checkpoint(folder):
         problem = f"this folder has neither a {CONFIG} of a model nor a checkpoint."
-        raise UserError(f"{FROM_OPTION} {folder}: {problem}") from None
-
+        raise UserError(f"{FROM_OPTION} {folder}: {problem}")
     try:
         return read_newest_job(folder)
     except NoTokenizerError:
-        # If the job does not set tokenizer.path, the missing file is reported later.
+        # If this file does not exist, a later error names it, unless the job sets tokenizer.path.
         return read_newest_job(folder, folder / "tokenizer.json")
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    """Return whether a checkpoint or output folder contains a checkpoint."""
+    try:
+        find_checkpoints(folder)
+    except UserError:
+        return False
+    return True

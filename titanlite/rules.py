@@ -18,11 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titanlite.checkpoint.find import has_resumed_from, read_newest_manifest
-from titanlite.checkpoint.manifest import (
-    find_foreign_export,
-    get_step,
-    list_checkpoints,
-)
+from titanlite.checkpoint.manifest import find_foreign_export, get_step, list_checkpoints
 from titanlite.config import storage
 from titanlite.config.certificate import FOLDER as PROOFS
 from titanlite.config.certificate import find_certificate
@@ -31,13 +27,7 @@ from titanlite.config.files import find_write_problem
 from titanlite.config.flavors import Architecture
 from titanlite.config.mistakes import Mistake, format_value
 from titanlite.config.registry import resolve
-from titanlite.config.run import (
-    ONE_STAGE_A_RANK,
-    SPLIT_BACKWARD,
-    V_SHAPED,
-    Run,
-    sequence_divisor,
-)
+from titanlite.config.run import ONE_STAGE_A_RANK, SPLIT_BACKWARD, V_SHAPED, Run, sequence_divisor
 from titanlite.config.schema import (
     Checkpoint,
     Dataset,
@@ -140,25 +130,31 @@ def find_broken_rules(run: Run) -> list[Problem]:
 def check_model(run: Run) -> Problems:
     """Check the number and width of attention heads, the RoPE scaling and the sequence length."""
     yield from _check_heads(run)
+    yield from _check_rope_limits(run)
+    max_seq_len = run.arch.max_seq_len
+    if run.job.training.seq_len > max_seq_len:
+        yield Problem(
+            "training.seq_len",
+            f"must be at most model.max_seq_len = {max_seq_len}. Change one of them.",
+        )
 
+
+def _check_rope_limits(run: Run) -> Problems:
+    """Check that the two limits of RoPE scaling, between which it is gradual, are in order.
+
+    Models without scaling are also checked. Their limits are the limits of "llama3".
+    """
     arch = run.arch
     if arch.rope_scaling == "yarn":
         upper_key = "rope_beta_fast"
         lower_key = "rope_beta_slow"
-    else:  # "llama3", which is also the value for models without scaling
+    else:
         upper_key = "rope_high_freq_factor"
         lower_key = "rope_low_freq_factor"
-    upper_limit = getattr(arch, upper_key)
     lower_limit = getattr(arch, lower_key)
-    if upper_limit <= lower_limit:
+    if getattr(arch, upper_key) <= lower_limit:
         text = f"must be greater than model.{lower_key} = {lower_limit}."
         yield Problem(f"model.{upper_key}", text)
-
-    if run.job.training.seq_len > arch.max_seq_len:
-        yield Problem(
-            "training.seq_len",
-            f"must be at most model.max_seq_len = {arch.max_seq_len}. Change one of them.",
-        )
 
 
 def _check_heads(run: Run) -> Problems:
@@ -327,7 +323,7 @@ def _are_valid_cuts(run: Run) -> bool:
 
 
 def check_pipeline_schedule(run: Run) -> Problems:
-    """Check that the job is compatible with its pipeline schedule.
+    """Check that a job with a zero-bubble pipeline schedule is compatible with it.
 
     Only zero-bubble schedules have restrictions. They split the backward pass of a block in two:
     the gradients of its weights are computed after the gradients of its activations.
@@ -348,10 +344,12 @@ def check_pipeline_schedule(run: Run) -> Problems:
             key, 'needs compile.enable = false and activation_checkpoint.mode "full" or "none".'
         )
 
+    # For example, the pipeline of earlier versions fails with the autograd functions of FP8.
     uses_varlen_attention = run.job.model.uses_document_bounds
     needs_new_torch = run.job.float8.enable or uses_varlen_attention or schedule == "ZBVZeroBubble"
     major, minor, *_ = version("torch").split(".")
-    if needs_new_torch and (int(major), int(minor)) < (2, 13):
+    is_old_torch = (int(major), int(minor)) < (2, 13)
+    if needs_new_torch and is_old_torch:
         yield Problem(key, "needs torch 2.13 for FP8, variable-length attention or ZBVZeroBubble.")
 
 
@@ -416,7 +414,7 @@ def check_total_steps(run: Run) -> Problems:
         )
 
 
-def check_warmup(run: Run, *, is_preview: bool = False) -> Problems:
+def check_warmup(run: Run, *, is_preview: bool) -> Problems:
     """Check that warmup and decay fit into the learning rate schedule.
 
     Args:
@@ -589,20 +587,16 @@ def check_float8(run: Run) -> Problems:
             "Set that to 0.",
         )
     else:
-        yield from _check_float8_sizes(run)
+        yield from _check_float8_layers(run)
+        yield from _check_float8_tokens(run)
 
 
-def _check_float8_sizes(run: Run) -> Problems:
-    """Check that FP8 matmuls support the sizes of the layers and the number of tokens.
-
-    On each rank, the sizes must be multiples of `Float8.shard_multiple`, and the number of tokens a
-    multiple of `Float8.size_multiple`, such as 16.
-    """
-    float8 = run.job.float8
+def _check_float8_layers(run: Run) -> Problems:
+    """Check that tensor parallelism divides FP8 layers into sizes that FP8 matmuls support."""
     layer_sizes = _list_float8_sizes(run)
     # `check_tensor_sizes` reports sizes that the tensor-parallel degree does not divide.
     shard_sizes = [size // run.degrees.tensor for size in layer_sizes]
-    shard_multiple = float8.shard_multiple(run.degrees.tensor)
+    shard_multiple = run.job.float8.shard_multiple(run.degrees.tensor)
     if any(size % shard_multiple for size in shard_sizes):
         yield Problem(
             "parallelism.tensor_parallel_degree",
@@ -610,28 +604,35 @@ def _check_float8_sizes(run: Run) -> Problems:
             f"{shard_multiple}.",
         )
 
-    # The number of tokens matters only for the weight gradient, whose matmul sums over them.
+
+def _check_float8_tokens(run: Run) -> Problems:
+    """Check that FP8 matmuls support the number of tokens in a microbatch.
+
+    It matters only for the weight gradient, whose matmul sums over the tokens.
+    """
+    float8 = run.job.float8
     has_bf16_weight_gradient = float8.recipe_name == "rowwise_with_gw_hp"
     if has_bf16_weight_gradient:
         return
-    token_multiple = float8.size_multiple
+
     num_tokens = run.local_microbatch_tokens
-    if num_tokens % token_multiple:
+    if num_tokens % float8.size_multiple:
         yield Problem(
             "training.seq_len",
             f"makes {num_tokens} tokens per microbatch, but FP8 matmuls need multiples of "
-            f"{token_multiple}.",
+            f"{float8.size_multiple}.",
         )
 
 
 def _list_float8_sizes(run: Run) -> list[int]:
-    """Return the distinct sizes of FP8 layers that tensor parallelism divides among the ranks.
+    """Return the sizes of FP8 layers that tensor parallelism divides, each once.
 
-    Layers stay in bf16, and are omitted here, if `float8.filter_fqns` matches them, or if their
-    size is too small or not a suitable multiple.
+    For example, the matrices wq and wk have the shapes (q_dim, dim) and (kv_dim, dim), and tensor
+    parallelism divides q_dim and kv_dim. Layers that stay in bf16 are omitted, because
+    `float8.filter_fqns` matches them, or because their size is too small or not a suitable
+    multiple. The other dimension of all layers is dim.
     """
     arch = run.arch
-    float8 = run.job.float8
     # Tensor parallelism divides the inputs of wo and w2, and the outputs of all other layers.
     size_of_layer = {
         "attention.wq": arch.q_dim,
@@ -642,6 +643,7 @@ def _list_float8_sizes(run: Run) -> list[int]:
         "feed_forward.w2": arch.ffn_dim,
         "feed_forward.w3": arch.ffn_dim,
     }
+    float8 = run.job.float8
     sizes = []
     for name, size in size_of_layer.items():
         is_filtered = any(part in name for part in float8.filter_fqns)
@@ -654,7 +656,7 @@ def _list_float8_sizes(run: Run) -> list[int]:
 def check_memory_budget(run: Run) -> Problems:
     """Check that a job with activation_checkpoint.mode = "memory_budget" supports this mode.
 
-    The model must be compiled, and a plugin model must not draw random numbers.
+    The model must be compiled, and must not draw random numbers, as dropout does.
     """
     key = "activation_checkpoint.mode"
     if run.job.activation_checkpoint.mode != "memory_budget":
@@ -662,8 +664,7 @@ def check_memory_budget(run: Run) -> Problems:
     if not run.compiles("model"):
         yield Problem(key, 'needs compile.enable = true, with "model" in compile.components.')
 
-    is_plugin = run.arch.model != Architecture.model
-    if is_plugin and _draws_random_numbers(run):
+    if _draws_random_numbers(run):
         yield Problem(
             key,
             '"memory_budget" computes wrong gradients for models with dropout, because of '
@@ -674,6 +675,10 @@ def check_memory_budget(run: Run) -> Problems:
 
 def _draws_random_numbers(run: Run) -> bool:
     """Return whether the forward pass of the model may draw random numbers, as dropout does."""
+    is_built_in = run.arch.model == Architecture.model
+    if is_built_in:
+        return False
+
     # This import is slow, because it imports torch.
     from titanlite.parallel.activation_checkpoint import draws_random_numbers
 
@@ -900,12 +905,14 @@ def check_dataset(run: Run) -> Problems:
 def check_validation(run: Run) -> Problems:
     """Check that the validation data exists.
 
-    It can be held out from the training data or read from separate data sources, but not both.
+    It can be held out from the training data or read from separate data sources, but not both. So
+    with `validation.holdout`, report all keys for separate sources that differ from their defaults.
     """
     validation = run.job.validation
     if validation.holdout > 0:
         used_keys = {"freq", "sequences", "holdout"}
-        for key in validation.model_dump(exclude=used_keys, exclude_defaults=True):
+        unused_keys = validation.model_dump(exclude=used_keys, exclude_defaults=True)
+        for key in unused_keys:
             yield Problem(
                 f"validation.{key}",
                 "is not used with validation.holdout, which uses documents of [dataset]. "
@@ -959,21 +966,32 @@ def _check_source(table: str, source: TextSource) -> Problems:
     """
     kind = source.source
     has_fixed_files = kind in ("python_stdlib", "c4")
-    if source.path is not None and has_fixed_files:
+    if has_fixed_files and source.path is not None:
+        # The user has probably forgotten to set the source, so check nothing else.
         yield Problem(
             f"{table}.path",
             f'is not used with {table}.source = "{kind}". Also set the source, for example to '
             '"text" or "jsonl".',
         )
-        return  # the other checks depend on `kind`, which is probably wrong
+        return
     yield from _check_source_keys(table, source)
+    yield from _check_source_files(table, source)
+
+
+def _check_source_files(table: str, source: TextSource) -> Problems:
+    """Check that the files of a data source exist, and that it has a path if it needs one.
+
+    Args:
+        table: Table of the source in the job, such as "dataset.sources.0".
+        source: The source.
+    """
     try:
         find_files(source)
     except UserError as error:
+        message = str(error).rstrip(".")
         if source.path is None:
             yield Problem(f"{table}.source", f"needs {table}.path.")
         else:
-            message = str(error).rstrip(".")
             yield Problem(f"{table}.path", f"{message}.")
 
 

@@ -22,13 +22,7 @@ from titanlite.checkpoint.load import check_tokenizer, load_weights, verify_on_a
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.mistakes import ConfigError
 from titanlite.config.options import Scoring
-from titanlite.config.run import (
-    Degrees,
-    Run,
-    build_architecture,
-    compute_degrees,
-    sequence_divisor,
-)
+from titanlite.config.run import Degrees, Run, compute_degrees, sequence_divisor
 from titanlite.config.schema import JobConfig, Parallelism
 from titanlite.data.sources.files import describe_file, open_source
 from titanlite.data.tokenizer import load_tokenizer
@@ -175,7 +169,7 @@ def _build_run(
         UserError: If the window exceeds the maximum sequence length of the model, or the layout is
             invalid.
     """
-    max_window = build_architecture(saved_job.model, saved_job).max_seq_len
+    max_window = Run(saved_job).arch.max_seq_len
     if window > max_window:
         raise UserError(f"--window {window}: must be at most model.max_seq_len = {max_window}.")
 
@@ -199,9 +193,11 @@ def _make_job(
         parallelism: Layout of the ranks.
         training: Section [training] of the evaluation.
     """
-    # Options of a plugin architecture or tokenizer are in the section with its name.
+    # Options of a plugin architecture or tokenizer are in the section with its name. Names of
+    # built-in ones are ignored, because there is no such section.
     plugin_sections = {saved_job.model.architecture, saved_job.tokenizer.name or ""}
     sections = saved_job.model_dump(include={"job", "tokenizer", "comm", *plugin_sections})
+    # The evaluation may run on hardware that does not support the attention backend of training.
     sections["model"] = saved_job.model.model_copy(update={"attention_backend": "auto"})
     sections["parallelism"] = parallelism
     sections["activation_checkpoint"] = {"mode": "none"}

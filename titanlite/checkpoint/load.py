@@ -263,11 +263,11 @@ class Resumer:
         data_state = get_data_state(info)
         if "tokenizer" in data_state and not self._is_same_tokenizer(data_state["tokenizer"]):
             description = f"tokenizer.path: {job['tokenizer']['path']} has other token IDs"
-            changes.append((INCOMPATIBLE, description))
+            changes.append(Change(INCOMPATIBLE, description))
 
         # titanlite 0.2 and earlier, which wrote format 1, computed the decay differently.
         if manifest["format"] == 1 and job["lr_scheduler"]["decay_ratio"] != 0:
-            changes.append((AFFECTS_TRAINING, _DECAY_CHANGE))
+            changes.append(Change(AFFECTS_TRAINING, _DECAY_CHANGE))
 
         report_changes(path, changes, self._log)  # raises the UserError
 

@@ -150,7 +150,7 @@ def _check_not_shortened(path: Path, run: Run) -> None:
     Raises:
         UserError: If the job ends before its warmup and decay are complete.
     """
-    problems = list(check_warmup(run))
+    problems = list(check_warmup(run, is_preview=False))
     if problems:
         raise UserError(
             f"--write {path}: the job would end before its warmup and decay are complete. "

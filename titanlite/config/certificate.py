@@ -120,13 +120,13 @@ class Certificate(FileModel):
 def hash_job(job: JobConfig) -> str:
     """Return a hash of everything that determines what a training step of a job computes.
 
-    A certificate is valid only for jobs with the same hash. The hash covers keys of the job,
-    library versions, and the source code of titanlite and of plugins. It does not cover other
-    modules that a plugin imports.
+    A certificate, the result of `titanlite prove`, is valid only for jobs with the same hash. The
+    hash covers keys of the job, library versions, and the source code of titanlite and of plugins.
+    It does not cover other modules that a plugin imports.
     """
-    hashed = job.model_dump(mode="json", include=HASHED_SECTIONS, exclude=KEYS_LEFT_OUT)
-    # Other sections have only a few keys that change what a step computes.
-    hashed |= {
+    hashed = {
+        **job.model_dump(mode="json", include=HASHED_SECTIONS, exclude=KEYS_LEFT_OUT),
+        # Other sections have only a few keys that change what a step computes.
         "hooks": job.job.hooks,
         "dataset": [job.dataset.document_mask, job.dataset.packing],
         "plugin_sections": job.model_dump(mode="json", exclude=set(JobConfig.model_fields)),

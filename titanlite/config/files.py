@@ -20,7 +20,7 @@ from pydantic import BaseModel, RootModel, ValidationError
 from titanlite.config.errors import UserError
 from titanlite.config.mistakes import explain_error, shorten
 
-STEP_FOLDER = re.compile(r"step-(\d{8,})")
+STEP_FOLDER = re.compile(r"step-(?P<step>\d{8,})")
 """Pattern for the name of a checkpoint folder, such as "step-00000100"."""
 MANIFEST = "manifest.json"
 """Name of the file that makes a step folder a checkpoint. It is written last."""
@@ -190,7 +190,8 @@ def read_json_object(path: Path, limit: int) -> dict[str, Any]:
 def find_file_inside(folder: Path, name: str) -> Path:
     """Return the path of the file called `name` in `folder`, and reject files outside of it.
 
-    Use this if the name comes from an untrusted file.
+    Use this if the name comes from an untrusted file. A file in a Hugging Face cache may be a link
+    to the shared folder "blobs" of the cache.
 
     Raises:
         UserError: If `name` is not a plain file name, if it is a link that leads out of the folder,
@@ -203,18 +204,18 @@ def find_file_inside(folder: Path, name: str) -> Path:
 
     path = folder / name
     target = Path(os.path.realpath(path))
-    if not _may_link_to(folder.resolve(), target):
+    if not _is_allowed_target(target, folder.resolve()):
         remedy = "Use the folder that contains the files, or copy them."
         raise UserError(f"{path} is a link to {target}, outside of its folder. {remedy}")
     check_regular(path)
     return path
 
 
-def _may_link_to(folder: Path, target: Path) -> bool:
-    """Return whether a file in `folder` may be a link to `target`.
+def _is_allowed_target(target: Path, folder: Path) -> bool:
+    """Return whether a file in `folder` may be a link to `target`, because `target` is inside it.
 
-    The target must be inside of the folder, with one exception: in a Hugging Face cache, the files
-    in snapshots/REVISION are links to files in the folder "blobs".
+    There is one exception: in a Hugging Face cache, the files in snapshots/REVISION may be links to
+    files in the folder "blobs".
     """
     if target.is_relative_to(folder):
         return True

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import math
 import re
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 SWITCHES = (
@@ -108,11 +109,9 @@ class Architecture:
     def mup_factors(self, name: str, ndim: int) -> tuple[float, float]:
         """Return the factors by which muP scales a parameter's initial values and learning rate.
 
-        The model is m = dim / mup_base_dim times as wide as the base model, and its heads are
-        k = head_dim / mup_base_head_dim times as wide. Without muP, m and k are 1. The factor q is
-        1 / sqrt(k) for the query norm or, without one, for the query projection, and 1 for all
-        other parameters. With tied embeddings, the factors of the output matrix apply to the final
-        norm instead. docs/guides/mup.md explains the factors.
+        With these factors, a learning rate that suits a narrow base model also suits wider models.
+        This model is m = dim / mup_base_dim times as wide as the base model. Without muP, m is 1.
+        `_get_query_factor` explains q, and docs/guides/mup.md the table.
 
             Parameter                Initial values    Learning rate
             Matrices of blocks       q / sqrt(m)       q / m
@@ -127,22 +126,30 @@ class Architecture:
             The factor for the initial values, and the factor for the learning rate.
         """
         inverse_m = (self.mup_base_dim or self.dim) / self.dim
-        inverse_k = (self.mup_base_head_dim or self.head_dim) / self.head_dim
-
-        # A query norm undoes any scale of the query projection, so scale this norm instead.
-        query_name = "attention.wq." if self.qk_norm == "none" else "attention.q_norm."
-        query_factor = math.sqrt(inverse_k) if query_name in name else 1.0
+        q = self._get_query_factor(name)
 
         is_block_matrix = name.startswith("layers.") and ndim >= 2
         if is_block_matrix:
-            lr_factor = query_factor * inverse_m
+            lr_factor = q * inverse_m
             return lr_factor / math.sqrt(inverse_m), lr_factor
 
         # A tied output matrix is also the embedding, so scale the norm in front of it instead.
         output_name = "norm.weight" if self.tied_embeddings else "output.weight"
         if name == output_name:
             return inverse_m, inverse_m
-        return query_factor, query_factor
+        return q, q
+
+    def _get_query_factor(self, name: str) -> float:
+        """Return the factor by which muP scales a parameter to keep attention scores small.
+
+        If heads are k times as wide as in the base model, the factor is 1 / sqrt(k) for the
+        parameter that determines the scale of the queries, and 1 for all other parameters.
+        """
+        # A query norm undoes any scale of the query projection, so scale this norm instead.
+        query_name = "attention.wq." if self.qk_norm == "none" else "attention.q_norm."
+        if query_name not in name:
+            return 1.0
+        return math.sqrt((self.mup_base_head_dim or self.head_dim) / self.head_dim)
 
     def is_full_attention(self, layer: int) -> bool:
         """Return whether block number `layer`, counted from 0, ignores the sliding window.
@@ -166,9 +173,9 @@ class Architecture:
             window = seq_len
             if self.sliding_window and not self.is_full_attention(layer):
                 window = min(seq_len, self.sliding_window)
-            # With a causal mask, each of the first `window` tokens lacks half a window on average.
-            missing = window * window / (2 * seq_len) if is_causal else 0
-            total += window - missing
+            # A causal mask hides window / 2 positions, on average, from the first `window` tokens.
+            num_hidden = window * (window / 2) if is_causal else 0  # summed over the sequence
+            total += window - num_hidden / seq_len
         return total / self.n_layers
 
     @property
@@ -185,22 +192,25 @@ class Architecture:
         return 2 * self.dim + biases + qk_norms[self.qk_norm]
 
 
-_QWEN: dict[str, Any] = {"norm_eps": 1e-6, "rope_theta": 1e6}
-_QWEN3 = _QWEN | {"vocab_size": 151936, "max_seq_len": 40960, "head_dim": 128, "qk_norm": "head"}
-_SMOLLM3: dict[str, Any] = {
-    "norm_eps": 1e-6,
-    "rope_theta": 5e6,
-    "tied_embeddings": True,
-    "no_rope_interval": 4,
-}
-_OLMO2: dict[str, Any] = {"vocab_size": 100352, "max_seq_len": 4096, "norm_eps": 1e-6}
-_OLMO2 |= {"qk_norm": "projection", "norm_placement": "after"}
-_OLMO3: dict[str, Any] = _OLMO2 | {
-    "vocab_size": 100278,
-    "max_seq_len": 65536,
-    "sliding_window": 4096,
-}
-_OLMO3 |= {"full_attention_interval": 4, "rope_scaling": "yarn", "rope_scaling_factor": 8.0}
+_qwen = partial(Architecture, norm_eps=1e-6, rope_theta=1e6)
+_qwen3 = partial(_qwen, vocab_size=151936, max_seq_len=40960, head_dim=128, qk_norm="head")
+_olmo2 = partial(
+    Architecture,
+    vocab_size=100352,
+    max_seq_len=4096,
+    norm_eps=1e-6,
+    qk_norm="projection",
+    norm_placement="after",
+)
+_olmo3 = partial(
+    _olmo2,
+    vocab_size=100278,
+    max_seq_len=65536,
+    sliding_window=4096,
+    full_attention_interval=4,
+    rope_scaling="yarn",
+    rope_scaling_factor=8.0,
+)
 FLAVORS = {
     # 6 million parameters. Heads have a width of 64, because CPU attention kernels are four times
     # faster than with 16.
@@ -226,22 +236,29 @@ FLAVORS = {
     "smollm2-1.7b": Architecture(
         2048, 24, 32, 32, 8192, 49152, 8192, rope_theta=1.3e5, tied_embeddings=True
     ),
-    "qwen2.5-0.5b": Architecture(
-        896, 24, 14, 2, 4864, 151936, 32768, **_QWEN, tied_embeddings=True, qkv_bias=True
+    "qwen2.5-0.5b": _qwen(896, 24, 14, 2, 4864, 151936, 32768, tied_embeddings=True, qkv_bias=True),
+    "qwen2.5-1.5b": _qwen(1536, 28, 12, 2, 8960, 151936, tied_embeddings=True, qkv_bias=True),
+    "qwen2.5-7b": _qwen(3584, 28, 28, 4, 18944, 152064, qkv_bias=True),
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 8, 3072, tied_embeddings=True),
+    "qwen3-1.7b": _qwen3(2048, 28, 16, 8, 6144, tied_embeddings=True),
+    "qwen3-4b": _qwen3(2560, 36, 32, 8, 9728, tied_embeddings=True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 8, 12288),
+    "smollm3-3b": Architecture(
+        2048,
+        36,
+        16,
+        4,
+        11008,
+        max_seq_len=65536,
+        norm_eps=1e-6,
+        rope_theta=5e6,
+        tied_embeddings=True,
+        no_rope_interval=4,
     ),
-    "qwen2.5-1.5b": Architecture(
-        1536, 28, 12, 2, 8960, 151936, **_QWEN, tied_embeddings=True, qkv_bias=True
-    ),
-    "qwen2.5-7b": Architecture(3584, 28, 28, 4, 18944, 152064, **_QWEN, qkv_bias=True),
-    "qwen3-0.6b": Architecture(1024, 28, 16, 8, 3072, **_QWEN3, tied_embeddings=True),
-    "qwen3-1.7b": Architecture(2048, 28, 16, 8, 6144, **_QWEN3, tied_embeddings=True),
-    "qwen3-4b": Architecture(2560, 36, 32, 8, 9728, **_QWEN3, tied_embeddings=True),
-    "qwen3-8b": Architecture(4096, 36, 32, 8, 12288, **_QWEN3),
-    "smollm3-3b": Architecture(2048, 36, 16, 4, 11008, max_seq_len=65536, **_SMOLLM3),
-    "olmo2-1b": Architecture(2048, 16, 16, 16, 8192, **_OLMO2),
-    "olmo2-7b": Architecture(4096, 32, 32, 32, 11008, **_OLMO2),
-    "olmo3-7b": Architecture(4096, 32, 32, 32, 11008, **_OLMO3),
-    "olmo3-32b": Architecture(5120, 64, 40, 8, 27648, **_OLMO3),
+    "olmo2-1b": _olmo2(2048, 16, 16, 16, 8192),
+    "olmo2-7b": _olmo2(4096, 32, 32, 32, 11008),
+    "olmo3-7b": _olmo3(4096, 32, 32, 32, 11008),
+    "olmo3-32b": _olmo3(5120, 64, 40, 8, 27648),
 }
 
 HUB_NAMES = {

@@ -89,18 +89,30 @@ def _print_section(job: JobConfig, section: str, topics: set[str]) -> None:
         topics: Sections and keys, such as "training", "training.steps", "steps" or "all".
     """
     model = SECTIONS[section]
-    is_topic = "all" in topics or section in topics
-    if is_topic:
-        print(wrap_text(f"[{section}] {model.__doc__}"), end="\n\n")
+    common_keys = _list_common_keys(model)
+    if "all" not in topics and section not in topics:
+        keys = [
+            key
+            for key in [*common_keys, *model.advanced]
+            if key in topics or f"{section}.{key}" in topics
+        ]
+        _print_keys(job, section, keys)
+        return
 
+    print(wrap_text(f"[{section}] {model.__doc__}"), end="\n\n")
+    _print_keys(job, section, common_keys)
+    if model.advanced:
+        print(f"Advanced keys of [{section}]:\n")
+        _print_keys(job, section, model.advanced)
+
+
+def _print_keys(job: JobConfig, section: str, keys: Sequence[str]) -> None:
+    """Print the help on some keys of a section, with the values of `job` as the defaults."""
+    # Do not use getattr: the job may have a method of this name, such as `copy`.
     values = dict(job)[section]
-    first_advanced_key = next(iter(model.advanced), None)
-    for key in [*_list_common_keys(model), *model.advanced]:
-        if is_topic and key == first_advanced_key:
-            print(f"Advanced keys of [{section}]:\n")
-        name = f"{section}.{key}"
-        if is_topic or key in topics or name in topics:
-            _print_key(name, model.model_fields[key], getattr(values, key), is_option=True)
+    for key in keys:
+        field = SECTIONS[section].model_fields[key]
+        _print_key(f"{section}.{key}", field, getattr(values, key), is_option=True)
 
 
 def _list_common_keys(model: type[Section]) -> list[str]:
@@ -167,19 +179,24 @@ def _list_types(annotations: Sequence[Any]) -> list[str]:
     """Return the names of the types in some annotations for the help text.
 
     For example, `int | None` gives ["<integer>"], and `Literal["a", "b"]` gives ["a|b"]. A registry
-    replaces all other annotations: `str` and a registry of "a" and "b" also give ["a|b"].
+    restricts a string to its names: `str` and a registry of "a" and "b" also give ["a|b"].
+
+    Args:
+        annotations: Type and metadata of a pydantic field, or arguments of a type such as a union.
     """
+    names: list[str] = []
     for annotation in annotations:
         if isinstance(annotation, Registry):
             return ["|".join(annotation) or "<string>"]
-
-    names: list[str] = []
-    for annotation in annotations:
-        arguments = typing.get_args(annotation)
-        if typing.get_origin(annotation) is typing.Literal:
-            names.append("|".join(map(str, arguments)))
-        elif isinstance(annotation, type) and annotation in _TYPE_NAMES:
-            names.append(_TYPE_NAMES[annotation])
-        else:
-            names += _list_types(arguments)
+        names += _list_types_in(annotation)
     return names
+
+
+def _list_types_in(annotation: Any) -> list[str]:
+    """Return the names of the types in an annotation, and [] for metadata such as `Ge(0)`."""
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) is typing.Literal:
+        return ["|".join(map(str, arguments))]
+    if isinstance(annotation, type) and annotation in _TYPE_NAMES:
+        return [_TYPE_NAMES[annotation]]
+    return _list_types(arguments)  # for example of a union or a tuple

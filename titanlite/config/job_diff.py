@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from titanlite.config.errors import UserError
 from titanlite.config.mistakes import shorten
@@ -28,8 +28,18 @@ _EFFECTS_IN_OLD_PLUGINS: dict[str, Effect] = {
 }
 """Current value for each value of `on_resume` in plugins written for titanlite 0.2."""
 
-Change = tuple[Effect, str]
-"""Effect and description of a difference between two jobs."""
+
+class Change(NamedTuple):
+    """A difference between two jobs.
+
+    Attributes:
+        effect: Effect of the difference on a run that resumes.
+        description: One line, such as "training.seed: 1 -> 2".
+    """
+
+    effect: Effect
+    description: str
+
 
 DataChanges = tuple[list[str], list[str]]
 """Result of `Loader.compare`, two lists of descriptions:
@@ -131,18 +141,14 @@ def compare_jobs(
         new_value = new_values[name]
         if old_value == new_value or _is_ignored(name, new_values):
             continue
-
-        description = f"{name}: {shorten(str(old_value))} -> {shorten(str(new_value))}"
-        if data is None or not _determines_data(name, new_values):
-            effect = _classify(name, old_values, new_values, resumes_data=data is not None)
-            changes.append((effect, description))
-        elif data == SAME_DATA:  # for example in a renamed folder
-            changes.append((COMPATIBLE, description))
-        # Otherwise, `data` describes the difference, so the key is left out.
+        effect = _classify(name, old_values, new_values, data)
+        if effect is not None:
+            description = f"{name}: {shorten(str(old_value))} -> {shorten(str(new_value))}"
+            changes.append(Change(effect, description))
 
     if data is not None:
         changes += _classify_data_changes(data, new_values)
-    return sorted(changes, key=lambda change: (_ORDER.index(change[0]), change[1]))
+    return sorted(changes, key=lambda change: (_ORDER.index(change.effect), change.description))
 
 
 def _classify_data_changes(data: DataChanges, new_values: dict[str, Any]) -> list[Change]:
@@ -154,8 +160,8 @@ def _classify_data_changes(data: DataChanges, new_values: dict[str, Any]) -> lis
     """
     position_changes, content_changes = data
     content_effect = _get_content_effect(new_values)
-    changes: list[Change] = [(INCOMPATIBLE, description) for description in position_changes]
-    changes.extend((content_effect, description) for description in content_changes)
+    changes = [Change(INCOMPATIBLE, description) for description in position_changes]
+    changes += [Change(content_effect, description) for description in content_changes]
     return changes
 
 
@@ -196,8 +202,8 @@ def check_changes(path: PurePath, changes: Sequence[Change]) -> None:
 def flatten(table: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Convert nested dictionaries to a flat dictionary, with keys such as "training.steps".
 
-    Dictionaries in a list are numbered. For example, {"sources": [{"path": "a"}]} becomes
-    {"sources": "1 tables", "sources.0.path": "a"}.
+    Dictionaries in a list are numbered, and the list itself is replaced by its length. For example,
+    {"sources": [{"path": "a"}]} becomes {"sources": "1 tables", "sources.0.path": "a"}.
 
     Args:
         table: The nested dictionaries.
@@ -251,26 +257,42 @@ def _determines_data(name: str, new_values: dict[str, Any]) -> bool:
 
 
 def _classify(
-    name: str, old_values: dict[str, Any], new_values: dict[str, Any], *, resumes_data: bool
-) -> Effect:
+    name: str, old_values: dict[str, Any], new_values: dict[str, Any], data: DataChanges | None
+) -> Effect | None:
     """Return the effect of a changed key on a resumed run.
+
+    Return None for a key that determines the data, if `data` describes the effect of the change.
 
     Args:
         name: Full name of the key, such as "training.seed" or "dataset.sources.0.path".
         old_values: Values of the job in the checkpoint, by full name.
         new_values: Values of the job that resumes, by full name.
-        resumes_data: Whether the run resumes from the data position in the checkpoint.
+        data: Differences of the data, or None if the run does not resume from the data position in
+            the checkpoint.
     """
-    section, *_, key = name.split(".")
-    is_mixture_key = name.startswith("dataset.sources.") and key in ("weight", "max_epochs")
-    if is_mixture_key and resumes_data:
+    resumes_data = data is not None
+    if resumes_data and _determines_data(name, new_values):
+        if data == SAME_DATA:  # for example in a renamed folder
+            return COMPATIBLE
+        return None  # `data` describes the change
+    if resumes_data and _is_mixture_key(name):
         return _get_content_effect(new_values)
     if name == "training.local_batch_size":
         return _get_local_batch_effect(old_values)
-    if name == "optimizer.name":  # another optimizer cannot load the state in the checkpoint
-        loads_state = "optimizer" not in new_values["checkpoint.exclude_from_loading"]
-        return INCOMPATIBLE if loads_state else AFFECTS_TRAINING
-    return _get_fixed_effect(section, key)
+    if name == "optimizer.name":
+        return _get_optimizer_effect(new_values)
+    return _get_fixed_effect(name)
+
+
+def _is_mixture_key(name: str) -> bool:
+    """Return whether a key sets how often a data source is used, as dataset.sources.0.weight."""
+    return name.startswith("dataset.sources.") and name.endswith((".weight", ".max_epochs"))
+
+
+def _get_optimizer_effect(new_values: dict[str, Any]) -> Effect:
+    """Return the effect of another optimizer, which cannot load the state in the checkpoint."""
+    loads_state = "optimizer" not in new_values["checkpoint.exclude_from_loading"]
+    return INCOMPATIBLE if loads_state else AFFECTS_TRAINING
 
 
 def _get_local_batch_effect(old_values: dict[str, Any]) -> Effect:
@@ -290,23 +312,20 @@ def _get_content_effect(new_values: dict[str, Any]) -> Effect:
     return INCOMPATIBLE if is_forbidden else AFFECTS_TRAINING
 
 
-def _get_fixed_effect(section: str, key: str) -> Effect:
+def _get_fixed_effect(name: str) -> Effect:
     """Return how a changed key affects a resumed run, if no other key matters.
 
     Keys of a list of tables have the effect of the same key in the section. For example,
     "dataset.sources.0.path" has the effect of "dataset.path".
-
-    Args:
-        section: Name of the section, such as "dataset".
-        key: Name of the key without its tables, such as "path".
     """
+    section, *_, key = name.split(".")
     if section == "model" and key in _SHAPE_KEYS:
         return INCOMPATIBLE
 
-    name = f"{section}.{key}"
-    if name in _AFFECTING_KEYS:
+    name_without_tables = f"{section}.{key}"
+    if name_without_tables in _AFFECTING_KEYS:
         return AFFECTS_TRAINING
-    if section in _COMPATIBLE_SECTIONS or name in _COMPATIBLE_KEYS:
+    if section in _COMPATIBLE_SECTIONS or name_without_tables in _COMPATIBLE_KEYS:
         return COMPATIBLE
 
     # A plugin declares the effect of its section. The default of `Section` is AFFECTS_TRAINING.

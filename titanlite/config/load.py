@@ -314,7 +314,8 @@ def find_key_lines(text: str) -> dict[str, int]:
     """Return the line number of each key and table in a TOML text, for error messages.
 
     Tables in a list are numbered. For example, "[[dataset.sources]]" in line 7 and "path = 1" in
-    line 8 give {"dataset.sources": 7, "dataset.sources.0": 7, "dataset.sources.0.path": 8}.
+    line 8 give {"dataset.sources": 7, "dataset.sources.0": 7, "dataset.sources.0.path": 8}. Lines
+    of a multi-line string that look like a key or a table are also included.
     """
     lines: dict[str, int] = {}
     list_lengths: Counter[str] = Counter()  # number of [[table]] headers so far, by name
@@ -356,11 +357,12 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
             help_topics = words
             continue
 
+        # For example, --no-compile.enable has the name no_compile.enable, and negates the key
+        # compile.enable.
         name = flag.removeprefix("--").replace("-", "_")
-        if name in RENAMED_KEYS:
-            renamed.append(name)
-
         key, is_negated = _find_key(name, keys)
+        if name in RENAMED_KEYS:  # former names of keys are still accepted
+            renamed.append(name)
         try:
             annotation = _get_annotation(key, flag, keys)
             values[key] = _parse_option(key, is_negated, words, annotation)
@@ -420,27 +422,28 @@ def _get_annotation(key: str, flag: str, keys: Mapping[str, FieldInfo]) -> Any:
         keys: Pydantic field of each key of a job, by its full name.
 
     Raises:
-        ValueError: If there is no such key.
+        ValueError: If there is no such key. The message is the rest of a sentence that starts with
+            the flag.
     """
     if key in keys:
         return keys[key].annotation
-    if key == "config":  # suggest --job.config_file, and not --dataset.config
-        raise _build_unknown_error("config_file")
+    if key == "config":  # `--config FILE` of other trainers
+        raise ValueError(f"is unknown. Did you mean {CONFIG_FILE}?")
     if key in SECTIONS:
         options = ", ".join(f"{flag}.{name}" for name in SECTIONS[key].model_fields)
         raise ValueError(f"is a section. Its keys are {options}.")
-    raise _build_unknown_error(key)
+    raise ValueError(_describe_unknown_key(key))
 
 
-def _build_unknown_error(name: str) -> ValueError:
-    """Create an error about the unknown key `name`. Its message suggests a similar key."""
-    return ValueError(describe_unknown_name(JobConfig, name).problem)
+def _describe_unknown_key(name: str) -> str:
+    """Return an error message for an unknown key, which suggests keys with similar names."""
+    return describe_unknown_name(JobConfig, name).problem
 
 
 def _parse_option(key: str, is_negated: bool, words: list[str], annotation: Any) -> Any:
     """Return the value that an option gives to its key.
 
-    For example, `--training.steps 5` gives 5, and `--no-compile.enable` gives False.
+    For example, `--training.steps 5` gives 5, and `--compile.no-enable` gives False.
 
     Args:
         key: Key that the option sets, such as "training.steps".
@@ -450,7 +453,7 @@ def _parse_option(key: str, is_negated: bool, words: list[str], annotation: Any)
 
     Raises:
         ValueError: If the option does not suit the type of the key, or has the wrong number of
-            values.
+            values. The message is the rest of a sentence that starts with the option.
     """
     section, name = key.split(".")
     if bool in find_types(annotation):
@@ -459,7 +462,7 @@ def _parse_option(key: str, is_negated: bool, words: list[str], annotation: Any)
         return not is_negated
 
     if is_negated:  # only a boolean key can be negated, so there is no such option
-        raise _build_unknown_error(f"{section}.no_{name}")
+        raise ValueError(_describe_unknown_key(f"{section}.no_{name}"))
     if find_table_model(annotation):
         raise ValueError(f"is a list of tables. Write [[{key}]] in a job file.")
     return _parse_words(words, annotation)

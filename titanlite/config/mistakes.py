@@ -46,6 +46,9 @@ _PHRASES = {
     "less than or equal to": "at most",
 }
 
+_Tables = dict[str, type[BaseModel]]
+"""Model of each table in a job or file, by name, such as "dataset.sources". "" is the whole job."""
+
 
 class Mistake(NamedTuple):
     """One invalid value in a job, in the options of a command, or in a file.
@@ -150,7 +153,7 @@ def build_mistake(root: type[BaseModel], error: ErrorDetails) -> Mistake:
     value = error["input"]
     is_missing = error["type"] == "missing"
     requirement = _rephrase(error["msg"])  # such as "must be an integer"
-    suggestion = _suggest_value(requirement, value, location)
+    suggestion = _suggest_value(error["type"], value, location)
     return Mistake(
         key=_get_key(location),
         name=_get_displayed_name(root, location),
@@ -160,15 +163,15 @@ def build_mistake(root: type[BaseModel], error: ErrorDetails) -> Mistake:
     )
 
 
-def _suggest_value(requirement: str, value: object, location: list[str]) -> str:
+def _suggest_value(error_type: str, value: object, location: list[str]) -> str:
     """Return a sentence on how to write a value, such as " Write 10.", or an empty string.
 
     Args:
-        requirement: Error message, such as "must be an integer".
+        error_type: Type of the pydantic error, such as "int_type".
         value: Invalid value.
         location: Names that lead to the value, such as ["profiling", "profiler_ranks", "0"].
     """
-    if isinstance(value, float) and "integer" in requirement and value.is_integer():
+    if error_type == "int_type" and isinstance(value, float) and value.is_integer():
         return f" Write {value:.0f}."  # 10 instead of 10.0
 
     is_list_item = bool(location) and location[-1].isdecimal()
@@ -221,7 +224,7 @@ def _list_annotations(table: type[BaseModel]) -> dict[str, Any]:
 
 def _list_tables(
     model: type[BaseModel], name: str = "", parents: tuple[type[BaseModel], ...] = ()
-) -> dict[str, type[BaseModel]]:
+) -> _Tables:
     """Return the models of a table and of all tables in it, by name, such as "dataset.sources".
 
     Args:
@@ -250,23 +253,31 @@ def _describe_unknown(root: type[BaseModel], location: list[str], value: object)
     """
     key = _get_key(location)
     name = ".".join(location)
-    *parents, last_name = location
     tables = _list_tables(root)
-    table = tables.get(".".join(parent for parent in parents if not parent.isdecimal()))
+    table = _find_table(location, tables)
 
-    # Removed name -> (default, message). Only subclasses of `Section` declare removed names.
-    removed_names = getattr(table, "dropped", {})
-    if last_name in removed_names:
-        _, message = removed_names[last_name]
-        return Mistake(key, name, format_value(value), problem=message, kind=REMOVED_NAME)
+    # Subclasses of `Section` declare the names that earlier versions had.
+    removed_name = getattr(table, "dropped", {}).get(location[-1])
+    if removed_name is not None:
+        _, message = removed_name
+        return Mistake(key, name, format_value(value), message, kind=REMOVED_NAME)
 
     displayed_name = f"[{key}]" if isinstance(value, dict) else name
     problem = _explain_unknown_name(location, table, tables)
     return Mistake(key, displayed_name, value="", problem=problem, kind=UNKNOWN_NAME)
 
 
+def _find_table(location: list[str], tables: _Tables) -> type[BaseModel] | None:
+    """Return the model of the table that contains a name, or None if there is no such table.
+
+    For example, ["dataset", "sources", "0", "path"] is in the table "dataset.sources".
+    """
+    table_names = [name for name in location[:-1] if not name.isdecimal()]
+    return tables.get(".".join(table_names))
+
+
 def _explain_unknown_name(
-    location: list[str], table: type[BaseModel] | None, tables: dict[str, type[BaseModel]]
+    location: list[str], table: type[BaseModel] | None, tables: _Tables
 ) -> str:
     """Return an error message for an unknown name, with known names that the user may have meant.
 
@@ -277,20 +288,30 @@ def _explain_unknown_name(
         table: Model of the table that contains the unknown name, or None if there is no such table.
         tables: Models of all tables, by name.
     """
-    known_names = _list_annotations(table or tables[""])  # "" is the whole job or file
-    has_section_index = len(location) > 1 and location[1].isdecimal()  # as in "training.0.steps"
-    if table is not None and not has_section_index and location[-1] in known_names:
+    if table is not None and _is_in_table_list(location, table):
         return f"belongs to a list of tables. Write [[{_get_key(location)}]] in a job file."
 
     suggestions = _suggest_names(location, table, tables)
     if suggestions:
         return f"is unknown. Did you mean {' or '.join(suggestions[:3])}?"
-    kind = "names" if table is not None else "tables"
-    return f"is unknown. Known {kind} are {', '.join(known_names)}."
+    if table is not None:
+        return f"is unknown. Known names are {', '.join(_list_annotations(table))}."
+    # The table "" is the whole job or file.
+    return f"is unknown. Known tables are {', '.join(_list_annotations(tables['']))}."
+
+
+def _is_in_table_list(location: list[str], table: type[BaseModel]) -> bool:
+    """Return whether a name is unknown only because it belongs to a list of tables.
+
+    For example, `--dataset.sources.path` is unknown as an option, but "path" is a known name in the
+    tables of the list [[dataset.sources]].
+    """
+    is_section_indexed = len(location) > 1 and location[1].isdecimal()  # as in "training.0.steps"
+    return location[-1] in _list_annotations(table) and not is_section_indexed
 
 
 def _suggest_names(
-    location: list[str], table: type[BaseModel] | None, tables: dict[str, type[BaseModel]]
+    location: list[str], table: type[BaseModel] | None, tables: _Tables
 ) -> list[str]:
     """Return known names that the user may have meant instead of an unknown name, best first.
 
@@ -299,25 +320,34 @@ def _suggest_names(
         table: Model of the table that contains the unknown name, or None if there is no such table.
         tables: Models of all tables, by name.
     """
-    *parents, last_name = location
-    synonyms = _find_synonyms(last_name, tables)
+    *parents, name = location
+    synonyms = _find_synonyms(name, tables)
     if synonyms:
         return synonyms
 
     known_names = _list_annotations(table) if table is not None else ()
-    similar_names = difflib.get_close_matches(last_name, known_names, n=1)
+    similar_names = difflib.get_close_matches(name, known_names, n=1)
     if similar_names:
         return [".".join([*parents, similar_names[0]])]
+    return _find_in_other_tables(location, tables)
 
-    names_in_other_tables = [
-        f"{other_name}.{last_name}".removeprefix(".")
-        for other_name, other_table in tables.items()
-        if last_name in other_table.model_fields
+
+def _find_in_other_tables(location: list[str], tables: _Tables) -> list[str]:
+    """Return the full names of keys that have the same name as an unknown key.
+
+    For example, ["model", "seq_len"] gives ["training.seq_len"]. At most three names are returned
+    for a key in a table, sorted by similarity, because its table may be misspelled.
+    """
+    *parents, name = location
+    matches = [
+        f"{table_name}.{name}".removeprefix(".")  # the table "" is the whole job or file
+        for table_name, table in tables.items()
+        if name in table.model_fields
     ]
-    if parents:  # start with the table whose name is most similar, as it may be misspelled
-        name = ".".join(location)
-        return difflib.get_close_matches(name, names_in_other_tables, n=3, cutoff=0.0)
-    return names_in_other_tables
+    if not parents:
+        return matches
+    # A cutoff of 0 sorts the names without removing dissimilar ones.
+    return difflib.get_close_matches(".".join(location), matches, n=3, cutoff=0.0)
 
 
 def _rephrase(message: str) -> str:

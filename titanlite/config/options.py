@@ -171,7 +171,7 @@ def parse_options_and_job(
 
 
 def _extract_message(box: str) -> str:
-    """Return the error message in a box that tyro has drawn, as one line without its final period.
+    """Return the error message in a box that tyro has drawn, in one line without a final period.
 
     Omit the title of the box, the help texts of missing options, and the reference to the help. For
     example, this box becomes "Missing from titanlite export: --out PATH":
@@ -185,18 +185,24 @@ def _extract_message(box: str) -> str:
         │     titanlite export --help         │
         ╰─────────────────────────────────────╯
 
-    If standard output does not use UTF-8, the box has no sides, and rules consist of hyphens.
+    If standard output does not use UTF-8, the box has no sides, rules consist of hyphens, and there
+    is a rule below the title.
     """
     parts: list[str] = []
     for line in box.splitlines()[1:]:  # the first line is the title
         text = line.strip("│")
-        is_rule = text.strip(" ─-") == ""
-        if is_rule and parts:  # the rest refers to the help
-            break
-        is_help_text = text.startswith(HELP_TEXT_INDENT)
-        if not is_rule and not is_help_text:
+        if _is_rule(text):
+            if parts:  # the reference to the help follows
+                break
+            continue  # a rule below the title
+        if not text.startswith(HELP_TEXT_INDENT):
             parts.append(text.strip())
     return " ".join(parts).rstrip(".!")
+
+
+def _is_rule(line: str) -> bool:
+    """Return whether a line of a box is a horizontal rule or blank."""
+    return line.strip(" ─-") == ""
 
 
 def _name_number_type(options: type[Options], message: str) -> str:

@@ -263,23 +263,42 @@ def _locate_import_error(error: BaseException, module: str) -> str:
         error: Exception that the import raised.
         module: Name of the plugin module.
     """
-    package, _, _ = module.partition(".")
-    lines: list[str] = []
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        frame_package, _, _ = frame.f_globals.get("__name__", "").partition(".")
-        # Skip this file, which a plugin inside the package titanlite would match as well.
-        if frame_package == package and frame.f_code.co_filename != __file__:
-            lines.append(f"{frame.f_code.co_filename}:{line}")
-    if not lines and isinstance(error, SyntaxError):
-        lines.append(f"{error.filename}:{error.lineno}")
-    if lines:
-        return f"The import failed at {lines[-1]}."
+    failing_line = _find_failing_line(error, module)
+    if failing_line:
+        return f"The import failed at {failing_line}."
 
     entry_point_names = sorted(_list_plugin_modules())
     return (
         "It must be a module on PYTHONPATH or in an installed package, or one of the names that "
         f"installed packages offer: {', '.join(entry_point_names) or 'none'}."
     )
+
+
+def _find_failing_line(error: BaseException, module: str) -> str | None:
+    """Return the line of a plugin at which its import failed, such as "/home/me/my_plugin.py:14".
+
+    Return None if the plugin was not found, so that none of its lines ran.
+
+    Args:
+        error: Exception that the import raised.
+        module: Name of the plugin module.
+    """
+    package = _get_package(module)
+    failing_line = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        is_in_plugin = _get_package(frame.f_globals.get("__name__", "")) == package
+        # Skip this file, which a plugin inside the package titanlite would match as well.
+        if is_in_plugin and file != __file__:
+            failing_line = f"{file}:{line}"
+    if failing_line is None and isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    return failing_line
+
+
+def _get_package(module: str) -> str:
+    """Return the top-level package of a module, such as "titanlite" for "titanlite.cli"."""
+    return module.partition(".")[0]
 
 
 def find_plugin_module(name: str) -> str:

@@ -342,8 +342,9 @@ def sequence_divisor(degree: Degrees) -> int:
 def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
     """Estimate the bytes of the embedding, a block and the output in each pipeline stage.
 
-    All numbers are per rank. With 1F1B, blocks take more memory in early stages, because these keep
-    more activations.
+    All numbers are per rank. They include parameters, gradients, optimizer state, activations and
+    the logits of the loss. Early stages can keep the activations of more microbatches than late
+    stages.
 
     Args:
         run: The run.
@@ -353,25 +354,27 @@ def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
         Bytes of the three parts for each stage. `PieceCosts.add_up` adds up only the parts that a
         stage contains: only the first has the embedding, and only the last has the output.
     """
-    arch = run.arch
-    microbatch_tokens = run.local_microbatch_tokens
-    bytes_per_parameter = _bytes_per_parameter(run)  # after sharding and tensor parallelism
+    bytes_per_parameter = _bytes_per_parameter(run)
+    # The embedding and the output have one matrix each.
+    vocab_matrix_bytes = run.arch.vocab_size * run.arch.dim * bytes_per_parameter
+    output_bytes = vocab_matrix_bytes + _logit_bytes(run)
+    block_matrix_bytes = run.arch.block_matrices * bytes_per_parameter
+    # Activations of one microbatch in a block, in bf16.
+    activation_bytes = 2 * _kept_values_per_token(run) * run.local_microbatch_tokens
 
-    # The embedding and the output have one matrix each. The loss also stores the logits of a chunk
-    # of tokens. Tensor parallelism splits these along the vocabulary.
-    embedding_bytes = arch.vocab_size * arch.dim * bytes_per_parameter
-    chunk_tokens = min(microbatch_tokens, LOSS_TOKENS)
-    num_logits = chunk_tokens * arch.vocab_size / run.degrees.tensor
-    output_bytes = embedding_bytes + LOGIT_BYTES * num_logits
-
-    # Blocks also keep activations of several microbatches, with 2 bytes per value (bf16).
-    matrix_bytes = arch.block_matrices * bytes_per_parameter
-    activation_bytes = 2 * _kept_values_per_token(run) * microbatch_tokens  # of one microbatch
     stages = []
     for stage in range(num_stages):
-        block_bytes = matrix_bytes + _microbatches_in_flight(run, stage) * activation_bytes
-        stages.append(PieceCosts(embedding_bytes, block_bytes, output_bytes))
+        block_bytes = block_matrix_bytes + _microbatches_in_flight(run, stage) * activation_bytes
+        stages.append(PieceCosts(vocab_matrix_bytes, block_bytes, output_bytes))
     return stages
+
+
+def _logit_bytes(run: Run) -> float:
+    """Estimate the bytes of the logits that the loss stores at once, for a chunk of tokens."""
+    chunk_tokens = min(run.local_microbatch_tokens, LOSS_TOKENS)
+    # Tensor parallelism splits the logits along the vocabulary.
+    num_logits = chunk_tokens * run.arch.vocab_size / run.degrees.tensor
+    return LOGIT_BYTES * num_logits
 
 
 def _bytes_per_parameter(run: Run) -> float:

@@ -79,11 +79,14 @@ def check_path(path: str) -> str:
     path = os.path.expanduser(path)
     if "\0" in path or any(len(name.encode()) > 255 for name in path.split("/")):
         raise ValueError("is not a path: it has a NUL byte, or a name of more than 255 bytes")
-    if os.path.expandvars(path) != path or re.search(r"(^|/)\$\{?[A-Za-z_]", path):
+    has_set_variable = os.path.expandvars(path) != path
+    # The dollar sign of an unset variable can also be a usual character, as in "a$b".
+    starts_with_variable = re.search(r"(^|/)\$\{?[A-Za-z_]", path)
+    if has_set_variable or starts_with_variable:
         raise ValueError(
             "has an environment variable, and only a shell expands these. Write the path itself"
         )
-    if re.match("(file|local)://[^/]", path):
+    if re.match("(file|local)://[^/]", path):  # such as file://data
         raise ValueError(
             "is a URL with a relative path. Write an absolute path, as in file:///data"
         )
@@ -1118,8 +1121,10 @@ class JobConfig(RootConfig):
     def _validate_plugin_sections(cls, values: Any) -> tuple[Any, list[Any]]:
         """Validate the sections of plugins, and report sections that do not exist.
 
-        Missing sections of plugins get their defaults. Pydantic keeps the sections as additional
-        attributes, such as `job.my_section`.
+        Returns:
+            The sections for pydantic, which keeps sections of plugins as additional attributes,
+            such as `job.my_section`, and errors in the format of `ValidationError.errors`.
+            Missing sections of plugins get their defaults.
         """
         if not isinstance(values, dict | cls):
             return values, []  # pydantic reports the wrong type
@@ -1127,16 +1132,16 @@ class JobConfig(RootConfig):
         tables = cls.without_dropped_defaults(dict(values))
         rename_keys(tables)  # in place
         errors: list[Any] = []
-        for name, model in SECTIONS.items():
-            if name in cls.model_fields:  # a built-in section
-                continue
+        plugin_sections = [name for name in SECTIONS if name not in cls.model_fields]
+        for name in plugin_sections:
             table = tables.pop(name, {})
             try:
-                tables[name] = model.model_validate(table)
+                tables[name] = SECTIONS[name].model_validate(table)
             except ValidationError as failure:
                 for error in failure.errors(include_url=False):
-                    error["loc"] = (name, *error["loc"])  # ("lr",) -> ("my_section", "lr")
-                    errors.append(error)
+                    location = (name, *error["loc"])  # ("lr",) -> ("my_section", "lr")
+                    errors.append({**error, "loc": location})
+
         for name, table in tables.items():
             if isinstance(name, str) and name not in SECTIONS:  # pydantic reports other types
                 errors.append({"type": UNKNOWN_NAME, "loc": (name,), "input": table})

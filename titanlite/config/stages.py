@@ -92,11 +92,14 @@ def activation_values(arch: Architecture, tensor_degree: int) -> float:
 class _Split(NamedTuple):
     """The first blocks of a model, divided into pipeline stages.
 
+    Splits are compared by `cost`. Tuples are compared by their first item and, if it is equal, by
+    their second item.
+
     Attributes:
         cost: Time of the slowest stage, which determines the speed of the pipeline, and the sum of
             the squared times of all stages. Of two equally fast splits, the one with more even
             times has the smaller sum.
-        starts: First block of each stage.
+        starts: First block of each stage, starting with 0.
     """
 
     cost: tuple[float, float]
@@ -124,26 +127,24 @@ def balanced_cuts(
     assert num_stages <= num_layers
     memory_limit = _max_memory_of_even_split(memory, num_layers)
 
-    # Dynamic programming: after each stage, best_splits[n] is the best split of the first n blocks
-    # into the stages so far. At the start, there are no stages and no blocks.
+    # Dynamic programming: best_splits[n] is the best split of the first n blocks into the stages so
+    # far. With one more stage of k blocks, it becomes a split of the first n + k blocks. At the
+    # start, there are no stages and no blocks.
     best_splits = {0: _Split(cost=(0.0, 0.0), starts=[])}
-    for stage, stage_memory in enumerate(memory):
-        # Time of this stage for each number of blocks that fits into memory.
-        stage_times = {
-            num_blocks: times.add_up(stage, num_stages, num_blocks)
-            for num_blocks in range(1, num_layers + 1)
-            if stage_memory.add_up(stage, num_stages, num_blocks) <= memory_limit
-        }
+    for stage, piece_memory in enumerate(memory):
+        stage_times = {}  # time of this stage for each number of blocks that fits into memory
+        for num_blocks in range(1, num_layers + 1):
+            if piece_memory.add_up(stage, num_stages, num_blocks) <= memory_limit:
+                stage_times[num_blocks] = times.add_up(stage, num_stages, num_blocks)
         best_splits = _add_stage(best_splits, stage_times, num_layers)
 
-    best_split = best_splits[num_layers]
-    return tuple(best_split.starts[1:])
+    return tuple(best_splits[num_layers].starts[1:])  # stage 0 starts at block 0
 
 
 def _add_stage(
     best_splits: dict[int, _Split], stage_times: dict[int, float], num_layers: int
 ) -> dict[int, _Split]:
-    """Add a pipeline stage of any possible size to each split, and keep only the best new splits.
+    """Append a pipeline stage of each possible size to each split, and keep the best new splits.
 
     This is one step of the dynamic programming in `balanced_cuts`. For each n, only the best split
     of the first n blocks must be extended, because the time of the new stage does not depend on how
@@ -159,12 +160,12 @@ def _add_stage(
     """
     longer_splits: dict[int, _Split] = {}
     for start, split in best_splits.items():
-        slowest, squares = split.cost
+        slowest_time, sum_of_squares = split.cost
         for num_blocks, time in stage_times.items():
             end = start + num_blocks
             if end > num_layers:
-                break
-            cost = (max(slowest, time), squares + time * time)
+                break  # all further stages are larger
+            cost = (max(slowest_time, time), sum_of_squares + time * time)
             if end not in longer_splits or cost < longer_splits[end].cost:
                 longer_splits[end] = _Split(cost, [*split.starts, start])
     return longer_splits

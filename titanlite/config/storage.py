@@ -220,14 +220,11 @@ def find_checkpoints(files: Iterable[str], prefix: str = "", manifest: str = MAN
         prefix: Regular expression for the part of the path in front of the step folder.
         manifest: Name of the manifest.
     """
-    pattern = re.compile(f"({prefix}{STEP_FOLDER.pattern})/{re.escape(manifest)}")
-    folders = []
-    for file in files:
-        match = pattern.fullmatch(file)
-        if match:
-            folder, step = match.groups()
-            folders.append((int(step), folder))
-    return [folder for _, folder in sorted(folders)]
+    folder_pattern = f"(?P<folder>{prefix}{STEP_FOLDER.pattern})"  # has a group "step"
+    pattern = re.compile(f"{folder_pattern}/{re.escape(manifest)}")
+    matches = [match for match in map(pattern.fullmatch, files) if match]
+    checkpoints = sorted((int(match["step"]), match["folder"]) for match in matches)
+    return [folder for _, folder in checkpoints]
 
 
 def download_files(storage: Any, root: str, sizes: Mapping[str, int], to: Path) -> None:
