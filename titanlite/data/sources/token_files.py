@@ -29,6 +29,7 @@ from typing import BinaryIO
 
 import numpy as np
 import xxhash
+from numpy.lib import format as npy
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import TextSource
@@ -320,8 +321,9 @@ def _open_numpy_array(file: File, stream: BinaryIO) -> TokenFile:
         ValueError: If the file does not contain a list of integers, or is truncated.
     """
     try:
-        np.lib.format.read_magic(stream)
-        shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+        version = npy.read_magic(stream)
+        read_header = npy.read_array_header_2_0 if version >= (2, 0) else npy.read_array_header_1_0
+        shape, _, dtype = read_header(stream)
     except Exception:  # NumPy parses the header as Python code, which raises many types
         raise ValueError("its NumPy header is damaged") from None
 
