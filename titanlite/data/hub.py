@@ -490,7 +490,7 @@ def _find_preset(kind: str, name: str) -> Mapping[str, Any]:
         name: Name in hub.toml, OWNER/NAME of a repository, or the URL of its page.
 
     Raises:
-        UserError: If `name` has none of these forms. The message lists the known names.
+        UserError: If `name` has none of these forms. The message lists the known names, if any.
     """
     presets = load_presets().get(kind, {})  # there are none for models
     if name in presets:
@@ -502,7 +502,9 @@ def _find_preset(kind: str, name: str) -> Mapping[str, Any]:
     if _REPOSITORY.fullmatch(repo):
         return {"repo": repo}
 
+    if not presets:
+        raise UserError(f"{name} is not the OWNER/NAME of a {kind} on the Hugging Face Hub.")
     raise UserError(
-        f"titanlite get {kind} {repo}: unknown name. Known names are {', '.join(presets)}. You can "
+        f"titanlite get {kind} {name}: unknown name. Known names are {', '.join(presets)}. You can "
         "also pass the OWNER/NAME of any repository on the Hub."
     )
