@@ -37,17 +37,11 @@ def write_npy(path, documents, dtype="uint16"):
     np.save(path, np.concatenate(documents).astype(dtype))
 
 
-def write_npy_version_2(path, documents, dtype):
-    with path.open("wb") as file:
-        np.lib.format.write_array(file, np.concatenate(documents).astype(dtype), version=(2, 0))
-
-
 FORMATS = {
     "megatron uint16": ("bin", write_megatron, "uint16"),
     "megatron int32": ("bin", write_megatron, "int32"),
     "olmo uint16": ("npy", write_raw, "uint16"),
     "numpy uint32": ("npy", write_npy, "uint32"),
-    "numpy version 2": ("npy", write_npy_version_2, "uint16"),
     "datatrove uint16": ("ds", write_datatrove, "uint16"),
     "datatrove uint32": ("ds", write_datatrove, "uint32"),
 }

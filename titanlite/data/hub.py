@@ -407,7 +407,7 @@ class HubFiles:
 def describe_cause(error: Exception) -> str:
     """Return the message of the exception that caused `error`, or of `error` itself, as one line.
 
-    Exceptions without a message are described by their type.
+    If that message is empty, return the repr of `error`.
     """
     cause = error.__cause__ or error
     return one_line(str(cause) or repr(error))
@@ -503,7 +503,9 @@ def _find_preset(kind: str, name: str) -> Mapping[str, Any]:
         return {"repo": repo}
 
     if not presets:
-        raise UserError(f"{name} is not the OWNER/NAME of a {kind} on the Hugging Face Hub.")
+        raise UserError(
+            f"{name} is not a folder, nor OWNER/NAME of a {kind} on the Hugging Face Hub."
+        )
     raise UserError(
         f"titanlite get {kind} {name}: unknown name. Known names are {', '.join(presets)}. You can "
         "also pass the OWNER/NAME of any repository on the Hub."

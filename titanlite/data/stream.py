@@ -220,7 +220,7 @@ class SequenceReader:
         sequences = []
         for index_in_batch, (source, index_in_source) in enumerate(self._mixture.next_batch()):
             if self._choose_worker(source, index_in_source) != shard.worker:
-                continue  # another worker of this rank reads the stream of this sequence
+                continue  # the stream of this sequence belongs to workers with another index
 
             if index_in_batch % shard.num_ranks == shard.rank:
                 sequences.append(self.read(source, index_in_source, index_in_batch))

@@ -277,13 +277,13 @@ def write_tokenizer(tokenizer: Tokenizer, out: Path, max_seq_len: int) -> dict[s
         shutil.copyfile(path, out / path.name)
         return ids
 
-    config = _create_config(tokenizer, ids, max_seq_len)
     if isinstance(tokenizer, TiktokenTokenizer):
         convert_tiktoken(tokenizer).save(str(out / "tokenizer.json"), pretty=False)
+        config = _create_config(tokenizer, ids, max_seq_len)
     else:
         shutil.copyfile(path, out / "tokenizer.json")
         # An existing file can have more settings, such as a chat template.
-        config = read_config(path) or config
+        config = read_config(path) or _create_config(tokenizer, ids, max_seq_len)
 
     # Text that looks like a special token is encoded as ordinary text, as in training.
     config["split_special_tokens"] = True

@@ -217,9 +217,9 @@ def window_batches(
 ) -> Iterator[tuple[list[Microbatch], list[list[int]]]]:
     """Distribute windows of tokens over microbatches and data-parallel ranks.
 
-    Read the windows in chunks of 16 global batches, sort each chunk by length to reduce padding,
-    and yield this rank's part of its global batches. Every rank iterates over all windows, so that
-    the ranks need not communicate.
+    Read the windows in chunks of 16 global microbatches, sort each chunk by length to reduce
+    padding, and yield this rank's part of each global microbatch. Every rank iterates over all
+    windows, so that the ranks need not communicate.
 
     Args:
         windows: The windows, in the same order on all ranks.

@@ -29,7 +29,6 @@ from typing import BinaryIO
 
 import numpy as np
 import xxhash
-from numpy.lib import format as npy
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import TextSource
@@ -74,9 +73,10 @@ class TokenFile:
         self.num_tokens, remainder = divmod(size - self.offset, self.dtype.itemsize)
         if remainder:
             raise ValueError(f"{size:,} bytes do not divide into ids of type {self.dtype}")
-        if self.index is None or self.ends is None:
+        if self.index is None:
             return
 
+        assert self.ends is not None
         # Each document begins where the previous one ends, and the first one at token 0. Comparing
         # the bounds, unlike subtracting them, cannot overflow for a damaged index.
         bounds = np.append(0, self.ends)
@@ -321,9 +321,8 @@ def _open_numpy_array(file: File, stream: BinaryIO) -> TokenFile:
         ValueError: If the file does not contain a list of integers, or is truncated.
     """
     try:
-        version = npy.read_magic(stream)
-        read_header = npy.read_array_header_2_0 if version >= (2, 0) else npy.read_array_header_1_0
-        shape, _, dtype = read_header(stream)
+        np.lib.format.read_magic(stream)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
     except Exception:  # NumPy parses the header as Python code, which raises many types
         raise ValueError("its NumPy header is damaged") from None
 
