@@ -117,3 +117,9 @@ def test_a_model_on_a_hub_is_downloaded_once_and_trained_by_all_ranks(model, tmp
         assert "license" in run("check", model.parent, code=2)
 
     run("check", tmp_path)  # the hub is gone
+
+
+def test_the_path_of_a_missing_file_is_not_a_model_on_the_hub(run_command):
+    error = run_command("check --from models/missing.json", code=2)
+    assert error.startswith("models/missing.json is not ")
+    assert "Known names are" not in error

@@ -204,6 +204,7 @@ def test_ctrl_c_stops_a_download_and_the_same_command_resumes_it(hub):
 FAILURES = """
 tokenizer gpt-2 => gpt2, llama3
 data zzz => tinystories
+data https://huggingface.co/nobody => https://huggingface.co/nobody: unknown name
 tokens gpt2 => tokenizer
 data nobody/nothing --from {hub} => nobody/nothing
 tokenizer llama3 --from {hub} => meta-llama/Llama-3.1-8B cannot be downloaded

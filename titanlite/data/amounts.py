@@ -49,7 +49,6 @@ def measure_source(source: Source, tokenizer: Tokenizer) -> SourceSize:
     If the source was tokenized in advance, return its exact number of tokens instead. Log a warning
     if the tokenizer cannot represent some characters of the sample.
     """
-    # Sources that were tokenized in advance have an exact count.
     if source.num_tokens:
         return SourceSize(source.describe(), source.num_tokens)
 
@@ -61,8 +60,9 @@ def measure_source(source: Source, tokenizer: Tokenizer) -> SourceSize:
     bytes_per_token = num_bytes / max(1, num_tokens)
 
     # Extrapolate from the sample, in which each document also has BOS and EOS.
-    num_tokens += 2 * len(texts)
-    estimate = num_tokens * sample.source_size // max(1, sample.size)
+    num_sample_tokens = num_tokens + 2 * len(texts)
+    estimate = num_sample_tokens * sample.source_size // max(1, sample.size)
+    # The estimate is 0 if the size of the source is unknown.
     return SourceSize(source.describe(), estimate or None, bytes_per_token)
 
 

@@ -31,38 +31,41 @@ def make_microbatch(sequences: list[PackedSequence], job: JobConfig) -> Microbat
 
     Labels are IGNORE_INDEX for padding and for tokens that do not count in the loss.
 
-    With `dataset.document_mask`, attention stays within each document: the microbatch also contains
-    document ids and positions, and the document bounds (`cu_seqlens`) if the attention backend
-    needs them. The first token of each document is then not predicted.
+    With `dataset.document_mask`, attention stays within each document. The microbatch then also
+    describes the documents, and the first token of each document is not predicted.
 
     Args:
         sequences: B sequences of T + 1 tokens.
         job: Job that trains on the sequences.
     """
-    # Each token predicts the next one: inputs are tokens 0 to T - 1, labels are tokens 1 to T.
+    has_documents = job.dataset.document_mask
     tokens = np.stack([sequence.tokens for sequence in sequences]).astype(np.int64)  # (B, T + 1)
     ids, is_masked = remove_marks(tokens)  # tokens that do not count in the loss are marked
-    lengths = [[sequence.segment_sizes.sum()] for sequence in sequences]  # (B, 1), without padding
-    is_padding = np.arange(tokens.shape[1]) >= np.array(lengths)  # (B, T + 1)
-    is_ignored = is_masked | is_padding
-    arrays = {"input_ids": ids[:, :-1]}
-
-    if job.dataset.document_mask:
-        document_ids, positions = _compute_documents(sequences)  # (B, T + 1)
-        arrays["document_ids"] = document_ids[:, :-1]
-        arrays["positions"] = positions[:, :-1]
-        if job.model.uses_document_bounds:
-            arrays["cu_seqlens"] = _compute_document_bounds(arrays["positions"])
-        # The first token of a document cannot be predicted from the same document.
-        is_ignored |= positions == 0
-
+    is_ignored = is_masked | _find_padding(sequences)
+    inputs = {"input_ids": ids}
+    if has_documents:
+        inputs["document_ids"], inputs["positions"] = _compute_documents(sequences)
+        is_ignored |= inputs["positions"] == 0  # the first token of each document
     labels = np.where(is_ignored, IGNORE_INDEX, ids)
-    arrays["labels"] = labels[:, 1:]
 
+    # Each token predicts the next one: inputs are tokens 0 to T - 1, labels are tokens 1 to T.
+    arrays = {name: array[:, :-1] for name, array in inputs.items()}
+    arrays["labels"] = labels[:, 1:]
+    if has_documents and job.model.uses_document_bounds:
+        arrays["cu_seqlens"] = _compute_document_bounds(arrays["positions"])
     tensors = {
         name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()
     }
     return Microbatch(**tensors)
+
+
+def _find_padding(sequences: list[PackedSequence]) -> np.ndarray:
+    """Return whether each token is padding, as booleans of shape (B, T + 1).
+
+    The padding of a sequence follows its segments.
+    """
+    num_tokens = [sequence.segment_sizes.sum() for sequence in sequences]  # without padding
+    return np.arange(len(sequences[0].tokens)) >= np.expand_dims(num_tokens, 1)
 
 
 def _compute_document_bounds(positions: np.ndarray) -> np.ndarray:

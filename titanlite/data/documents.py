@@ -10,7 +10,7 @@ import numpy as np
 from titanlite.config.errors import UserError, format_count
 from titanlite.config.run import Run
 from titanlite.config.schema import Dataset, DataSource, JobConfig
-from titanlite.data.packing import mark_ignored, remove_marks
+from titanlite.data.packing import is_marked, mark_ignored
 from titanlite.data.sources.base import RandomAccess, Source, TokenSource
 from titanlite.data.sources.files import open_source
 from titanlite.data.sources.records import (
@@ -96,8 +96,9 @@ class DocumentTokenizer:
     def _encode_masked(self, text: MaskedText) -> np.ndarray:
         """Tokenize a text in which only some ranges of characters count in the loss.
 
-        Each range is tokenized separately, so that no token crosses its bounds. BOS counts if the
-        first character does, and EOS if the last one does. In an empty text, both count.
+        All other tokens are marked. Each range is tokenized separately, so that no token crosses
+        its bounds. BOS counts if the first token of the text does, and EOS if the last one does. If
+        the text is empty, both count.
         """
         parts = []
         last_end = 0
@@ -108,9 +109,12 @@ class DocumentTokenizer:
         parts.append(mark_ignored(self._encode_text(text[last_end:])))
 
         tokens = np.concatenate(parts)
-        _, is_ignored = remove_marks(tokens)
-        bos = mark_ignored(self._bos) if is_ignored[:1].any() else self._bos
-        eos = mark_ignored(self._eos) if is_ignored[-1:].any() else self._eos
+        bos = self._bos
+        eos = self._eos
+        if len(tokens) and is_marked(tokens[0]):
+            bos = mark_ignored(bos)
+        if len(tokens) and is_marked(tokens[-1]):
+            eos = mark_ignored(eos)
         return np.concatenate([bos, tokens, eos])
 
     def _is_selected(self, record: str | Prepared) -> bool:
@@ -184,7 +188,7 @@ def inspect_source(source: Source, document_tokenizer: DocumentTokenizer, seq_le
         UserError: If the source has too little text, or a record in the sample cannot be read.
     """
     if isinstance(source, TokenSource):
-        source.check(document_tokenizer.tokenizer, document_tokenizer.holdout)
+        source.attach_tokenizer(document_tokenizer.tokenizer, document_tokenizer.holdout)
     num_tokens = _count_tokens(source, document_tokenizer, seq_len)
     if num_tokens <= seq_len:
         raise UserError(_explain_too_little_text(source, document_tokenizer, num_tokens, seq_len))
@@ -213,6 +217,9 @@ def _explain_too_little_text(
 ) -> str:
     """Return an error message for a source with fewer tokens than one sequence needs.
 
+    For example, "text a.txt: the documents contain 5 tokens, fewer than the required 65. Add text,
+    lower training.seq_len, or choose other files."
+
     Args:
         source: Source whose name the message contains.
         document_tokenizer: Selects the split (training or held out) whose tokens were counted.
@@ -221,14 +228,15 @@ def _explain_too_little_text(
             labels are shifted by one.
     """
     documents = "the documents"
-    remedy = "Add text"
+    remedies = ["Add text"]
     if num_tokens > 0:
-        remedy += ", lower training.seq_len"
+        remedies.append("lower training.seq_len")
     elif not isinstance(source, TokenSource):
-        remedy += ", set text_column to another field"
+        remedies.append("set text_column to another field")
     if document_tokenizer.holdout:
         documents += f" in this split (validation.holdout = {document_tokenizer.holdout})"
-        remedy += ", change validation.holdout, replace it with validation.source"
+        remedies += ["change validation.holdout", "replace it with validation.source"]
+
     problem = (
         f"{source.name}: {documents} contain {num_tokens:,} tokens, fewer than the required "
         f"{seq_len + 1:,}."
@@ -236,7 +244,7 @@ def _explain_too_little_text(
     skipped = [record for record in source if isinstance(record, BadRecord)]
     if skipped:
         problem += f" Skipped {format_count(len(skipped), 'record')}; the first one: {skipped[0]}."
-    return f"{problem} {remedy}, or choose other files."
+    return f"{problem} {', '.join(remedies)}, or choose other files."
 
 
 def log_skipped_records(reasons: list[str]) -> None:

@@ -29,7 +29,7 @@ from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, RootModel
 from titanlite.config.errors import UserError, one_line
 from titanlite.config.files import make_folder
 from titanlite.config.mistakes import explain_error, shorten
-from titanlite.data.tokenizer import CONFIG
+from titanlite.data.tokenizer import TOKENIZER_CONFIG
 from titanlite.runtime.logging import note
 
 SOURCE_OF_SUFFIX = {
@@ -51,7 +51,7 @@ _MODEL_FILES = (  # in download order: a folder that contains config.json is com
     "model.safetensors.index.json",
     "tokenizer.json",
     "tokenizer.model",
-    CONFIG,
+    TOKENIZER_CONFIG,
     "config.json",
 )
 _MAX_PAGES = 1000  # limit for listing a repository; the Hub lists 1,000 files per page
@@ -75,6 +75,10 @@ def load_presets() -> dict[str, dict[str, dict[str, Any]]]:
 def propose_download(kind: str, path: str, vocab_size: int = 0) -> str:
     """Return the end of an error message, with a command that downloads the missing file.
 
+    For example, return "; `titanlite get data tinystories` downloads it". For some large datasets,
+    an option that downloads a part is included: "; `titanlite get data fineweb-edu-10bt` downloads
+    it, and --include 'sample/10BT/000*' 2 GB of it".
+
     Args:
         kind: "tokenizer" or "data".
         path: Path of the missing file in the job, such as "data/c4/*.jsonl".
@@ -82,9 +86,7 @@ def propose_download(kind: str, path: str, vocab_size: int = 0) -> str:
             this size is proposed.
 
     Returns:
-        For example, "; `titanlite get data c4` downloads it". For some large datasets, an option
-        that downloads a part follows: ", and --include 'sample/10BT/000*' 2 GB of it". Empty if no
-        command is known.
+        The end of the message, or "" if no command is known.
     """
     name = _choose_download(kind, path, vocab_size)
     if not name:
@@ -232,7 +234,7 @@ class HubFiles:
 
         names = [name for name in matching if name.endswith(self.suffix)]
         if kind == "tokenizer":  # the topmost file, and the file with its BOS and EOS tokens
-            config = names[0].replace(self.suffix, CONFIG)
+            config = names[0].replace(self.suffix, TOKENIZER_CONFIG)
             names = [names[0], config] if config in entries else names[:1]
         elif kind == "model":
             names = [name for name in names if "/" not in name]
@@ -344,7 +346,7 @@ class HubFiles:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.utils import tqdm
 
-        problem = f"{self.repo}: {entry.path} is longer than {entry.size:,} bytes. {_REMEDY}"
+        too_long = f"{self.repo}: {entry.path} is longer than {entry.size:,} bytes. {_REMEDY}"
 
         # The library cannot limit the size of a download. However, it reports the received bytes to
         # a progress bar, and an exception in the progress bar ends the download.
@@ -356,7 +358,7 @@ class HubFiles:
             def update(self, n: float | None = 1) -> bool | None:
                 self.received += n or 0
                 if self.received > entry.size:
-                    raise UserError(problem)
+                    raise UserError(too_long)
                 return super().update(n)
 
         path = hf_hub_download(
@@ -387,13 +389,12 @@ class HubFiles:
         from huggingface_hub import constants
         from huggingface_hub.errors import RepositoryNotFoundError
 
-        text = str(error.__cause__ or error) or repr(error)
-        cause = shorten(one_line(text)).rstrip(".")
+        cause = shorten(describe_cause(error)).rstrip(".")
         if "No space left" in cause:
             return f"{self.repo}: {cause}. Free some space, or choose another folder with --out."
         hub = (self._origin or constants.ENDPOINT).rstrip("/")
-        prefix = "datasets/" if self._kind == "data" else ""
-        problem = f"{hub}/{prefix}{self.repo} cannot be downloaded: {cause}."
+        page = f"{hub}/datasets/{self.repo}" if self._kind == "data" else f"{hub}/{self.repo}"
+        problem = f"{page} cannot be downloaded: {cause}."
         if isinstance(error, RepositoryNotFoundError):  # also if it is gated or private
             return (
                 f"{problem} Check that the page exists. If it is gated or private, accept its "
@@ -401,6 +402,15 @@ class HubFiles:
                 "`hf auth login` or HF_TOKEN."
             )
         return f"{problem} {_REMEDY}"
+
+
+def describe_cause(error: Exception) -> str:
+    """Return the message of the exception that caused `error`, or of `error` itself, as one line.
+
+    If that message is empty, return the repr of `error`.
+    """
+    cause = error.__cause__ or error
+    return one_line(str(cause) or repr(error))
 
 
 def _request_page(url: str, query: str) -> tuple[list[TreeEntry], str]:
@@ -480,7 +490,7 @@ def _find_preset(kind: str, name: str) -> Mapping[str, Any]:
         name: Name in hub.toml, OWNER/NAME of a repository, or the URL of its page.
 
     Raises:
-        UserError: If `name` has none of these forms. The message lists the known names.
+        UserError: If `name` has none of these forms. The message lists the known names, if any.
     """
     presets = load_presets().get(kind, {})  # there are none for models
     if name in presets:
@@ -492,7 +502,11 @@ def _find_preset(kind: str, name: str) -> Mapping[str, Any]:
     if _REPOSITORY.fullmatch(repo):
         return {"repo": repo}
 
+    if not presets:
+        raise UserError(
+            f"{name} is not a folder, nor OWNER/NAME of a {kind} on the Hugging Face Hub."
+        )
     raise UserError(
-        f"titanlite get {kind} {repo}: unknown name. Known names are {', '.join(presets)}. You can "
+        f"titanlite get {kind} {name}: unknown name. Known names are {', '.join(presets)}. You can "
         "also pass the OWNER/NAME of any repository on the Hub."
     )

@@ -138,11 +138,13 @@ class Loader:
             return
 
         # Divide the sequences of this rank among the workers.
-        workers = []
-        for i in range(num_workers):
-            shard = ReaderShard(self._data_rank, self._data_degree, i, num_workers)
-            workers.append(Worker(self._data, shard, self._job, self._is_stopping))
-        self._readers = workers
+        shards = [
+            ReaderShard(self._data_rank, self._data_degree, i, num_workers)
+            for i in range(num_workers)
+        ]
+        self._readers = [
+            Worker(self._data, shard, self._job, self._is_stopping) for shard in shards
+        ]
 
     def next_global_batch(self) -> RankBatch:
         """Return this rank's microbatches for the next optimizer step, and advance by one step.
@@ -154,7 +156,7 @@ class Loader:
             UserError: If a record cannot be read, or a file has changed.
             WorkerError: If a data worker crashed or hangs.
         """
-        error = self.prefetch(1)
+        error = self.prefetch(1)  # does nothing if a batch is in memory
         if error is not None:
             raise error
         sequences = self._prefetched.popleft()
@@ -163,14 +165,7 @@ class Loader:
         # Advance the data position, which `state_dict` returns. The readers do not change it: they
         # may read ahead, with separate copies of the mixture.
         self._data.mixture.next_batch()
-        report = self._report
-        for sequence in sequences:
-            report.new_positions[sequence.source, sequence.stream] = sequence.next_position
-            report.skip_reasons += sequence.skipped
-            report.num_skipped += len(sequence.skipped)
-
-        report.num_valid_tokens += batch.num_valid_tokens
-        report.num_tokens += len(sequences) * self._data.seq_len
+        self._report.add(sequences, batch.num_valid_tokens)
         return batch
 
     def _make_batch(self, sequences: list[PackedSequence]) -> RankBatch:
@@ -316,12 +311,7 @@ class Loader:
         Returns:
             The report of each data-parallel rank.
         """
-        skip_reasons = self._report.skip_reasons
-        report = replace(self._report, skip_reasons=skip_reasons[:MAX_REPORTED])
-        reports = self._gather(report)
-        self._report.new_positions = {}
-        del skip_reasons[:MAX_REPORTED]  # keep the others for the next call
-
+        reports = self._gather(self._report.take())
         for rank_report in reports:
             self._merge_positions(rank_report.new_positions)
             if self._data_rank == 0:
@@ -350,8 +340,7 @@ class _RankReport:
         num_valid_tokens: Number of valid labels since the process started.
         num_tokens: Number of labels since the process started, valid or not.
         num_skipped: Number of skipped records since the process started.
-        skip_reasons: Reasons for skipped records that have not been logged yet. At most
-            `MAX_REPORTED` are sent at once.
+        skip_reasons: Reasons for skipped records that have not been logged yet.
         new_positions: Position in each (source, stream) that was read since the last report.
     """
 
@@ -360,3 +349,22 @@ class _RankReport:
     num_skipped: int = 0
     skip_reasons: list[str] = field(default_factory=list)
     new_positions: dict[tuple[int, int], StreamPosition] = field(default_factory=dict)
+
+    def add(self, sequences: list[PackedSequence], num_valid_tokens: int) -> None:
+        """Record sequences that were read, which contain `num_valid_tokens` valid labels."""
+        self.num_valid_tokens += num_valid_tokens
+        for sequence in sequences:
+            self.num_tokens += len(sequence.tokens) - 1  # the first token is not a label
+            self.num_skipped += len(sequence.skipped)
+            self.skip_reasons += sequence.skipped
+            self.new_positions[sequence.source, sequence.stream] = sequence.next_position
+
+    def take(self) -> _RankReport:
+        """Return the report to send now, and remove its positions and reasons from this one.
+
+        At most `MAX_REPORTED` skip reasons are sent at once. The others stay for the next call.
+        """
+        report = replace(self, skip_reasons=self.skip_reasons[:MAX_REPORTED])
+        self.skip_reasons = self.skip_reasons[MAX_REPORTED:]
+        self.new_positions = {}
+        return report

@@ -71,34 +71,32 @@ class Mixture:
     def _choose_source(self) -> int:
         """Return the index of the source for the next sequence, by Tijdeman's algorithm.
 
-        The lag of a source is its exact share of the sequences so far, including the next one,
-        minus the number of sequences taken from it. With m = 2n - 2 for n sources:
-
-        1. Candidates are the sources with a lag of at least 1/m.
-        2. Choose the candidate with the earliest deadline: the number of sequences at which its lag
-           would reach 1 - 1/m if all sequences from now on came from other sources.
-
-        For example, weights of 3 and 1 give the sources 0, 0, 1, 0. Before the third sequence, the
-        lags are 3 * 3/4 - 2 = 0.25 and 3 * 1/4 - 0 = 0.75, so only source 1 is a candidate (m = 2).
+        Candidates are the sources that lag behind their share of the sequences by at least 1/m,
+        where m is 2n - 2 for n sources. Choose the candidate with the earliest deadline: the number
+        of sequences at which its lag would reach 1 - 1/m if it were not chosen again. For example,
+        weights of 3 and 1 give the sources 0, 0, 1, 0.
         """
         num_sources = len(self.weights)
         if num_sources == 1:
             return 0
         m = 2 * num_sources - 2
         candidates = self._find_lagging_sources(m)
-        multiple = math.lcm(*filter(None, self.weights))  # the weight of a candidate is not 0
 
-        def scaled_deadline(source: int) -> int:
-            # The deadline is (count + 1 - 1/m) * total_weight / weight sequences. Multiplying it by
-            # m * multiple / total_weight makes the deadlines of all candidates integers.
-            return (m * (self.stage_counts[source] + 1) - 1) * (multiple // self.weights[source])
-
-        return min(candidates, key=scaled_deadline)
+        # Scale all deadlines by the same factor to integers, so that comparisons are exact:
+        #   deadline = (count + 1 - 1/m) * total_weight / weight
+        #   deadline * m * multiple / total_weight = (m * (count + 1) - 1) * multiple / weight
+        multiple = math.lcm(*(self.weights[source] for source in candidates))
+        scaled_deadlines = {}
+        for source in candidates:
+            count = self.stage_counts[source]
+            scaled_deadlines[source] = (m * (count + 1) - 1) * multiple // self.weights[source]
+        return min(candidates, key=scaled_deadlines.__getitem__)
 
     def _find_lagging_sources(self, m: int) -> list[int]:
         """Return the sources with a lag of at least 1/m. There is always such a source.
 
-        The lag is num_sequences * weight / total_weight - count.
+        The lag is num_sequences * weight / total_weight - count. For example, with weights of 3 and
+        1, the lags before the third sequence are 3 * 3/4 - 2 = 0.25 and 3 * 1/4 - 0 = 0.75.
         """
         total_weight = sum(self.weights)
         num_sequences = sum(self.stage_counts) + 1  # including the next one
@@ -148,18 +146,17 @@ def find_weights(dataset: Dataset, step: int) -> list[int]:
 
     These are the weights in [[dataset.sources]], until a stage in [[dataset.stages]] sets others.
 
-    The rules of a job report wrong weights with their lines in the job file. This function checks
-    them again, because the rules do not run if a program creates a `Loader`
-    (docs/reference/python.md).
-
     Raises:
         UserError: If there is not one weight per source, or all weights are 0.
     """
     # Without [[dataset.sources]], [dataset] itself describes the only source.
     initial = [source.weight for source in dataset.sources] or [1.0]
-    weights = dataset.get_stage_value("weights", step, initial)
+    stage_weights = dataset.get_stage_value("weights", step, default=None)
+    weights = initial if stage_weights is None else stage_weights
+
+    # Job files were checked before, but not the configurations of programs that create a `Loader`.
     if len(weights) != len(initial) or not any(weights):
-        key = "dataset.sources" if weights is initial else "dataset.stages"
+        key = "dataset.sources" if stage_weights is None else "dataset.stages"
         raise UserError(
             f"{key}: step {step} has weights = {list(weights)}; expected {len(initial)} "
             "weights (one per source), at least one above 0."

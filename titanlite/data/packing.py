@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -118,12 +119,17 @@ def mark_ignored(ids: np.ndarray) -> np.ndarray:
     return ~ids
 
 
+def is_marked(tokens: np.ndarray) -> np.ndarray:
+    """Return whether each token was marked by `mark_ignored`, which makes it negative."""
+    return tokens < 0
+
+
 def remove_marks(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Undo `mark_ignored`: return the token ids, and whether each token was marked.
 
     For example, [7, ~8] gives the ids [7, 8] and the booleans [False, True].
     """
-    return np.maximum(tokens, ~tokens), tokens < 0
+    return np.maximum(tokens, ~tokens), is_marked(tokens)
 
 
 PackedSegments = Iterator[tuple[list[Segment], StreamPosition]]
@@ -204,20 +210,36 @@ def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) 
         The segments of a sequence, and the position at which the next sequence begins.
     """
     num_sequences = start.num_sequences
-    num_done = start.offset  # sequences of the first window that were read before
-    window_start = start.document
+    sequences = _pack_windows(read_documents, length, start.document)
+    # The first window also contains the sequences before `start`, which were read earlier.
+    for segments, document, offset in islice(sequences, start.offset, None):
+        num_sequences += 1
+        yield segments, StreamPosition(num_sequences, document, offset)
+
+
+def _pack_windows(
+    read_documents: ReadDocuments, length: int, window_start: DocumentPosition
+) -> Iterator[tuple[list[Segment], DocumentPosition, int]]:
+    """Pack a stream window by window into sequences, and yield the position after each sequence.
+
+    Args:
+        read_documents: Reads the documents of the stream from a position.
+        length: Maximum number of tokens per sequence.
+        window_start: Position of the first document of the first window.
+
+    Yields:
+        The segments of a sequence, and where the next sequence is: the first document of its
+        window, and its index in the window.
+    """
     for documents in _read_windows(read_documents, window_start, BEST_FIT_WINDOW * length):
         sequences = _pack_window(documents, window_start, length)
         window_end = documents[-1].next_position
-        for i in range(num_done, len(sequences)):
-            num_sequences += 1
-            if i + 1 < len(sequences):
-                next_start = StreamPosition(num_sequences, window_start, offset=i + 1)
+        for next_index, segments in enumerate(sequences, 1):
+            if next_index < len(sequences):
+                yield segments, window_start, next_index
             else:
-                next_start = StreamPosition(num_sequences, window_end)
-            yield sequences[i], next_start
+                yield segments, window_end, 0
         window_start = window_end
-        num_done = 0
 
 
 def _pack_window(
@@ -239,11 +261,13 @@ def _pack_window(
     sequences = _place_segments(segments, length)
 
     num_tokens = sum(len(document.tokens) for document in documents)
-    turn, window, index = start
-    # Do not change the format of the key, because resumed runs must keep their data order.
-    shuffle_key = f"rows Place(turn={turn}, window={window}, index={index}) {num_tokens}"
-    num_sequences = len(sequences)
-    order = permuted(np.arange(num_sequences), num_sequences, shuffle_key)
+    # The key has older names of the fields. Do not change it, because resumed runs must keep their
+    # data order.
+    shuffle_key = (
+        f"rows Place(turn={start.index_in_stream}, window={start.window_start}, "
+        f"index={start.index_in_window}) {num_tokens}"
+    )
+    order = permuted(np.arange(len(sequences)), len(sequences), shuffle_key)
     return [sequences[i] for i in order]
 
 

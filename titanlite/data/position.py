@@ -118,11 +118,14 @@ def restore_position(saved: dict[str, Any], data: PackedDataset, on_change: str)
         differences = "; ".join([*incompatible, *changed])
         raise UserError(f"Cannot resume from the checkpoint's data position: {differences}")
 
+    # "schedule" is the progress of the mixture, with the number of sequences from each source.
     data.mixture.load_state_dict(saved["schedule"])
     counts = data.mixture.counts
     new_positions = []
-    for saved_source, source, count in zip(saved["sources"], data.sources, counts, strict=True):
-        positions = _restore_streams(saved_source["streams"], count)
+    for saved_source, source, num_sequences in zip(
+        saved["sources"], data.sources, counts, strict=True
+    ):
+        positions = _restore_streams(saved_source["streams"], num_sequences)
         if saved_source["fingerprint"] != source.fingerprint:
             positions = [_move_to_beginning(position) for position in positions]
         new_positions.append(positions)

@@ -174,14 +174,17 @@ def _prepare_source(
 
     write_atomically(manifest, json.dumps({**header, "shards": shards}, indent=1).encode())
     progress.unlink()
-    counts = []
-    for key in ("documents", "tokens", "skipped"):
-        counts.append(f"{key}: {sum(shard[key] for shard in shards):,}")
+    counts = [
+        f"{key}: {sum(shard[key] for shard in shards):,}"
+        for key in ("documents", "tokens", "skipped")
+    ]
     print(f"{folder}: complete, {', '.join(counts)}")
 
 
 def _read_shards(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """Return the shards that a manifest lists, each as a dictionary with its name and sizes.
+
+    Check that they were made from the same source with the same tokenizer and settings.
 
     Args:
         path: manifest.json of complete shards, or prepare.json of an interrupted run.
@@ -195,24 +198,33 @@ def _read_shards(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> li
     content = read_file(path, MAX_MANIFEST_BYTES)
     manifest = parse_json(path, content, RootModel[dict[str, Any]]).root
 
-    # Check that the shards were made from the same source with the same tokenizer and settings.
-    expected = dict(header)
-    if tokenizer.is_known_as(manifest.get("tokenizer", "")):
-        expected["tokenizer"] = manifest["tokenizer"]  # it may be from an older version
-    different_fields = [
-        f"another {key.replace('_', ' ')}"
-        for key, value in expected.items()
-        if manifest.get(key) != value
-    ]
-    if different_fields:
+    differences = _compare_header(manifest, header, tokenizer)
+    if differences:
         raise UserError(
-            f"{path.parent} contains shards made with {', '.join(different_fields)}. "
+            f"{path.parent} contains shards made with {', '.join(differences)}. "
             "Choose another --out, or remove the folder."
         )
 
     # Validate the fields last. If the format differs, the error above is more helpful.
     parse_json(path, content, ShardManifest, DAMAGED_MANIFEST)
     return list(manifest["shards"])
+
+
+def _compare_header(
+    manifest: dict[str, Any], header: dict[str, Any], tokenizer: Tokenizer
+) -> list[str]:
+    """Return the differences between a manifest and `header`, such as ["another tokenizer"].
+
+    A fingerprint of the same tokenizer from an older version of titanlite is not a difference.
+    """
+    differences = []
+    for key, value in header.items():
+        is_same = manifest.get(key) == value
+        if key == "tokenizer":
+            is_same = tokenizer.is_known_as(manifest.get(key, ""))
+        if not is_same:
+            differences.append(f"another {key.replace('_', ' ')}")
+    return differences
 
 
 def _tokenize_in_order(

@@ -27,31 +27,35 @@ def permuted(index: np.ndarray, n: int, key: str) -> np.ndarray:
     Returns:
         int64 array of the same shape as `index`, with values in range(n).
     """
-    # A Feistel network permutes the integers with an even number of bits. Use the smallest number
-    # that covers range(n), for example 8 bits (range(256)) if n is 100.
+    # A Feistel network permutes range(4**half_bits). Use the smallest one that covers range(n), for
+    # example range(256) if n is 100.
     num_bits = (n - 1).bit_length()
     half_bits = max(1, math.ceil(num_bits / 2))
     digest = hashlib.blake2b(key.encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
     round_keys = np.frombuffer(digest, dtype="<u8")
     values = _feistel(index.astype(np.uint64), half_bits, round_keys)
-
-    # Permute results outside of range(n) again until they are inside. This "cycle walking" gives a
-    # permutation of range(n) (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). It
-    # takes at most four applications on average, because the larger range has at most 4n integers.
-    is_outside = values >= n
-    while is_outside.any():
-        values[is_outside] = _feistel(values[is_outside], half_bits, round_keys)
-        is_outside = values >= n
+    _walk_into_range(values, n, half_bits, round_keys)
     return values.astype(np.int64)
 
 
+def _walk_into_range(values: np.ndarray, n: int, half_bits: int, round_keys: np.ndarray) -> None:
+    """Permute values outside of range(n) again, in place, until all values are inside.
+
+    This "cycle walking" turns a permutation of range(4**half_bits) into a permutation of range(n)
+    (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). It takes at most four
+    applications on average, because the larger range has at most 4n integers.
+    """
+    while (is_outside := values >= n).any():
+        values[is_outside] = _feistel(values[is_outside], half_bits, round_keys)
+
+
 def _feistel(values: np.ndarray, half_bits: int, round_keys: np.ndarray) -> np.ndarray:
-    """Permute the integers of 2 * `half_bits` bits pseudo-randomly, with a Feistel network.
+    """Permute range(4**half_bits) pseudo-randomly, with a Feistel network.
 
     Each round XORs a hash of one half of the bits into the other half, and swaps the halves.
 
     Args:
-        values: Integers less than 2**(2 * half_bits), uint64.
+        values: Integers less than 4**half_bits, uint64.
         half_bits: Number of bits in each half of an integer.
         round_keys: One key per round, uint64.
     """

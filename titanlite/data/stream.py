@@ -220,16 +220,14 @@ class SequenceReader:
         sequences = []
         for index_in_batch, (source, index_in_source) in enumerate(self._mixture.next_batch()):
             if self._choose_worker(source, index_in_source) != shard.worker:
-                continue
+                continue  # the stream of this sequence belongs to workers with another index
 
-            # A source with max_epochs ends. All ranks read all of its sequences, so that all of
-            # them find the end at the same step.
-            belongs_to_rank = index_in_batch % shard.num_ranks == shard.rank
-            has_end = self._data.specs[source].max_epochs > 0
-            if belongs_to_rank or has_end:
-                sequence = self.read(source, index_in_source, index_in_batch)
-                if belongs_to_rank:
-                    sequences.append(sequence)
+            if index_in_batch % shard.num_ranks == shard.rank:
+                sequences.append(self.read(source, index_in_source, index_in_batch))
+            elif self._data.specs[source].max_epochs > 0:
+                # This sequence belongs to another rank. Read it and drop it, so that all ranks find
+                # the end of the source at the same step.
+                self.read(source, index_in_source, index_in_batch)
         return sequences
 
     def _choose_worker(self, source: int, index_in_source: int) -> int:
@@ -259,18 +257,17 @@ class SequenceReader:
             OutOfData: If the last epoch of the source has ended.
             UserError: If a record cannot be read.
         """
+        self._progress[_SOURCE] = source  # to report where a read hangs
         # Streams take turns: with 4 streams, sequence 9 of the source is sequence 2 of stream 1.
         num_streams = len(self._data.positions[source])
-        stream = index_in_source % num_streams
-        wanted_index = index_in_source // num_streams
+        index_in_stream, stream = divmod(index_in_source, num_streams)
         if (source, stream) not in self._streams:
             self._streams[source, stream] = self._read_stream(source, stream)
 
-        self._progress[_SOURCE] = source  # to report where a read hangs
         # The iterator continues after the sequence that the last call returned. Drop the sequences
         # that the caller skips.
         for sequence in self._streams[source, stream]:
-            if sequence.index_in_stream >= wanted_index:
+            if sequence.index_in_stream >= index_in_stream:
                 return sequence._replace(index=index_in_batch)
 
         name = self._data.sources[source].name
@@ -288,6 +285,7 @@ class SequenceReader:
         length = data.seq_len + 1  # because labels are shifted by one
         start = data.positions[source][stream]
 
+        # While `pack` reads documents, `_encode` appends skipped records to self._skipped.
         for segments, next_position in pack(read_documents, length, start):
             skipped = self._skipped
             self._skipped = []
@@ -326,24 +324,23 @@ class SequenceReader:
         """Yield the documents or parts that a stream reads, in shuffled order.
 
         The streams of a source take turns. For example, stream 1 of 4 reads the positions 1, 5, 9,
-        ... of the shuffled order, in which the epochs follow each other.
+        ... of the shuffled order, in which the epochs follow each other. The unit at position 9 has
+        the index 9 // 4 = 2 in this stream.
 
         Args:
             source_index: Index of the source.
             stream: Index of the stream.
-            first_index: Index in the stream of the first unit to yield. In the example, the unit
-                at position 9 has the index 2.
+            first_index: Index in the stream of the first unit to yield.
         """
         num_units = self._data.sources[source_index].num_units
         num_streams = len(self._data.positions[source_index])
         max_epochs = self._data.specs[source_index].max_epochs
         end = max_epochs * num_units if max_epochs else _UNLIMITED
         positions = range(stream, end, num_streams)[first_index:]
-        indices = _iterate_order(num_units, self._data.seed, positions)
-        units = enumerate(zip(positions, indices, strict=True), first_index)
-        for index_in_stream, (position, index) in units:
+        indices = _look_up_order(num_units, self._data.seed, positions)
+        for position, index in zip(positions, indices, strict=True):
             is_repeated = position >= num_units  # after the first epoch
-            yield _Unit(index, position, index_in_stream, is_repeated)
+            yield _Unit(index, position, position // num_streams, is_repeated)
 
     def _read_document(self, source: RandomAccess, unit: _Unit) -> Document:
         """Read and tokenize the document `unit` of a source with random access."""
@@ -381,13 +378,14 @@ class SequenceReader:
         """
         size = len(window)
         shuffle_key = f"{self._data.seed} position {part.position} window {start.window_start}"
-        order = permuted(np.arange(size), size, shuffle_key).tolist()
+        record_indices = permuted(np.arange(size), size, shuffle_key).tolist()  # in shuffled order
         positions = [start._replace(index_in_window=i) for i in range(size)]
-        positions.append(end)
-        for i in range(start.index_in_window, size):
-            tokens = self._encode(window[order[i]], part)
-            index_in_part = start.window_start + order[i]
-            yield Document(positions[i], positions[i + 1], part.index, index_in_part, tokens)
+        next_positions = [*positions[1:], end]
+        documents = list(zip(record_indices, positions, next_positions, strict=True))
+        for record_index, position, next_position in documents[start.index_in_window :]:
+            tokens = self._encode(window[record_index], part)
+            index_in_part = start.window_start + record_index
+            yield Document(position, next_position, part.index, index_in_part, tokens)
 
     def _encode(self, record: Record, unit: _Unit) -> np.ndarray:
         """Tokenize a record. If it is skipped in the first epoch of `unit`, store the reason."""
@@ -402,7 +400,7 @@ class SequenceReader:
         self._progress[_DOCUMENT] = document
 
 
-def _iterate_order(num_units: int, seed: int, positions: range) -> Iterator[int]:
+def _look_up_order(num_units: int, seed: int, positions: range) -> Iterator[int]:
     """Yield the indices of the units at `positions` in the shuffled order of a source.
 
     These are the values of `epoch_order(num_units, seed, positions)`, computed lazily in blocks.

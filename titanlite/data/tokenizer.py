@@ -48,7 +48,7 @@ _USUAL_NAMES = {
     "bos_token": ("<|begin_of_text|>", "<|bos|>", "<bos>", "<s>", "[BOS]", "<|startoftext|>"),
     "eos_token": ("<|end_of_text|>", "<|endoftext|>", "<|eos|>", "<eos>", "</s>", "[EOS]"),
 }
-CONFIG = "tokenizer_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 _MAX_BYTES = 1 << 27  # limit for a file; the largest vocabularies have 60 MB
 # Longer texts are encoded in pieces, because the stack of the regular expression engines grows with
 # the longest match and would overflow.
@@ -268,7 +268,8 @@ class HuggingFaceTokenizer(Tokenizer):
         eos_id = self._find_special("eos_token", ids)
         if eos_id is None:
             raise UserError(
-                f"{path}: no token ends documents. Set eos_token in a {CONFIG} in the same folder."
+                f"{path}: no token ends documents. Set eos_token in a {TOKENIZER_CONFIG} in the "
+                "same folder."
             )
         self.eos_id = eos_id
         self._byte_level = byte_level_symbols() if b"ByteLevel" in self._raw else {}
@@ -296,7 +297,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
         if not isinstance(name, str) or name not in ids:
             problem = f"{key} is {shorten(repr(name))}, which {self.path.name} does not contain"
-            raise UserError(f"{self.path.with_name(CONFIG)}: {problem}")
+            raise UserError(f"{self.path.with_name(TOKENIZER_CONFIG)}: {problem}")
         return ids[name]
 
     @cached_property
@@ -322,19 +323,17 @@ class HuggingFaceTokenizer(Tokenizer):
         Returns:
             The fingerprint, or None if the file was not converted from a tokenizer.model.
         """
+        # Any part can be missing in a file that was not converted.
         try:
+            # Like tiktoken, a converted file does not normalize texts, nor merge known words.
             if content["normalizer"] or not content["model"]["ignore_merges"]:
                 return None
             # The first pre-tokenizer splits texts by a pattern, and the second maps bytes.
             split = content["pre_tokenizer"]["pretokenizers"][0]
             pattern = split["pattern"]["Regex"]
             special = {token["content"]: token["id"] for token in content["added_tokens"]}
-            byte_of_symbol = byte_level_symbols()
-            ranks = {}
-            for token, rank in content["model"]["vocab"].items():
-                token_bytes = bytes(byte_of_symbol[symbol] for symbol in token)
-                ranks[token_bytes] = rank
-        except (KeyError, TypeError, IndexError):  # a converted file has all of these parts
+            ranks = decode_vocabulary(content["model"]["vocab"])
+        except (KeyError, TypeError, IndexError):
             return None
         return self._hash_bpe(pattern, ranks, special)
 
@@ -413,9 +412,9 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         UserError: If the file is not a JSON object, or is a link to a file outside of the folder.
     """
-    if not exists(path.with_name(CONFIG)):
+    if not exists(path.with_name(TOKENIZER_CONFIG)):
         return {}
-    return read_json_object(find_file_inside(path.parent, CONFIG), _MAX_BYTES)
+    return read_json_object(find_file_inside(path.parent, TOKENIZER_CONFIG), _MAX_BYTES)
 
 
 def byte_level_symbols() -> dict[str, int]:
@@ -433,6 +432,19 @@ def byte_level_symbols() -> dict[str, int]:
     return symbols
 
 
+def decode_vocabulary(ids: Mapping[str, int]) -> dict[bytes, int]:
+    """Convert a byte-level vocabulary to a mapping from the bytes of each token to its id.
+
+    Raises:
+        KeyError: If a token contains a character that represents no byte.
+    """
+    byte_of_symbol = byte_level_symbols()
+    ids_by_bytes = {}
+    for token, token_id in ids.items():
+        ids_by_bytes[bytes(byte_of_symbol[symbol] for symbol in token)] = token_id
+    return ids_by_bytes
+
+
 def _divide(text: str) -> Iterator[str]:
     """Divide a long text into pieces that usually give the same tokens as the whole text.
 
@@ -443,11 +455,11 @@ def _divide(text: str) -> Iterator[str]:
     start = 0
     while len(text) - start > _PIECE_CHARS:
         end = start + _PIECE_CHARS
-        # Find the last line end that precedes a line that is not blank.
-        newline = text.rfind("\n", start, end)
-        while newline >= 0 and not _NOT_BLANK.match(text, newline + 1):
-            newline = text.rfind("\n", start, newline)
-        cut = newline + 1 if newline >= 0 else end
+        # Cut before the last line that is not blank. `line_start` is 0 if there is no such line.
+        line_start = text.rfind("\n", start, end) + 1
+        while line_start > 0 and not _NOT_BLANK.match(text, line_start):
+            line_start = text.rfind("\n", start, line_start - 1) + 1
+        cut = line_start or end
         yield text[start:cut]
         start = cut
     yield text[start:]

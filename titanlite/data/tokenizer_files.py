@@ -29,12 +29,13 @@ from titanlite.data.sources.base import RandomAccess, Source, TokenSource
 from titanlite.data.sources.files import open_source
 from titanlite.data.sources.records import CONVERSION_REMEDY, BadRecord, Prepared
 from titanlite.data.tokenizer import (
-    CONFIG,
     LLAMA3_PATTERN,
+    TOKENIZER_CONFIG,
     HuggingFaceTokenizer,
     TiktokenTokenizer,
     Tokenizer,
     byte_level_symbols,
+    decode_vocabulary,
     llama3_special_tokens,
     read_config,
 )
@@ -140,25 +141,29 @@ def _read_texts(source: Source, max_bytes: int, skip_bad: bool) -> Iterator[str]
         UserError: If the source contains tokens instead of text.
         BadRecord: If a record cannot be read and `skip_bad` is False.
     """
-    not_text = UserError(
-        f"{source.name} contains tokens instead of text. Choose the text that was prepared."
-    )
-    if isinstance(source, TokenSource):  # cannot be read before it is checked with a tokenizer
-        raise not_text
+    if isinstance(source, TokenSource):  # cannot be read without a tokenizer
+        raise _make_token_error(source)
 
     num_bytes = 0
     records = _read_shuffled(source) if isinstance(source, RandomAccess) else iter(source)
     for record in records:
         if num_bytes >= max_bytes:
             return
-        if isinstance(record, Prepared):  # from a plugin
-            raise not_text
+        if isinstance(record, Prepared):  # tokens from the source of a plugin
+            raise _make_token_error(source)
         if isinstance(record, BadRecord):
             if not skip_bad:
                 raise BadRecord(f"{record}. {CONVERSION_REMEDY}")
             continue
         num_bytes += len(record.encode())
         yield record
+
+
+def _make_token_error(source: Source) -> UserError:
+    """Return the error for a source of tokens, which cannot train a tokenizer."""
+    return UserError(
+        f"{source.name} contains tokens instead of text. Choose the text that was prepared."
+    )
 
 
 def _read_shuffled(source: RandomAccess) -> Iterator[Any]:
@@ -191,10 +196,8 @@ def _train(texts: Iterator[str], vocab_size: int) -> list[bytes]:
     )
     tokenizer.train_from_iterator(texts, trainer)
 
-    vocab = tokenizer.get_vocab()
-    byte_of = byte_level_symbols()
-    tokens = sorted(vocab, key=vocab.__getitem__)
-    return [bytes(byte_of[symbol] for symbol in token) for token in tokens]
+    ids = decode_vocabulary(tokenizer.get_vocab())
+    return sorted(ids, key=ids.__getitem__)
 
 
 def _create_pre_tokenizer() -> Any:
@@ -209,7 +212,8 @@ def _create_pre_tokenizer() -> Any:
 def convert_tiktoken(source: TiktokenTokenizer) -> Any:
     """Convert a tiktoken tokenizer to a `tokenizers.Tokenizer` that encodes texts to the same ids.
 
-    By default, the result adds BOS to each text, as Llama 3's tokenizer does.
+    The result also adds BOS to each text, as the tokenizer of Llama 3 does, unless its user passes
+    `add_special_tokens=False`.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
@@ -219,6 +223,7 @@ def convert_tiktoken(source: TiktokenTokenizer) -> Any:
     for token, rank in sorted(source.ranks.items(), key=itemgetter(1)):
         ids["".join(symbol_of_byte[byte] for byte in token)] = rank
 
+    # Like tiktoken, do not merge a word that is a token (ignore_merges).
     converted: Any = Tokenizer(models.BPE(ids, _list_merges(ids), ignore_merges=True))
     converted.pre_tokenizer = _create_pre_tokenizer()
     converted.decoder = decoders.ByteLevel()
@@ -230,7 +235,7 @@ def convert_tiktoken(source: TiktokenTokenizer) -> Any:
     bos_id = source.bos_id
     add_bos = processors.TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", [(bos, bos_id)])
     converted.post_processor = processors.Sequence(
-        [processors.ByteLevel(trim_offsets=False), add_bos]
+        [processors.ByteLevel(trim_offsets=False), add_bos]  # offsets include spaces
     )
     return converted
 
@@ -272,18 +277,17 @@ def write_tokenizer(tokenizer: Tokenizer, out: Path, max_seq_len: int) -> dict[s
         shutil.copyfile(path, out / path.name)
         return ids
 
-    config = {}
     if isinstance(tokenizer, TiktokenTokenizer):
         convert_tiktoken(tokenizer).save(str(out / "tokenizer.json"), pretty=False)
+        config = _create_config(tokenizer, ids, max_seq_len)
     else:
         shutil.copyfile(path, out / "tokenizer.json")
-        config = read_config(path)  # can have more settings, such as a chat template
-    if not config:
-        config = _create_config(tokenizer, ids, max_seq_len)
+        # An existing file can have more settings, such as a chat template.
+        config = read_config(path) or _create_config(tokenizer, ids, max_seq_len)
 
     # Text that looks like a special token is encoded as ordinary text, as in training.
     config["split_special_tokens"] = True
-    (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    (out / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     return ids
 
 

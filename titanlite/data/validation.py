@@ -217,7 +217,8 @@ def window_batches(
 ) -> Iterator[tuple[list[Microbatch], list[list[int]]]]:
     """Distribute windows of tokens over microbatches and data-parallel ranks.
 
-    Windows of similar length are batched together, to reduce padding. Every rank iterates over all
+    Read the windows in chunks of 16 global microbatches, sort each chunk by length to reduce
+    padding, and yield this rank's part of each global microbatch. Every rank iterates over all
     windows, so that the ranks need not communicate.
 
     Args:
@@ -230,15 +231,15 @@ def window_batches(
         A list of microbatches of rank `data_rank`, and for each microbatch the indices of its
         windows in `windows`. All ranks get the same number of microbatches with the same shapes.
     """
-    batch_size = run.global_microbatch_size
+    batch_size = run.global_microbatch_size  # windows in one microbatch of all ranks together
     indexed_windows = enumerate(windows)  # pairs of index and window
     while chunk := list(islice(indexed_windows, SORTED_BATCHES * batch_size)):
-        # Sort the windows of several microbatches by length, the longest first.
-        chunk.sort(key=lambda pair: len(pair[1].tokens), reverse=True)
+        chunk.sort(key=lambda pair: len(pair[1].tokens), reverse=True)  # the longest first
         microbatches = []
         indices = []
         for start in range(0, len(chunk), batch_size):
             global_batch = chunk[start : start + batch_size]
+            # The ranks take turns in the windows of the global batch.
             microbatch, local_indices = _make_local_batch(global_batch, run, data_rank, device)
             microbatches.append(microbatch)
             indices.append(local_indices)

@@ -92,7 +92,7 @@ class Worker:
             maxsize=job.dataset.prefetch
         )
         self._thread = threading.Thread(
-            target=self._receive,
+            target=self._exchange_data,
             args=(self._process.stdin, self._process.stdout, (data, shard)),
             daemon=True,
         )
@@ -162,11 +162,11 @@ class Worker:
             "start the run again."
         )
 
-    def _receive(self, stdin: IO[bytes], stdout: IO[bytes], setup: Any) -> None:
-        """Send `setup` to the process, and put each batch or error that it sends into the queue.
+    def _exchange_data(self, stdin: IO[bytes], stdout: IO[bytes], setup: Any) -> None:
+        """Send `setup` to the process, and put each batch or error that it returns into the queue.
 
-        This function runs in a thread until the process exits. The last item in the queue is an
-        error that explains why there are no more batches.
+        This runs in a thread until the process exits. The last item in the queue is an error that
+        explains why there are no more batches.
 
         Args:
             stdin: Standard input of the process.
@@ -175,9 +175,9 @@ class Worker:
         """
         try:
             with stdout:
-                with stdin:  # closed after the setup
+                with stdin:
                     pickle.dump(setup, stdin)
-                while True:
+                while True:  # until `load` raises EOFError
                     self._received.put(pickle.load(stdout))
         except (EOFError, OSError, pickle.UnpicklingError):  # the process has exited
             self._received.put(self._find_cause_of_exit())

@@ -301,8 +301,8 @@ class TokenSource(RandomAccess):
     """Base class of sources whose documents were tokenized in advance."""
 
     @abstractmethod
-    def check(self, tokenizer: Tokenizer, holdout: float) -> None:
-        """Check that the token ids belong to the tokenizer of the run, before they are read.
+    def attach_tokenizer(self, tokenizer: Tokenizer, holdout: float) -> None:
+        """Check that the token ids belong to the tokenizer of the run, and prepare to read them.
 
         Args:
             tokenizer: Tokenizer of the run.
@@ -364,16 +364,24 @@ class Sequential(Source):
         Raises:
             UserError: If the part is damaged or has changed.
         """
-        file, part_in_file = self.parts[part]
+        for index, (location, raw) in enumerate(self._read_raw(*self.parts[part])):
+            report_progress(index)
+            if index >= start:
+                yield parse_record(raw, self.column, location, self.mask_column)
+
+    def _read_raw(self, file: Any, number: int) -> Iterator[tuple[str, object]]:
+        """Yield the records of a part like `raw`, and report errors and changed files.
+
+        Raises:
+            UserError: If the part is damaged or has changed.
+        """
         # If the file is unknown, any file of the source may contain the part.
         check_for_changes = self.check_files if file is None else file.check
         last_location = f"the beginning of {self.name if file is None else file.path}"
         try:
-            for index, (location, raw) in enumerate(self.raw(file, part_in_file)):
+            for location, raw in self.raw(file, number):
                 last_location = location
-                report_progress(index)
-                if index >= start:
-                    yield parse_record(raw, self.column, location, self.mask_column)
+                yield location, raw
         except Exception as error:  # each library has different exception types
             check_for_changes()  # raises another error if a changed file is the cause
             raise UserError(

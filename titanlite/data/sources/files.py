@@ -20,10 +20,10 @@ import numpy as np
 import xxhash
 
 from titanlite.config import storage
-from titanlite.config.errors import UserError, one_line
+from titanlite.config.errors import UserError
 from titanlite.config.registry import SOURCES
 from titanlite.config.schema import DataSource, JobConfig, TextSource
-from titanlite.data.hub import SOURCE_OF_SUFFIX, propose_download
+from titanlite.data.hub import SOURCE_OF_SUFFIX, describe_cause, propose_download
 from titanlite.data.sources.base import (
     DocumentIndex,
     File,
@@ -121,19 +121,21 @@ class FileSpans(RandomAccess):
         file, start, end = self._index.locate(index)
         with file.open() as stream:
             stream.seek(start)
+            # `extract_text` reports lines that are too long. Documents of plain text are shorter.
             raw = stream.read(min(end - start, MAX_LINE_BYTES + 1))
             try:
                 if self._is_json:
                     return extract_text(raw, self.column, self.mask_column)
                 return raw.decode().removeprefix("\ufeff")  # the byte order mark
             except UnicodeDecodeError as error:
-                line = _count_lines(stream, start + error.start)
+                bad_byte = start + error.start
                 problem = f"byte 0x{error.object[error.start]:02x} is not UTF-8"
-                return BadRecord(f"{file.path}, line {line}: {problem}")
             except (ValueError, RecursionError) as error:
                 # Blank lines can precede the record, so report the last line of the range.
-                line = _count_lines(stream, end - 1)
-                return BadRecord(f"{file.path}, line {line}: {error}")
+                bad_byte = end - 1
+                problem = str(error)
+            line = _count_lines(stream, bad_byte)
+        return BadRecord(f"{file.path}, line {line}: {problem}")
 
 
 def _find_line_ends(stream: BinaryIO, digest: xxhash.xxh3_128) -> Iterator[int]:
@@ -173,14 +175,14 @@ def _find_text_ends(stream: BinaryIO, digest: xxhash.xxh3_128, max_bytes: int) -
         max_bytes: Maximum size of a document.
     """
     end = 0
-    # Read one byte more than a document can have. The file ends if there are fewer.
+    # Read one byte more than a document can have, to see whether the rest is too long for one.
     while block := stream.read(max_bytes + 1):
         if len(block) > max_bytes:
             block = block[: _find_cut(block, max_bytes)]
+            stream.seek(end + len(block))  # the next document begins at the cut
         digest.update(block)
         end += len(block)
         yield end
-        stream.seek(end)  # go back to the end of the document, if the block was longer
 
 
 def _find_cut(block: bytes, max_bytes: int) -> int:
@@ -381,7 +383,7 @@ def open_datasets(spec: TextSource, files: list[Path]) -> MappedDataset | Stream
     except UserError:
         raise
     except Exception as error:  # each part of the library has different exception types
-        cause = one_line(str(error.__cause__ or error) or repr(error)).rstrip(".")
+        cause = describe_cause(error).rstrip(".")
         remedy = (
             "Check dataset.path and the network. To download a dataset of the Hub first, use "
             "`titanlite get data OWNER/NAME`."
@@ -406,16 +408,16 @@ def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
     except UserError as error:
         if spec.path is None:
             raise
-        # For example "dataset.path = 'a.jsonl' matches no file".
+        # The message of `find_files` continues this sentence, such as with "matches no file".
         raise UserError(f"dataset.path = {spec.path!r} {error}") from None
 
     if spec.source == "jsonl" and has_compressed(files):
-        source: Source = CompressedLines(spec, files)
+        source: Source = CompressedLines(spec, files)  # cannot be read in random order
     else:
         source = SOURCES.make_instance(Source, spec.source, spec, files, job=job)
     if not source.num_units:
         raise UserError(f"{source.name} is empty: it contains no documents")
-    # The mask selects the tokens that count in the loss, so it belongs to the contents.
+    # A different loss mask changes the contents of the source, which its fingerprint identifies.
     if spec.loss_mask_column is not None:
         source.fingerprint = add_column(source.fingerprint, spec.loss_mask_column)
     return source
@@ -465,15 +467,19 @@ def find_files(spec: TextSource) -> list[Path]:
         The list can also be empty for a source from a plugin.
 
     Raises:
-        UserError: If the path is missing, matches no file, or names files of the wrong kind.
+        UserError: If the path is missing, matches no file, or names files of the wrong kind. If a
+            path is set, the message continues a sentence that begins with it, such as "matches no
+            file".
     """
     if spec.source == "python_stdlib":
         return _find_stdlib_files()
 
-    if spec.path is None and spec.source in _SOURCES_WITH_PATH:
-        raise UserError(f"dataset.path is missing: dataset.source = {spec.source!r} needs one")
-    if spec.path is None or spec.source in _HUB_SOURCES:
-        return []
+    if spec.path is None:
+        if spec.source in _SOURCES_WITH_PATH:
+            raise UserError(f"dataset.path is missing: dataset.source = {spec.source!r} needs one")
+        return []  # "c4", or a source from a plugin
+    if spec.source in _HUB_SOURCES:
+        return []  # `datasets` finds the files
 
     pattern = _choose_pattern(spec.path, spec.source)
     files = _find_matching_files(pattern)

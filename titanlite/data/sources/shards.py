@@ -162,7 +162,7 @@ class Shards(TokenSource):
         self._indexes = self._open_indexes("idx", checksums)
         self._hashes: list[_IndexFile] = []  # opened only for a holdout
 
-    def check(self, tokenizer: Tokenizer, holdout: float) -> None:
+    def attach_tokenizer(self, tokenizer: Tokenizer, holdout: float) -> None:
         """Check that the run can read the shards, and open the .hash files for a holdout.
 
         Args:
@@ -182,8 +182,7 @@ class Shards(TokenSource):
         if holdout == 0:
             return
 
-        has_hashes = self._manifest.format >= 2
-        if not has_hashes:
+        if self._manifest.format == 1:  # which has no .hash files
             raise UserError(
                 f"{self.name} was prepared by an older titanlite without the hashes that "
                 "validation.holdout needs. Prepare it again, or set a source in [validation]."
@@ -229,21 +228,19 @@ class Shards(TokenSource):
         if start == end:
             return b""
 
-        # Checksums are for whole blocks, so extend the range to block boundaries.
         entry = self._manifest.shards[shard]
         file = self._tokens[shard]
         file_size = entry.tokens * self._dtype.itemsize
-        first_block = start // TOKEN_BLOCK_BYTES
-        num_blocks = math.ceil(end / TOKEN_BLOCK_BYTES) - first_block
-        blocks_start = first_block * TOKEN_BLOCK_BYTES
-        blocks_end = min(blocks_start + num_blocks * TOKEN_BLOCK_BYTES, file_size)
+        # Checksums are for whole blocks, so read all blocks that contain a part of the range.
+        blocks = range(start // TOKEN_BLOCK_BYTES, math.ceil(end / TOKEN_BLOCK_BYTES))
+        blocks_start = blocks.start * TOKEN_BLOCK_BYTES
+        blocks_end = min(blocks.stop * TOKEN_BLOCK_BYTES, file_size)
+        raw = file.read(blocks_start, blocks_end - blocks_start)
 
-        blocks = file.read(blocks_start, blocks_end - blocks_start)
         # The index file has one end per document, and then one checksum per block.
-        first_checksum = entry.documents + first_block
-        checksums = self._indexes[shard].read(first_checksum, num_blocks)
-        _verify(file, blocks, first_block, checksums, TOKEN_BLOCK_BYTES)
-        return blocks[start - blocks_start : end - blocks_start]
+        checksums = self._indexes[shard].read(entry.documents + blocks.start, len(blocks))
+        _verify(file, raw, blocks.start, checksums, TOKEN_BLOCK_BYTES)
+        return raw[start - blocks_start : end - blocks_start]
 
     def _path(self, entry: ShardEntry, suffix: str) -> Path:
         """Return the path of a shard's file with the suffix "bin", "idx" or "hash"."""

@@ -73,15 +73,17 @@ class TokenFile:
         self.num_tokens, remainder = divmod(size - self.offset, self.dtype.itemsize)
         if remainder:
             raise ValueError(f"{size:,} bytes do not divide into ids of type {self.dtype}")
-        if self.index is not None:
-            assert self.ends is not None
-            # Each document begins where the previous one ends, and the first one at token 0.
-            # Comparing the bounds, unlike subtracting them, cannot overflow for a damaged index.
-            bounds = np.append(0, self.ends)
-            is_ascending = (bounds[:-1] <= bounds[1:]).all()
-            covers_all_tokens = bounds[-1] == self.num_tokens
-            if not is_ascending or not covers_all_tokens:
-                raise ValueError(f"its {self.num_tokens:,} tokens do not match {self.index.path}")
+        if self.index is None:
+            return
+
+        assert self.ends is not None
+        # Each document begins where the previous one ends, and the first one at token 0. Comparing
+        # the bounds, unlike subtracting them, cannot overflow for a damaged index.
+        bounds = np.append(0, self.ends)
+        is_ascending = (bounds[:-1] <= bounds[1:]).all()
+        covers_all_tokens = bounds[-1] == self.num_tokens
+        if not is_ascending or not covers_all_tokens:
+            raise ValueError(f"its {self.num_tokens:,} tokens do not match {self.index.path}")
 
     def read(self, start: int, end: int) -> np.ndarray:
         """Return the token ids from index `start` to `end` (exclusive).
@@ -148,10 +150,12 @@ class TokenFiles(TokenSource):
         self._token_files = [_open_token_file(file, spec.token_dtype) for file in self.files]
         self.files += [tokens.index for tokens in self._token_files if tokens.index is not None]
         self.num_tokens = sum(tokens.num_tokens for tokens in self._token_files)
-        self.num_units = self.num_tokens  # an upper bound, until `check` has found the documents
+        self.num_units = self.num_tokens  # an upper bound, until the documents are found
 
-    def check(self, tokenizer: Tokenizer, holdout: float) -> None:
+    def attach_tokenizer(self, tokenizer: Tokenizer, holdout: float) -> None:
         """Find the documents, compute the fingerprint, and check a sample with the tokenizer.
+
+        Some formats end documents with EOS, so documents are unknown before the tokenizer is.
 
         Args:
             tokenizer: Tokenizer of the run.
@@ -193,8 +197,8 @@ class TokenFiles(TokenSource):
 
     def where(self, part: int, number: int) -> str:
         """Return the file and the range of tokens of document `number`, for messages."""
-        tokens, start, end = self._index.locate(number)
-        return f"document {number}: {tokens.file.path}, tokens {start} to {end - 1}"
+        token_file, start, end = self._index.locate(number)
+        return f"document {number}: {token_file.file.path}, tokens {start} to {end - 1}"
 
     def record(self, index: int) -> Prepared:
         """Return the tokens of document `index`, and their hash if the run has a holdout.
@@ -202,13 +206,13 @@ class TokenFiles(TokenSource):
         Raises:
             UserError: If the file has changed, or contains an id outside of the vocabulary.
         """
-        tokens, start, end = self._index.locate(index)
-        ids = tokens.read(start, end)
+        token_file, start, end = self._index.locate(index)
+        ids = token_file.read(start, end)
         is_outside = (ids < 0) | (ids >= self._vocab_size)
         if is_outside.any():
             first = int(is_outside.argmax())
             raise UserError(
-                f"{tokens.file.path}: token {start + first} is the id {ids[first]}, but "
+                f"{token_file.file.path}: token {start + first} is the id {ids[first]}, but "
                 f"{self._tokenizer_path} has the ids 0 to {self._vocab_size - 1}. {_REMEDY}"
             )
 
