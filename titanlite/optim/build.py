@@ -37,7 +37,7 @@ def build_optimizer(
         config: Section [optimizer] of the job.
         compiled: Whether to compile the update.
         ranks: Ranks that hold shards of the same parameters. None means all ranks.
-        job: The whole job. Only optimizers of plugins read it, for the options in their section.
+        job: The whole job. Only plugin optimizers need it, to get the section with their options.
         arch: Architecture of the model, which determines the muP learning rates. None disables muP.
     """
     name_of_parameter = {parameter: name for name, parameter in model.named_parameters()}
@@ -56,7 +56,7 @@ def _group_parameters(
         config: Section [optimizer] of the job.
         arch: Architecture of the model for muP. None disables muP.
     """
-    # Parameters by (lr_factor, weight_decay). The usual groups come first, in any model.
+    # Parameters by (lr_factor, weight_decay). In any model, the usual groups come first.
     members: dict[tuple[float, float], list[nn.Parameter]] = {
         (1.0, config.weight_decay): [],
         (1.0, 0.0): [],
@@ -64,9 +64,11 @@ def _group_parameters(
     for parameter, name in names.items():
         lr_factor, weight_decay = _choose_lr_factor_and_decay(name, parameter.ndim, config)
         if arch is not None:
+            # Each step multiplies the weights by 1 - learning rate * weight decay. muP must not
+            # change this product.
             _, mup_lr_factor = arch.mup_factors(name, parameter.ndim)
             lr_factor *= mup_lr_factor
-            weight_decay /= mup_lr_factor  # keeps the decay of a step: learning rate * weight_decay
+            weight_decay /= mup_lr_factor
         members.setdefault((lr_factor, weight_decay), []).append(parameter)
 
     return [

@@ -152,16 +152,16 @@ class Muon(torch.optim.Optimizer):
             The all-to-all in progress. Its result holds the shards of the matrices that this rank
             owns, ordered by sending rank.
         """
-        sent_to_owners: list[list[Tensor]] = []
+        directions_by_owner: list[list[Tensor]] = []
         for matrices in plan.matrices_of_owner:
-            sent_to_owner: list[Tensor] = []
+            sent_directions: list[Tensor] = []
             for matrix in matrices:
                 direction = self._update_momentum(matrix, skip)
                 # With HSDP several ranks hold and update the same shard, but only one sends it.
                 if matrix in plan.sent:
-                    sent_to_owner.append(direction)
-            sent_to_owners.append(sent_to_owner)
-        return self._start_transfer(sent_to_owners, plan.gather_sizes)
+                    sent_directions.append(direction)
+            directions_by_owner.append(sent_directions)
+        return self._start_transfer(directions_by_owner, plan.gather_sizes)
 
     def _update_momentum(self, matrix: Any, skip: Tensor) -> Tensor:
         """Update this rank's momentum shard of a matrix, and return its flat Nesterov direction."""
@@ -180,7 +180,7 @@ class Muon(torch.optim.Optimizer):
         Returns:
             The all-to-all in progress. Its result holds this rank's shards, ordered by owner.
         """
-        # Do not keep the momenta, which use as much memory as the directions.
+        # Keep no reference to the whole momenta, which use as much memory as the directions.
         directions = [orthogonalize(momentum) for momentum in _assemble_owned(plan, gathered)]
         num_ranks = len(plan.matrices_of_owner)
         sent_to_ranks = [_cut_shards(directions, plan.owned, rank) for rank in range(num_ranks)]
@@ -276,12 +276,15 @@ def _assemble_owned(plan: _RoundPlan, gathered: Tensor) -> list[Tensor]:
 def _cut_shards(
     directions: Sequence[Tensor], matrices: Sequence[DTensor], rank: int
 ) -> list[Tensor]:
-    """Return the shards that a rank holds of some matrices, cut from their whole directions, flat.
+    """Cut out the part of each direction that a rank needs to update its shard of the matrix.
 
     Args:
         directions: Orthogonalized momentum of each matrix, as plain tensors.
         matrices: The matrices, whose layouts determine the shards.
         rank: Index of the rank in the flattened device mesh.
+
+    Returns:
+        A flat tensor for each matrix.
     """
     pairs = zip(directions, matrices, strict=True)
     return [direction[shard_slices(matrix, rank)].flatten() for direction, matrix in pairs]
@@ -441,21 +444,19 @@ def _iteration_flops(matrix: Tensor) -> int:
 
 def _numel_on_rank(matrices: Sequence[DTensor], rank: int) -> int:
     """Return the number of elements of all `matrices` that a rank holds."""
-    return sum(_shard_numel(matrix, rank) for matrix in matrices)
-
-
-def _shard_numel(matrix: DTensor, rank: int) -> int:
-    """Return the number of elements of `matrix` that a rank holds."""
-    return math.prod(part.stop - part.start for part in shard_slices(matrix, rank))
+    numel = 0
+    for matrix in matrices:
+        numel += math.prod(part.stop - part.start for part in shard_slices(matrix, rank))
+    return numel
 
 
 def _select_in_same_replica(
     matrices: Sequence[DTensor], rank: int, other_rank: int
 ) -> list[DTensor]:
-    """Return the matrices of which two ranks hold shards that belong to the same replica.
+    """Return the matrices for which two ranks hold shards of the same replica.
 
-    With tensor parallelism, a plugin can replicate some matrices and shard the others, so the
-    result can be a part of the matrices.
+    Some of the matrices can have replicas and others none, for example if a plugin replicates its
+    matrices under tensor parallelism.
     """
     return [matrix for matrix in matrices if _are_in_same_replica(matrix, rank, other_rank)]
 
