@@ -115,8 +115,7 @@ def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
     """
     family = _find_family(arch)
     fields = _export_fields(arch, family)
-    has_layer_types = "layer_types" in fields
-    if has_layer_types:
+    if "layer_types" in fields:  # some layers have a sliding window
         fields |= _export_layer_types(arch)
 
     return {
@@ -296,7 +295,7 @@ class _Llama3Rope(_RopeTable):
     rope_high_freq_factor: RopeTurns = Field(alias="high_freq_factor")
     rope_original_max_seq_len: Size | None = Field(None, alias="original_max_position_embeddings")
 
-    def scaling_fields(self) -> dict[str, Any]:
+    def import_fields(self) -> dict[str, Any]:
         """Return the fields of `Architecture` that this table sets.
 
         Raises:
@@ -321,7 +320,7 @@ class _YarnRope(_RopeTable):
     rope_attention_factor: float | None = Field(None, ge=1e-6, le=1e6, alias="attention_factor")
     rope_original_max_seq_len: Size | None = Field(None, alias="original_max_position_embeddings")
 
-    def scaling_fields(self) -> dict[str, Any]:
+    def import_fields(self) -> dict[str, Any]:
         """Return the fields of `Architecture` that this table sets."""
         attention_factor = self.rope_attention_factor or 0.0  # 0 selects the default
         return _import_fields(self) | {"rope_attention_factor": attention_factor}
@@ -362,7 +361,7 @@ def _rope_fields(table: _AnyRope, config: HFConfig) -> dict[str, Any]:
     if isinstance(table, _DefaultRope) or table.rope_scaling_factor == 1.0:
         return {"rope_theta": rope_theta}  # without scaling, all other settings have no effect
 
-    return table.scaling_fields() | {
+    return table.import_fields() | {
         "rope_theta": rope_theta,
         "rope_scaling": table.rope_type,
         "rope_original_max_seq_len": table.rope_original_max_seq_len or config.max_seq_len,
@@ -584,8 +583,7 @@ class _Olmo3(_Olmo2):
     def _select_full_attention(cls, tables: Any) -> Any:
         """Reduce the two tables in rope_parameters to the table for layers without a window.
 
-        The table for layers with a sliding window has no other information, because it must be
-        unscaled, with the same rope_theta.
+        The other table is redundant: it must be unscaled and have the same rope_theta.
 
         Args:
             tables: Value of the key rope_parameters: RoPE settings for layers without a window

@@ -484,16 +484,16 @@ class Llama(nn.Module):
         arch = self.arch
         is_scaled = arch.rope_scaling_factor != 1.0
         cos, sin = rope_table(arch, positions, is_scaled)
-        ropes = {"default": (cos, sin), "unscaled": (cos, sin)}  # see `_rope_kind`
+        ropes = {"configured": (cos, sin), "unscaled": (cos, sin)}  # see `_choose_rope`
         if is_scaled and arch.full_attention_interval:
             ropes["unscaled"] = rope_table(arch, positions, is_scaled=False)
         if arch.no_rope_interval:
             # Angles of zero make RoPE the identity, so NoPE layers compile to the same graph.
             ropes["none"] = torch.ones_like(cos), torch.zeros_like(sin)
-        return [ropes[self._rope_kind(int(layer))] for layer in self.layers]
+        return [ropes[self._choose_rope(int(layer))] for layer in self.layers]
 
-    def _rope_kind(self, layer: int) -> Literal["default", "unscaled", "none"]:
-        """Return the kind of RoPE that a block applies: the default kind, without scaling, or none.
+    def _choose_rope(self, layer: int) -> Literal["configured", "unscaled", "none"]:
+        """Return which RoPE a block applies: as configured, without scaling, or none.
 
         If only some blocks have a sliding window, these blocks do not scale RoPE, because the
         window fits into the original context.
@@ -506,7 +506,7 @@ class Llama(nn.Module):
             return "none"
         if arch.full_attention_interval and not arch.is_full_attention(layer):
             return "unscaled"
-        return "default"
+        return "configured"
 
     def compute_logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the logits (B, T, V) of hidden states (B, T, C) for the output matrix (V, C)."""

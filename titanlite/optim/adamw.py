@@ -89,7 +89,7 @@ class ShardSeed(NamedTuple):
 
 
 class StepScalars(NamedTuple):
-    """Scalars that all parameters of a group share in one step, such as the learning rate.
+    """Scalars that all parameters of a group share in one step, such as the step size.
 
     They are tensors, because `torch.compile` would recompile the update for each new Python number.
     """
@@ -200,7 +200,7 @@ class AdamW(torch.optim.Optimizer):
         if self.rule == "AdamW":
             # Moments start at zero, so they are too small in the first steps. To correct this,
             # divide the first moment by 1 - beta1**step, and the second by 1 - beta2**step:
-            #     update = step_size * first / (root_correction * sqrt(second) + eps)
+            #     update = step_size * mean / (root_correction * sqrt(square) + eps)
             beta1, beta2 = group["betas"]
             step_size = lr / (1 - beta1**step)
             root_correction = (1 - beta2**step).rsqrt()
@@ -334,7 +334,7 @@ def _update_(
         parameter: Slice of the parameter, shape (N,).
         gradient: Slice of its gradient, shape (N,).
         moments: Slices of its moments, each of shape (N,).
-        scalars: Scalars of this step, such as the learning rate.
+        scalars: Scalars of this step, such as the step size.
         rule: Update rule and its constants.
         seed: Seed of the shard, for stochastic rounding.
         start: Index of the first element of the slice in the shard.
@@ -458,7 +458,8 @@ def _round_like_old_values(
     Args:
         new_values: Parameter and up to two moments, fp32, each of shape (N,).
         old_values: The same tensors before the step, in the dtypes to round to.
-        random_bits: Random 32-bit integers, shape (N,). Rounding an element uses 16 of the bits.
+        random_bits: Random 32-bit integers, shape (N,). Rounding uses only the low 16 bits of an
+            integer, so the parameter and each moment get different ones.
     """
     all_bits = [random_bits, random_bits >> 16, _hash32(random_bits)]
     bits_of_values = all_bits[: len(new_values)]

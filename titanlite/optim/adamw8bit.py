@@ -34,7 +34,7 @@ class AdamW8bit(torchao.optim.AdamW8bit):
             self._subclass_zeros(torch.empty(BLOCK_SIZE), signed, BLOCK_SIZE)
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
-        """Create a moment of zeros for a parameter, in 8 bits if the whole parameter is large.
+        """Create a moment of zeros for a parameter, in 8 bits if `_has_8bit_moments`.
 
         torchao calls this method for each moment. The original decides by the size of the local
         shard, so ranks with shards of different sizes could choose different dtypes.
@@ -66,7 +66,7 @@ class AdamW8bit(torchao.optim.AdamW8bit):
 
 
 def _has_8bit_moments(parameter: Tensor) -> bool:
-    """Return whether a parameter is large enough for 8-bit moments, and its rows are whole blocks.
+    """Return whether a parameter is a large matrix whose rows consist of whole blocks.
 
     The shape of a DTensor is the shape of the whole parameter, so all ranks agree.
     """

@@ -65,7 +65,7 @@ def _group_parameters(
         lr_factor, weight_decay = _choose_lr_factor_and_decay(name, parameter.ndim, config)
         if arch is not None:
             # Each step multiplies the weights by 1 - learning rate * weight decay. muP must not
-            # change this product.
+            # change learning rate * weight decay.
             _, mup_lr_factor = arch.mup_factors(name, parameter.ndim)
             lr_factor *= mup_lr_factor
             weight_decay /= mup_lr_factor
@@ -183,10 +183,10 @@ def muon(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
     other_parameters = recipe.names.keys() - block_matrices
     matrix_groups = _select_parameters(groups, block_matrices)
     other_groups = _select_parameters(groups, other_parameters)
-    return Muon(matrix_groups, _adamw_with_state(other_groups, recipe), recipe)
+    return Muon(matrix_groups, _build_adamw_with_state(other_groups, recipe), recipe)
 
 
-def _adamw_with_state(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
+def _build_adamw_with_state(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
     """Build AdamW with the state of all its parameters, to become a part of Muon.
 
     The torch AdamW would create its state in the first step. When a checkpoint is loaded, missing

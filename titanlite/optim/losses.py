@@ -118,7 +118,7 @@ class CrossEntropy(Loss):
         return compute_loss(
             _gather_sequence(hidden),
             weight.to_local(),
-            first_class=_first_local_class(weight, mesh),
+            first_class=_find_first_class(weight, mesh),
             group=mesh.get_group(),
         )
 
@@ -181,8 +181,8 @@ class Reference(LogitsLoss):
         return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
 
 
-def _first_local_class(weight: DTensor, mesh: DeviceMesh) -> int:
-    """Return the first class of this rank: the number of rows that the ranks before it hold.
+def _find_first_class(weight: DTensor, mesh: DeviceMesh) -> int:
+    """Return the first class of this rank.
 
     Args:
         weight: Output matrix, shape (V, C), sharded along V, with one row per class.
@@ -258,8 +258,8 @@ class Targets(NamedTuple):
     all tokens, and the result is then split into chunks.
 
     Attributes:
-        column: Column of each label in the logits of this rank, shape (n, 1). Any column if the
-            class belongs to another rank.
+        column: Column of each label in the logits of this rank, shape (n, 1). Any valid column if
+            the class belongs to another rank.
         is_local: Whether the class of each label belongs to this rank, shape (n,).
         loss_factor: Factor that multiplies the loss of each token, shape (n,). 0 for ignored
             labels.
@@ -290,8 +290,7 @@ def prepare_targets(labels: Tensor, scale: Tensor, first_class: int, num_classes
     is_local = (column >= 0) & (column < num_classes)
     valid_column = column.clamp(0, num_classes - 1)  # `gather` fails for any other column
 
-    # The loss is `loss_factor * (logsumexp(logits) - logits[column])`. The second term has the
-    # gradient `-loss_factor`, and the first term is left to `softmax_loss`.
+    # `softmax_loss` adds the gradient of `logsumexp` to `label_grad`.
     loss_factor = torch.where(labels == IGNORE_INDEX, 0.0, scale)
     label_grad = torch.where(is_local, -loss_factor, 0.0)
     return Targets(valid_column[:, None], is_local, loss_factor, label_grad[:, None])

@@ -245,7 +245,7 @@ class _Transfer:
     work: dist.Work
 
     def wait(self) -> Tensor:
-        """Wait for the collective, free the sent elements, and return the received elements."""
+        """Wait for the collective, drop the sent elements, and return the received elements."""
         self.work.wait()
         self.source = None
         return self.result
