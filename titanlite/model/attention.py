@@ -120,28 +120,30 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: DocumentBounds) ->
 
     from torch.nn.attention.varlen import varlen_attn  # importing it takes a second
 
-    # The kernel reads the batch as one sequence of B * T tokens. These are views.
-    q_flat = q.transpose(1, 2).flatten(0, 1)
-    k_flat = k.transpose(1, 2).flatten(0, 1)
-    v_flat = v.transpose(1, 2).flatten(0, 1)
+    num_earlier_tokens = bounds.window - 1  # a window of 0 gives -1, which means all
+    num_later_tokens = 0
     # torch 2.15 would prefer cuDNN on some GPUs. Use the same kernel with every version.
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out = varlen_attn(
-            q_flat,
-            k_flat,
-            v_flat,
+            _join_sequences(q),
+            _join_sequences(k),
+            _join_sequences(v),
             bounds.cu_seqlens,
             bounds.cu_seqlens,
             # Pass an upper bound, because reading the longest length from the GPU would
             # synchronize.
             max_q=seq_len,
             max_k=seq_len,
-            # Numbers of earlier and later tokens. If `window` is 0, -1 selects all earlier tokens.
-            window_size=(bounds.window - 1, 0),
+            window_size=(num_earlier_tokens, num_later_tokens),
             enable_gqa=num_heads != k.shape[1],
         )
     assert isinstance(out, Tensor)
     return out.unflatten(0, (batch_size, seq_len)).transpose(1, 2)
+
+
+def _join_sequences(x: Tensor) -> Tensor:
+    """Convert queries, keys or values (B, H, T, D) to one sequence of tokens (B * T, H, D)."""
+    return x.transpose(1, 2).flatten(0, 1)  # a view
 
 
 def _bounds_to_mask(bounds: DocumentBounds, batch_size: int, seq_len: int) -> Tensor:
@@ -237,26 +239,35 @@ def _rotate(
         sin: Sines of the angles, same shape.
         inverse: Rotate by the negative angles.
     """
-    # Process queries and keys together. The pairs have a dimension of length 2 for a and b.
+    # Process queries and keys together, for fewer kernel launches. A pair has the channels a and b.
     x = torch.cat((q, k), dim=-2)  # (B, T, H + H_kv, D)
-    x_pairs = x.unflatten(-1, (2, -1))  # (B, T, H + H_kv, 2, D / 2)
-
-    # One kernel multiplies both channels of all pairs. The products are fp32, like cos and sin.
-    a_cos, b_cos = (x_pairs * cos[..., None, :]).unbind(-2)
-    a_sin, b_sin = (x_pairs * sin[..., None, :]).unbind(-2)
+    a_cos, b_cos = _multiply_pairs(x, cos)  # each (B, T, H + H_kv, D / 2), fp32
+    a_sin, b_sin = _multiply_pairs(x, sin)
 
     # Do not fuse multiplication and addition: the result would differ from a compiled block.
+    sign = -1 if inverse else 1  # factor of the sines
     rotated = torch.empty_like(x)
     rotated_a, rotated_b = rotated.chunk(2, dim=-1)  # views of both halves, filled below
-    if inverse:
-        torch.add(a_cos, b_sin, out=rotated_a)
-        torch.sub(b_cos, a_sin, out=rotated_b)
-    else:
-        torch.sub(a_cos, b_sin, out=rotated_a)
-        torch.add(b_cos, a_sin, out=rotated_b)
+    torch.add(a_cos, b_sin, alpha=-sign, out=rotated_a)
+    torch.add(b_cos, a_sin, alpha=sign, out=rotated_b)
 
     rotated_q, rotated_k = rotated.split((q.shape[-2], k.shape[-2]), dim=-2)
     return rotated_q, rotated_k
+
+
+def _multiply_pairs(x: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Multiply both channels of each pair (i, i + D / 2) by the same factor, with one kernel.
+
+    Args:
+        x: Queries or keys, shape (B, T, H, D).
+        factor: Factor of each pair, shape (T, 1, D / 2) or (B, T, 1, D / 2), fp32.
+
+    Returns:
+        Products of the first and of the second channels, each of shape (B, T, H, D / 2), fp32.
+    """
+    pairs = x.unflatten(-1, (2, -1))  # (B, T, H, 2, D / 2)
+    first, second = (pairs * factor[..., None, :]).unbind(-2)
+    return first, second
 
 
 class LayerCache:

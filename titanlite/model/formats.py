@@ -114,22 +114,15 @@ def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
         UserError: If no model family in transformers can represent the model.
     """
     family = _find_family(arch)
-    rope_scaling = _export_rope_scaling(arch)
     fields = _export_fields(arch, family)
-    if "layer_types" in fields:  # the family has layers with and without a window
-        # As in OLMo 3, only layers without a window scale RoPE.
-        unscaled = {"rope_type": "default", "rope_theta": arch.rope_theta}
-        fields["layer_types"] = _layer_types(arch.full_attention_interval, arch.n_layers)
-        fields["rope_parameters"] = {
-            "full_attention": unscaled | (rope_scaling or {}),
-            "sliding_attention": unscaled,
-        }
+    if "layer_types" in fields:  # some layers have a sliding window
+        fields |= _export_layer_types(arch)
 
     return {
         "architectures": [family.causal_lm],
         "model_type": family.kind,
         "rope_theta": arch.rope_theta,
-        "rope_scaling": rope_scaling,
+        "rope_scaling": _export_rope_scaling(arch),
         "attention_bias": False,
         "attention_dropout": 0.0,
         "mlp_bias": False,
@@ -139,6 +132,23 @@ def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
         "torch_dtype": dtype,
         "pad_token_id": None,  # the default of some families may exceed this vocabulary
         **fields,
+    }
+
+
+def _export_layer_types(arch: Architecture) -> dict[str, Any]:
+    """Return the keys of config.json for a model in which some layers have a sliding window.
+
+    As in OLMo 3, only layers without a window scale RoPE. transformers 5 reads RoPE settings per
+    kind of layer from rope_parameters. Earlier versions read rope_theta and rope_scaling, which
+    they apply only to layers without a window.
+    """
+    unscaled = {"rope_type": "default", "rope_theta": arch.rope_theta}
+    return {
+        "layer_types": _layer_types(arch.full_attention_interval, arch.n_layers),
+        "rope_parameters": {
+            "full_attention": unscaled | (_export_rope_scaling(arch) or {}),
+            "sliding_attention": unscaled,
+        },
     }
 
 
@@ -221,8 +231,7 @@ def _parse_hf_config(config: dict[str, Any]) -> HFConfig:
         raise UserError(f"config.json: {explain_error(family, error)}") from None
 
     # Missing sizes have been set to the Llama defaults, which are wrong for other families.
-    is_llama = family is HFConfig
-    if not is_llama:
+    if family.kind != "llama":
         _check_has_sizes(parsed)
     return parsed
 
@@ -286,6 +295,19 @@ class _Llama3Rope(_RopeTable):
     rope_high_freq_factor: RopeTurns = Field(alias="high_freq_factor")
     rope_original_max_seq_len: Size | None = Field(None, alias="original_max_position_embeddings")
 
+    def import_fields(self) -> dict[str, Any]:
+        """Return the fields of `Architecture` that this table sets.
+
+        Raises:
+            UserError: If the high frequency factor is not greater than the low one.
+        """
+        # Llama 3.1 interpolates between the two factors, so they must differ.
+        if self.rope_high_freq_factor <= self.rope_low_freq_factor:
+            raise UserError(
+                "config.json: rope_scaling: high_freq_factor must be greater than low_freq_factor."
+            )
+        return _import_fields(self)
+
 
 class _YarnRope(_RopeTable):
     """RoPE with YaRN frequency scaling. The default values match transformers."""
@@ -297,6 +319,11 @@ class _YarnRope(_RopeTable):
     rope_beta_slow: RopeTurns = Field(1.0, alias="beta_slow")
     rope_attention_factor: float | None = Field(None, ge=1e-6, le=1e6, alias="attention_factor")
     rope_original_max_seq_len: Size | None = Field(None, alias="original_max_position_embeddings")
+
+    def import_fields(self) -> dict[str, Any]:
+        """Return the fields of `Architecture` that this table sets."""
+        attention_factor = self.rope_attention_factor or 0.0  # 0 selects the default
+        return _import_fields(self) | {"rope_attention_factor": attention_factor}
 
 
 _AnyRope = _DefaultRope | _Llama3Rope | _YarnRope
@@ -334,19 +361,11 @@ def _rope_fields(table: _AnyRope, config: HFConfig) -> dict[str, Any]:
     if isinstance(table, _DefaultRope) or table.rope_scaling_factor == 1.0:
         return {"rope_theta": rope_theta}  # without scaling, all other settings have no effect
 
-    # Llama 3.1 interpolates between the two factors, so they must differ.
-    is_llama3 = isinstance(table, _Llama3Rope)
-    if is_llama3 and table.rope_high_freq_factor <= table.rope_low_freq_factor:
-        raise UserError(
-            "config.json: rope_scaling: high_freq_factor must be greater than low_freq_factor."
-        )
-    fields = _import_fields(table)
-    fields["rope_theta"] = rope_theta
-    fields["rope_scaling"] = table.rope_type
-    fields["rope_original_max_seq_len"] = table.rope_original_max_seq_len or config.max_seq_len
-    if isinstance(table, _YarnRope):
-        fields["rope_attention_factor"] = table.rope_attention_factor or 0.0  # 0 is the default
-    return fields
+    return table.import_fields() | {
+        "rope_theta": rope_theta,
+        "rope_scaling": table.rope_type,
+        "rope_original_max_seq_len": table.rope_original_max_seq_len or config.max_seq_len,
+    }
 
 
 def _parse_rope_table(table: Any) -> _AnyRope | None:
@@ -562,9 +581,9 @@ class _Olmo3(_Olmo2):
     @field_validator("rope_parameters", mode="before")
     @classmethod
     def _select_full_attention(cls, tables: Any) -> Any:
-        """Return the `full_attention` RoPE settings, which apply to layers without a window.
+        """Reduce the two tables in rope_parameters to the table for layers without a window.
 
-        Layers with a sliding window must have unscaled RoPE with the same rope_theta.
+        The other table is redundant: it must be unscaled and have the same rope_theta.
 
         Args:
             tables: Value of the key rope_parameters: RoPE settings for layers without a window
@@ -576,20 +595,29 @@ class _Olmo3(_Olmo2):
         """
         if not tables:
             return tables
-        if isinstance(tables, dict) and tables.keys() == {"full_attention", "sliding_attention"}:
-            full_attention = tables["full_attention"]  # validated later by `_parse_rope_table`
-            theta = full_attention.get("rope_theta") if isinstance(full_attention, dict) else None
-            if tables["sliding_attention"] == {"rope_type": "default", "rope_theta": theta}:
-                return full_attention
-        raise ValueError(
-            "must have the tables full_attention and sliding_attention with the same "
-            "rope_theta, the latter without scaling"
-        )
+        if not _has_unscaled_window_table(tables):
+            raise ValueError(
+                "must have the tables full_attention and sliding_attention with the same "
+                "rope_theta, the latter without scaling"
+            )
+        return tables["full_attention"]  # validated later by `_parse_rope_table`
 
     @classmethod
     def can_represent(cls, arch: Architecture) -> bool:
         """Return whether a config.json of this family can describe the architecture."""
         return arch.full_attention_interval > 0 and super().can_represent(arch)
+
+
+def _has_unscaled_window_table(tables: Any) -> bool:
+    """Return whether `rope_parameters` has two tables, and the one for windows is unscaled.
+
+    Both tables must have the same rope_theta.
+    """
+    if not isinstance(tables, dict) or tables.keys() != {"full_attention", "sliding_attention"}:
+        return False
+    full_attention = tables["full_attention"]
+    rope_theta = full_attention.get("rope_theta") if isinstance(full_attention, dict) else None
+    return tables["sliding_attention"] == {"rope_type": "default", "rope_theta": rope_theta}
 
 
 def _layer_types(interval: int, num_layers: int) -> list[str]:
@@ -643,10 +671,10 @@ def compare_shapes(
         if name not in actual:
             differences.append(f"{name}: missing")
         elif name not in expected:
+            # The name comes from the file, so it can have any length.
             differences.append(f"{shorten(name)}: unexpected")
-        elif tuple(actual[name]) != expected[name]:
-            shape = tuple(actual[name])
-            differences.append(f"{name}: shape {shape}, expected {expected[name]}")
+        elif actual[name] != expected[name]:
+            differences.append(f"{name}: shape {actual[name]}, expected {expected[name]}")
     return differences
 
 

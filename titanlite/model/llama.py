@@ -12,7 +12,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -483,24 +483,30 @@ class Llama(nn.Module):
         """
         arch = self.arch
         is_scaled = arch.rope_scaling_factor != 1.0
-        full_rope = rope_table(arch, positions, is_scaled)
-        window_rope = full_rope
+        cos, sin = rope_table(arch, positions, is_scaled)
+        ropes = {"configured": (cos, sin), "unscaled": (cos, sin)}  # see `_choose_rope`
         if is_scaled and arch.full_attention_interval:
-            # Blocks with a window need no scaling: the window fits into the original context.
-            window_rope = rope_table(arch, positions, is_scaled=False)
-        no_rope = None
+            ropes["unscaled"] = rope_table(arch, positions, is_scaled=False)
         if arch.no_rope_interval:
             # Angles of zero make RoPE the identity, so NoPE layers compile to the same graph.
-            cos, sin = full_rope
-            no_rope = torch.ones_like(cos), torch.zeros_like(sin)
+            ropes["none"] = torch.ones_like(cos), torch.zeros_like(sin)
+        return [ropes[self._choose_rope(int(layer))] for layer in self.layers]
 
-        ropes = []
-        for i in map(int, self.layers):  # in the whole model, counted from 0
-            if no_rope is not None and (i + 1) % arch.no_rope_interval == 0:
-                ropes.append(no_rope)
-            else:
-                ropes.append(full_rope if arch.is_full_attention(i) else window_rope)
-        return ropes
+    def _choose_rope(self, layer: int) -> Literal["configured", "unscaled", "none"]:
+        """Return which RoPE a block applies: as configured, without scaling, or none.
+
+        If only some blocks have a sliding window, these blocks do not scale RoPE, because the
+        window fits into the original context.
+
+        Args:
+            layer: Index of the block in the whole model, counted from 0.
+        """
+        arch = self.arch
+        if arch.no_rope_interval and (layer + 1) % arch.no_rope_interval == 0:
+            return "none"
+        if arch.full_attention_interval and not arch.is_full_attention(layer):
+            return "unscaled"
+        return "configured"
 
     def compute_logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the logits (B, T, V) of hidden states (B, T, C) for the output matrix (V, C)."""

@@ -89,19 +89,19 @@ class ShardSeed(NamedTuple):
 
 
 class StepScalars(NamedTuple):
-    """Scalars that all parameters of a group share in one step, such as the learning rate.
+    """Scalars that all parameters of a group share in one step, such as the step size.
 
     They are tensors, because `torch.compile` would recompile the update for each new Python number.
     """
 
     decay: Tensor
     """Factor that multiplies the old value, from decoupled weight decay."""
-    lr: Tensor
-    """Learning rate. For AdamW, it is divided by the bias correction of the first moment."""
-    rsqrt_correction: Tensor
-    """Factor that multiplies the square root of the second moment to correct its bias."""
+    step_size: Tensor
+    """Learning rate. For AdamW, divided by the bias correction of the first moment."""
+    root_correction: Tensor
+    """Factor that corrects the bias of the square root of the second moment. Only AdamW uses it."""
     step_seed: Tensor
-    """Seed of the random bits, derived from the step number."""
+    """Seed of the random bits for stochastic rounding, derived from the step number."""
     skip: Tensor
     """1 to leave the parameter and its moments unchanged, else 0."""
 
@@ -111,6 +111,7 @@ class UpdateRule(NamedTuple):
 
     name: Literal["AdamW", "Lion", "SGD"]
     beta1: float
+    """For SGD, the momentum coefficient."""
     beta2: float
     eps: float
     stochastic_rounding: bool
@@ -195,16 +196,18 @@ class AdamW(torch.optim.Optimizer):
         lr = torch.as_tensor(group["lr"], dtype=torch.float32)
         decay = 1 - lr * group["weight_decay"]
         step_seed = _hash32(step.to(torch.int64))
-        if self.rule != "AdamW":  # Lion and SGD do not correct the bias of their moment
-            no_correction = torch.ones_like(lr)
-            return StepScalars(decay, lr, no_correction, step_seed, skip)
 
-        # Moments start at zero, so they are too small in the first steps. AdamW corrects this:
-        #     update = lr * (m / (1 - beta1**step)) / sqrt(v / (1 - beta2**step))
-        beta1, beta2 = group["betas"]
-        corrected_lr = lr / (1 - beta1**step)
-        rsqrt_correction = (1 - beta2**step).rsqrt()
-        return StepScalars(decay, corrected_lr, rsqrt_correction, step_seed, skip)
+        if self.rule == "AdamW":
+            # Moments start at zero, so they are too small in the first steps. To correct this,
+            # divide the first moment by 1 - beta1**step, and the second by 1 - beta2**step:
+            #     update = step_size * mean / (root_correction * sqrt(square) + eps)
+            beta1, beta2 = group["betas"]
+            step_size = lr / (1 - beta1**step)
+            root_correction = (1 - beta2**step).rsqrt()
+        else:
+            step_size = lr
+            root_correction = torch.ones_like(lr)
+        return StepScalars(decay, step_size, root_correction, step_seed, skip)
 
     def _update_parameter(
         self, parameter: nn.Parameter, scalars: StepScalars, rule: UpdateRule
@@ -285,7 +288,8 @@ def shard_slices(tensor: DTensor, rank: int | None = None) -> tuple[slice, ...]:
     (slice(5, 10), slice(0, 4)).
 
     If tensor parallelism and FSDP shard the same dimension, tensor parallelism divides it first.
-    FSDP then divides the part of each tensor parallel rank.
+    For example, if both divide 8 rows over 2 ranks each, the second tensor parallel rank of the
+    first FSDP rank holds rows 4 and 5.
 
     Args:
         tensor: DTensor whose device mesh and placements define the layout.
@@ -295,12 +299,13 @@ def shard_slices(tensor: DTensor, rank: int | None = None) -> tuple[slice, ...]:
     coordinates = mesh.get_coordinate() if rank is None else np.unravel_index(rank, mesh.shape)
     assert coordinates is not None  # this rank is in the mesh
     slices = [slice(0, size) for size in tensor.shape]
-    mesh_dims = list(zip(tensor.placements, mesh.shape, coordinates, strict=True))
-    # Divide along the last mesh dimension (for example, tensor parallelism) first.
-    for placement, num_ranks, coordinate in reversed(mesh_dims):
+    # Divide along the last mesh dimension, such as tensor parallelism, first.
+    for mesh_dim in reversed(range(mesh.ndim)):
+        placement: Any = tensor.placements[mesh_dim]
         if not placement.is_replicate():
-            dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
-            slices[dim] = _divide_slice(slices[dim], num_ranks, int(coordinate))
+            num_ranks = mesh.shape[mesh_dim]
+            coordinate = int(coordinates[mesh_dim])
+            slices[placement.dim] = _divide_slice(slices[placement.dim], num_ranks, coordinate)
     return tuple(slices)
 
 
@@ -329,12 +334,12 @@ def _update_(
         parameter: Slice of the parameter, shape (N,).
         gradient: Slice of its gradient, shape (N,).
         moments: Slices of its moments, each of shape (N,).
-        scalars: Scalars of this step, such as the learning rate.
+        scalars: Scalars of this step, such as the step size.
         rule: Update rule and its constants.
         seed: Seed of the shard, for stochastic rounding.
         start: Index of the first element of the slice in the shard.
     """
-    # Compute the new values in fp32.
+    # Compute the new values in fp32. The weight decay is decoupled from the update.
     update, new_moments = _compute_update(gradient.float(), moments, scalars, rule)
     new_parameter = parameter.float() * scalars.decay - update
     new_values = [new_parameter, *new_moments]
@@ -342,12 +347,7 @@ def _update_(
 
     if rule.stochastic_rounding:
         random_bits = _random_bits(parameter, scalars.step_seed, seed, start)
-        # Rounding uses the low 16 bits. The parameter and up to two moments need different bits.
-        all_bits = [random_bits, random_bits >> 16, _hash32(random_bits)]
-        new_values = [
-            _round_stochastically(new, old.dtype, bits)
-            for new, old, bits in zip(new_values, old_values, all_bits, strict=False)
-        ]
+        new_values = _round_like_old_values(new_values, old_values, random_bits)
 
     # Overwrite the old values, unless the step is skipped.
     for old, new in zip(old_values, new_values, strict=True):
@@ -359,30 +359,44 @@ def _compute_update(
 ) -> tuple[Tensor, list[Tensor]]:
     """Compute the value to subtract from a parameter, and the new moments, all in fp32.
 
-    `a.lerp(b, weight)` is the moving average `(1 - weight) * a + weight * b`.
-
     Args:
         gradient: Gradient of a slice, fp32, shape (N,).
         moments: Moments of the slice before the step, each of shape (N,).
-        scalars: Scalars of this step, such as the learning rate.
+        scalars: Scalars of this step, such as the step size.
         rule: Update rule and its constants.
     """
-    mean = moments[0].float()
     if rule.name == "AdamW":
-        new_mean = mean.lerp(gradient, 1 - rule.beta1)
-        square = moments[1].float()
-        new_square = square.mul(rule.beta2).addcmul(gradient, gradient, value=1 - rule.beta2)
-        # `scalars.lr` already contains the bias correction of the mean.
-        denominator = new_square.sqrt() * scalars.rsqrt_correction + rule.eps
-        return scalars.lr * new_mean / denominator, [new_mean, new_square]
+        return _compute_adamw_update(gradient, moments, scalars, rule)
 
+    momentum = moments[0].float()
     if rule.name == "Lion":
-        direction = mean.lerp(gradient, 1 - rule.beta1).sign()
-        return scalars.lr * direction, [mean.lerp(gradient, 1 - rule.beta2)]
+        # `a.lerp(b, weight)` is the moving average (1 - weight) * a + weight * b.
+        direction = momentum.lerp(gradient, 1 - rule.beta1).sign()
+        return scalars.step_size * direction, [momentum.lerp(gradient, 1 - rule.beta2)]
 
-    # SGD with momentum, whose coefficient is `beta1`.
-    new_mean = mean * rule.beta1 + gradient
-    return scalars.lr * new_mean, [new_mean]
+    # SGD with momentum
+    new_momentum = momentum * rule.beta1 + gradient
+    return scalars.step_size * new_momentum, [new_momentum]
+
+
+def _compute_adamw_update(
+    gradient: Tensor, moments: Sequence[Tensor], scalars: StepScalars, rule: UpdateRule
+) -> tuple[Tensor, list[Tensor]]:
+    """Compute the update of AdamW and its new moments.
+
+    With the moments `mean` and `square`, the formulas are:
+
+        mean = beta1 * mean + (1 - beta1) * gradient
+        square = beta2 * square + (1 - beta2) * gradient**2
+        update = step_size * mean / (root_correction * sqrt(square) + eps)
+
+    See `_compute_update` for the arguments.
+    """
+    new_mean = moments[0].float().lerp(gradient, 1 - rule.beta1)
+    square = moments[1].float()
+    new_square = square.mul(rule.beta2).addcmul(gradient, gradient, value=1 - rule.beta2)
+    denominator = new_square.sqrt() * scalars.root_correction + rule.eps
+    return scalars.step_size * new_mean / denominator, [new_mean, new_square]
 
 
 def _random_bits(parameter: Tensor, step_seed: Tensor, seed: ShardSeed, start: int) -> Tensor:
@@ -434,6 +448,25 @@ def _round_stochastically(value: Tensor, dtype: torch.dtype, bits: Tensor) -> Te
     with_random_bits = value.view(torch.int32) + (bits & 0xFFFF).to(torch.int32)
     truncated = (with_random_bits & ~0xFFFF).view(torch.float32)
     return torch.where(value.isnan(), value, truncated).to(dtype)
+
+
+def _round_like_old_values(
+    new_values: list[Tensor], old_values: list[Tensor], random_bits: Tensor
+) -> list[Tensor]:
+    """Round new values stochastically to the dtypes of the old values, each with different bits.
+
+    Args:
+        new_values: Parameter and up to two moments, fp32, each of shape (N,).
+        old_values: The same tensors before the step, in the dtypes to round to.
+        random_bits: Random 32-bit integers, shape (N,). Rounding uses only the low 16 bits of an
+            integer, so the parameter and each moment get different ones.
+    """
+    all_bits = [random_bits, random_bits >> 16, _hash32(random_bits)]
+    bits_of_values = all_bits[: len(new_values)]
+    return [
+        _round_stochastically(new, old.dtype, bits)
+        for new, old, bits in zip(new_values, old_values, bits_of_values, strict=True)
+    ]
 
 
 def _hash32(x: Tensor) -> Tensor:

@@ -34,27 +34,25 @@ class AdamW8bit(torchao.optim.AdamW8bit):
             self._subclass_zeros(torch.empty(BLOCK_SIZE), signed, BLOCK_SIZE)
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
-        """Create a zero moment for a parameter, in 8 bits if the whole parameter is large enough.
+        """Create a moment of zeros for a parameter, in 8 bits if `_has_8bit_moments`.
 
-        By default, torchao decides by the size of the local shard, so ranks with shards of
-        different sizes could choose different dtypes.
+        torchao calls this method for each moment. The original decides by the size of the local
+        shard, so ranks with shards of different sizes could choose different dtypes.
 
         Args:
             p: Parameter. A large matrix must be a DTensor.
             signed: Whether the moment can be negative. The second moment cannot.
         """
-        # The shape and numel() of a DTensor describe the whole parameter.
-        has_whole_blocks = p.ndim == 2 and p.shape[1] % BLOCK_SIZE == 0
-        if not has_whole_blocks or p.numel() < MIN_ELEMENTS:
+        if not _has_8bit_moments(p):
             return torch.zeros_like(p)
 
-        # Create this rank's shard in 8 bits, and make it the shard of a whole moment.
         assert isinstance(p, DTensor)
         shard = p.to_local()
-        if shard.numel() == 0:
-            # torchao cannot divide an empty shard into blocks, so store only its empty codes.
-            return wrap_shard(torch.empty_like(shard, dtype=torch.uint8), p)
-        return wrap_shard(self._subclass_zeros(shard, signed, BLOCK_SIZE), p)
+        if shard.numel() > 0:
+            moment_shard = self._subclass_zeros(shard, signed, BLOCK_SIZE)
+        else:  # torchao cannot divide an empty shard into blocks, so use a plain tensor
+            moment_shard = torch.empty_like(shard, dtype=torch.uint8)
+        return wrap_shard(moment_shard, like=p)  # a DTensor with the shape and layout of `p`
 
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient.
@@ -65,3 +63,12 @@ class AdamW8bit(torchao.optim.AdamW8bit):
         is_cuda = self.param_groups[0]["params"][0].is_cuda
         with torch.compiler.set_stance("default" if is_cuda else "force_eager"):
             super().step()
+
+
+def _has_8bit_moments(parameter: Tensor) -> bool:
+    """Return whether a parameter is a large matrix whose rows consist of whole blocks.
+
+    The shape of a DTensor is the shape of the whole parameter, so all ranks agree.
+    """
+    has_whole_blocks = parameter.ndim == 2 and parameter.shape[1] % BLOCK_SIZE == 0
+    return has_whole_blocks and parameter.numel() >= MIN_ELEMENTS

@@ -24,20 +24,20 @@ def build_optimizer(
     config: schema.Optimizer,
     compiled: bool = False,
     ranks: dist.ProcessGroup | None = None,
-    job: object = None,
+    job: schema.JobConfig | None = None,
     arch: Architecture | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer that `config.name` selects, for all parameters of a model.
 
-    Call this function after the model is sharded, because the optimizer state gets the dtype,
-    device and layout of the parameters.
+    Shard the model first, because the optimizer state gets the dtype, device and layout of the
+    parameters.
 
     Args:
         model: Sharded model with the parameter names of the whole model.
         config: Section [optimizer] of the job.
         compiled: Whether to compile the update.
         ranks: Ranks that hold shards of the same parameters. None means all ranks.
-        job: The whole job, which may have a section with the options of a plugin optimizer.
+        job: The whole job. Only plugin optimizers need it, to get the section with their options.
         arch: Architecture of the model, which determines the muP learning rates. None disables muP.
     """
     name_of_parameter = {parameter: name for name, parameter in model.named_parameters()}
@@ -56,7 +56,7 @@ def _group_parameters(
         config: Section [optimizer] of the job.
         arch: Architecture of the model for muP. None disables muP.
     """
-    # Parameters by (lr_factor, weight_decay). The usual groups come first.
+    # Parameters by (lr_factor, weight_decay). In any model, the usual groups come first.
     members: dict[tuple[float, float], list[nn.Parameter]] = {
         (1.0, config.weight_decay): [],
         (1.0, 0.0): [],
@@ -64,11 +64,11 @@ def _group_parameters(
     for parameter, name in names.items():
         lr_factor, weight_decay = _choose_lr_factor_and_decay(name, parameter.ndim, config)
         if arch is not None:
-            # Each step shrinks the weights by the product of learning rate and weight decay. muP
-            # must not change this product.
-            _, mup_factor = arch.mup_factors(name, parameter.ndim)
-            lr_factor *= mup_factor
-            weight_decay /= mup_factor
+            # Each step multiplies the weights by 1 - learning rate * weight decay. muP must not
+            # change learning rate * weight decay.
+            _, mup_lr_factor = arch.mup_factors(name, parameter.ndim)
+            lr_factor *= mup_lr_factor
+            weight_decay /= mup_lr_factor
         members.setdefault((lr_factor, weight_decay), []).append(parameter)
 
     return [
@@ -182,14 +182,20 @@ def muon(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
     }
     other_parameters = recipe.names.keys() - block_matrices
     matrix_groups = _select_parameters(groups, block_matrices)
-    others = adamw(_select_parameters(groups, other_parameters), recipe)
-    if isinstance(others, torch.optim.AdamW):
-        # The torch AdamW creates its state in the first step. When a checkpoint is loaded, missing
-        # state is created only if the optimizer has no state at all, but Muon already has its
-        # momentum. So create the AdamW state now, before Muon takes it over.
-        create_state(others)
+    other_groups = _select_parameters(groups, other_parameters)
+    return Muon(matrix_groups, _build_adamw_with_state(other_groups, recipe), recipe)
 
-    return Muon(matrix_groups, others, recipe)
+
+def _build_adamw_with_state(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
+    """Build AdamW with the state of all its parameters, to become a part of Muon.
+
+    The torch AdamW would create its state in the first step. When a checkpoint is loaded, missing
+    state is created only if the optimizer has no state at all, but Muon always has momentum.
+    """
+    optimizer = adamw(groups, recipe)
+    if isinstance(optimizer, torch.optim.AdamW):
+        create_state(optimizer)
+    return optimizer
 
 
 def _select_parameters(groups: Groups, selected: set[nn.Parameter]) -> list[dict[str, Any]]:

@@ -59,8 +59,8 @@ def reduce_step_sums(
 
     # Collect three numbers of this rank, so that a single all-reduce adds them up over all ranks.
     sums = torch.zeros(3, dtype=torch.float64, device=squares.device)
-    sums[0] = _sum_squares_without_replicas(squares, gradients)
-    sums[1] = _copy_loss_to_device(loss, sums)
+    sums[0] = _sum_squares_counting_replicas_once(squares, gradients)
+    sums[1] = _copy_loss_to_device(loss, like=sums)
     if has_request:
         sums[2].fill_(1.0)  # assigning a Python number to a GPU tensor would cause a host sync
     if dist.is_initialized():
@@ -70,7 +70,7 @@ def reduce_step_sums(
     return StepSums(squared_norm.sqrt().float(), total_loss, num_requests, squares)
 
 
-def _sum_squares_without_replicas(squares: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+def _sum_squares_counting_replicas_once(squares: Tensor, gradients: Sequence[Tensor]) -> Tensor:
     """Return this rank's part of the squared gradient norm, a float64 scalar.
 
     The parts of all ranks add up to the squared norm. If n ranks hold the same shard, each of them
@@ -195,16 +195,16 @@ def count_replicas(tensor: Tensor) -> int:
     return num_replicas
 
 
-def _copy_loss_to_device(loss: Tensor, sums: Tensor) -> Tensor:
-    """Return the loss on the device of `sums`.
+def _copy_loss_to_device(loss: Tensor, like: Tensor) -> Tensor:
+    """Return the loss on the device of `like`.
 
     With CPU offload, this copies the loss from the GPU to the CPU, which is a host sync.
     """
-    is_offloaded = loss.is_cuda and not sums.is_cuda
+    is_offloaded = loss.is_cuda and not like.is_cuda
     if not is_offloaded:
         return loss
     # The gradients have already arrived on the CPU, so the loss is complete and this wait is short.
-    copied = loss.to(sums.device, non_blocking=True)
+    copied = loss.to(like.device, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
     arrived.synchronize()

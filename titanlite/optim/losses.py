@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -98,29 +99,27 @@ class CrossEntropy(Loss):
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
         """Return `scale` times the summed cross entropy. See `Loss.__call__` for the arguments."""
         recipe = self.recipe
-        mesh = recipe.tensor
-        first_class = 0
-        group = None
-        if mesh is not None:
-            # Each rank holds a range of rows of the output matrix, one row per class. To compute
-            # the logits of these classes, it needs the hidden states of all tokens.
-            assert isinstance(weight, DTensor)
-            classes_per_rank = math.ceil(len(weight) / mesh.size())  # the last rank may have fewer
-            first_class = classes_per_rank * mesh.get_local_rank()
-            group = mesh.get_group()
-            hidden = _gather_sequence(hidden)  # its backward pass sums the gradients of all ranks
-            weight = weight.to_local()
-
-        return linear_cross_entropy_sum(
-            hidden,
-            weight,
-            labels,
-            scale,
+        compute_loss = partial(
+            linear_cross_entropy_sum,
+            labels=labels,
+            scale=scale,
             z_loss=recipe.z_loss,
             softcap=recipe.softcap,
-            first_class=first_class,
-            group=group,
             compiled=recipe.compiled,
+        )
+        mesh = recipe.tensor
+        if mesh is None:
+            return compute_loss(hidden, weight)
+
+        # With tensor parallelism, each rank computes the logits of all tokens for its classes. The
+        # backward pass of `_gather_sequence` sums the gradients of all ranks. `to_local` needs no
+        # sum, because each rank computes the whole gradient of its rows.
+        assert isinstance(weight, DTensor)
+        return compute_loss(
+            _gather_sequence(hidden),
+            weight.to_local(),
+            first_class=_find_first_class(weight, mesh),
+            group=mesh.get_group(),
         )
 
 
@@ -180,6 +179,17 @@ class Reference(LogitsLoss):
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the cross entropy of each token, shape (N,)."""
         return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+
+
+def _find_first_class(weight: DTensor, mesh: DeviceMesh) -> int:
+    """Return the first class of this rank.
+
+    Args:
+        weight: Output matrix, shape (V, C), sharded along V, with one row per class.
+        mesh: 1-D mesh of the tensor parallel ranks.
+    """
+    classes_per_rank = math.ceil(len(weight) / mesh.size())  # the last rank may have fewer
+    return classes_per_rank * mesh.get_local_rank()
 
 
 def _project(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -243,19 +253,22 @@ def tokens_per_chunk(num_tokens: int, fewer_launches: bool) -> int:
 class Targets(NamedTuple):
     """The labels of n tokens, converted to the form that `softmax_loss` needs.
 
-    Labels are converted once for all tokens, and the result is then split into chunks.
+    The loss of a token is `loss_factor * (logsumexp(logits) - logits[column])`. Its gradient is
+    `loss_factor * softmax(logits)`, plus `label_grad` at `column`. Labels are converted once for
+    all tokens, and the result is then split into chunks.
 
     Attributes:
-        column: Column of each label in the logits of this rank, shape (n, 1). Clamped to a valid
-            column if the class belongs to another rank.
+        column: Column of each label in the logits of this rank, shape (n, 1). Any valid column if
+            the class belongs to another rank.
         is_local: Whether the class of each label belongs to this rank, shape (n,).
-        factor: Factor that multiplies the loss of each token, shape (n,). 0 for ignored labels.
-        label_grad: Value to add to the gradient at the column of each label, shape (n, 1).
+        loss_factor: Factor that multiplies the loss of each token, shape (n,). 0 for ignored
+            labels.
+        label_grad: `-loss_factor` if the class belongs to this rank, else 0, shape (n, 1).
     """
 
     column: Tensor
     is_local: Tensor
-    factor: Tensor
+    loss_factor: Tensor
     label_grad: Tensor
 
 
@@ -275,15 +288,12 @@ def prepare_targets(labels: Tensor, scale: Tensor, first_class: int, num_classes
     """
     column = labels - first_class
     is_local = (column >= 0) & (column < num_classes)
-    column = column.clamp(0, num_classes - 1)  # any valid column, because `gather` must not fail
+    valid_column = column.clamp(0, num_classes - 1)  # `gather` fails for any other column
 
-    # The loss is `factor * (logsumexp(logits) - logit of the label)`. `softmax_loss` computes the
-    # gradient of the first term, and adds the gradient of the second term, `-factor`.
-    factor = torch.where(labels == IGNORE_INDEX, 0.0, scale)
-    label_grad = torch.where(is_local, -factor, 0.0)
-    return Targets(
-        column=column[:, None], is_local=is_local, factor=factor, label_grad=label_grad[:, None]
-    )
+    # `softmax_loss` adds the gradient of `logsumexp` to `label_grad`.
+    loss_factor = torch.where(labels == IGNORE_INDEX, 0.0, scale)
+    label_grad = torch.where(is_local, -loss_factor, 0.0)
+    return Targets(valid_column[:, None], is_local, loss_factor, label_grad[:, None])
 
 
 def softmax_loss(
@@ -341,7 +351,7 @@ def softmax_loss(
     if not needs_grad:
         return loss, None
 
-    factor = targets.factor
+    factor = targets.loss_factor
     if z_loss:
         log_sum_exp = log_denominator + row_max
         loss = loss + z_loss * log_sum_exp.square()
@@ -550,7 +560,8 @@ def _convert_in_place(x: Tensor, dtype: torch.dtype, block_size: int) -> Tensor:
     The result takes the first part of the memory. Blocks of values are converted in order, so a
     block only overwrites values that have already been converted. For example, converting 8 values
     from fp32 to bfloat16 in blocks of 4 reads the bytes 0-15 and writes the bytes 0-7, then reads
-    the bytes 16-31 and writes the bytes 8-15.
+    the bytes 16-31 and writes the bytes 8-15. The result has no gaps between rows: on CPUs
+    with AMX, the bf16 matmul of oneDNN 3.12 would read old values there, which can be NaN.
 
     Args:
         x: Contiguous matrix. Overwritten.
@@ -560,10 +571,9 @@ def _convert_in_place(x: Tensor, dtype: torch.dtype, block_size: int) -> Tensor:
     Returns:
         The converted matrix, which shares the memory of `x`.
     """
-    # Leave no gaps between the rows of the result. On CPUs with AMX, the bf16 matmul of oneDNN 3.12
-    # would read old values in the gaps, which can be NaN.
     values = x.view(-1)
-    result = x.view(dtype).view(-1)[: x.numel()]
+    memory = x.view(dtype).view(-1)  # has more than x.numel() elements of the smaller dtype
+    result = memory[: x.numel()]
 
     for block, result_block in zip(values.split(block_size), result.split(block_size), strict=True):
         # Convert to a copy first, because a block can overlap its result.

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,19 +47,22 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         groups: Parameter groups of the matrices, which must be DTensors.
-        others: Optimizer of all other parameters. Its groups and state become part of this
+        adamw: Optimizer of all other parameters. Its groups and state become part of this
             optimizer.
         recipe: Options of the optimizer, the dtype of the momentum, and whether to compile the
             elementwise part of the update into two kernels. `recipe.ranks` are the ranks of the
             device mesh of the matrices, in mesh order.
     """
 
-    def __init__(self, groups: Groups, others: torch.optim.Optimizer, recipe: Recipe) -> None:
-        super().__init__([*groups, *others.param_groups], {"lr": recipe.config.lr})
+    found_inf: Tensor | None = None
+    """Scalar tensor on the device, 1 to skip the step. None never skips."""
+
+    def __init__(self, groups: Groups, adamw: torch.optim.Optimizer, recipe: Recipe) -> None:
+        super().__init__([*groups, *adamw.param_groups], {"lr": recipe.config.lr})
         # Both optimizers share the groups and the state of the other parameters.
-        self.state |= others.state
-        others.state = self.state
-        self._others = others
+        self.state |= adamw.state
+        adamw.state = self.state
+        self._adamw = adamw
         self._beta = recipe.config.momentum
         self._ranks = recipe.ranks
 
@@ -72,12 +75,13 @@ class Muon(torch.optim.Optimizer):
 
         matrices = list(self._group_of_matrix)
         # With CPU offload, the shards are on the CPU, but the mesh and its collectives use the GPU.
+        self._shard_device: torch.device = matrices[0].device
         self._collective_device: str = matrices[0].device_mesh.device_type
         rank = dist.get_rank(recipe.ranks)
         rounds_of_owner = _assign_owners(matrices, dist.get_world_size(recipe.ranks))
         # An owner with fewer rounds owns no matrix in the last rounds.
         rounds = zip_longest(*rounds_of_owner, fillvalue=[])
-        self._rounds = [_plan_round(by_owner, rank) for by_owner in rounds]
+        self._rounds = [_plan_round(matrices_of_owner, rank) for matrices_of_owner in rounds]
         self._accumulate_momentum: Callable[..., Tensor] = _accumulate_momentum_
         self._apply_update: Callable[..., None] = _apply_update_
         if recipe.compiles_elementwise:
@@ -88,28 +92,27 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter, without a host sync.
 
+        Matrices are updated in rounds; see `_run_rounds`. AdamW updates all other parameters while
+        the momentum of the first round is gathered.
+
         To skip the step on the device, set the attribute `found_inf` to a scalar tensor of 1.
         Parameters and state then keep their values.
         """
-        # If the caller has not set `found_inf`, never skip. Create the zero flag only in this case,
-        # because creating it launches a kernel.
-        skip = getattr(self, "found_inf", None)
+        skip = self.found_inf
         if skip is None:
-            matrix = next(iter(self._group_of_matrix))
-            skip = torch.zeros((), device=matrix.device)
-        self._others.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
+            skip = torch.zeros((), device=self._shard_device)
 
-        # Update the other parameters while the momentum of the first round is gathered.
-        first_gather = self._start_round(self._rounds[0], skip)
-        self._others.step()
+        first_gather = self._start_gather(self._rounds[0], skip)
+        self._adamw.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
+        self._adamw.step()
         self._run_rounds(first_gather, skip)
 
     def _run_rounds(self, first_gather: _Transfer, skip: Tensor) -> None:
         """Orthogonalize the momentum of all rounds, and update their matrices.
 
-        Gather the momentum on the owners of the matrices, orthogonalize it there, and return the
-        results. Transfers overlap with matmuls. With rounds 0, 1 and 2, the three loop iterations
-        and the final update do this:
+        A round has three stages: its owners gather the momentum, they orthogonalize it and return
+        the result, and all ranks update their shards. Transfers run in the background until `wait`
+        is called, so they overlap with the matmuls of other rounds. With rounds 0, 1 and 2:
 
             orthogonalize | transfers meanwhile      | then update
             round 0       | gather 1                 |
@@ -118,66 +121,70 @@ class Muon(torch.optim.Optimizer):
                           | return 2                 | round 2
 
         Args:
-            first_gather: Transfer of the first round, from `_start_round`.
+            first_gather: Transfer of the first round, from `_start_gather`.
             skip: Scalar tensor, 1 to leave the parameters unchanged.
         """
-        last = len(self._rounds) - 1
-        gathers = {0: first_gather}  # transfers in progress, by round
-        returns: dict[int, _Transfer] = {}
-        for i, plan in enumerate(self._rounds):
-            momenta = gathers.pop(i).wait()
-            if i < last:
-                gathers[i + 1] = self._start_round(self._rounds[i + 1], skip)
-            returns[i] = self._orthogonalize_and_return(plan, momenta)
-            if i > 0:
-                self._update(self._rounds[i - 1], returns.pop(i - 1), skip)
+        gather = first_gather
+        previous_round: tuple[_RoundPlan, _Transfer] | None = None
+        for plan, next_plan in zip_longest(self._rounds, self._rounds[1:]):
+            momenta = gather.wait()
+            if next_plan is not None:
+                gather = self._start_gather(next_plan, skip)
 
-        self._update(self._rounds[last], returns.pop(last), skip)
+            result = self._orthogonalize_and_return(plan, momenta)
+            if previous_round is not None:
+                self._update(*previous_round, skip)
+            previous_round = plan, result
 
-    def _start_round(self, plan: _RoundPlan, skip: Tensor) -> _Transfer:
+        assert previous_round is not None
+        self._update(*previous_round, skip)
+
+    def _start_gather(self, plan: _RoundPlan, skip: Tensor) -> _Transfer:
         """Update this rank's momentum shards, and start sending them to the owners of the matrices.
 
         The owner of a matrix is the rank that orthogonalizes it.
 
         Args:
-            plan: Communication plan of the round: its matrices, and what each rank sends and
-                receives.
+            plan: Communication plan of the round.
             skip: Scalar tensor, 1 to leave the momentum unchanged.
 
         Returns:
             The all-to-all in progress. Its result holds the shards of the matrices that this rank
             owns, ordered by sending rank.
         """
-        # With HSDP several ranks hold and update the same shard, but only one of them sends it.
-        sent_directions: list[list[Tensor]] = [[] for _ in plan.numel_from_ranks]  # by owner
-        for matrix, receiver in zip(plan.matrices, plan.receivers, strict=True):
-            assert matrix.grad is not None
-            gradient = local_shard(matrix.grad).view(-1)
-            momentum = local_shard(self.state[matrix]["momentum_buffer"]).view(-1)
-            # Update `momentum` in place, and compute the Nesterov direction.
-            direction = self._accumulate_momentum(gradient, momentum, skip, self._beta)
-            if receiver is not None:
-                sent_directions[receiver].append(direction)
-        return self._start_transfer(sent_directions, plan.numel_from_ranks)
+        directions_by_owner: list[list[Tensor]] = []
+        for matrices in plan.matrices_of_owner:
+            sent_directions: list[Tensor] = []
+            for matrix in matrices:
+                direction = self._update_momentum(matrix, skip)
+                # With HSDP several ranks hold and update the same shard, but only one sends it.
+                if matrix in plan.sent:
+                    sent_directions.append(direction)
+            directions_by_owner.append(sent_directions)
+        return self._start_transfer(directions_by_owner, plan.gather_sizes)
+
+    def _update_momentum(self, matrix: Any, skip: Tensor) -> Tensor:
+        """Update this rank's momentum shard of a matrix, and return its flat Nesterov direction."""
+        assert matrix.grad is not None
+        gradient = local_shard(matrix.grad).view(-1)
+        momentum = local_shard(self.state[matrix]["momentum_buffer"]).view(-1)
+        return self._accumulate_momentum(gradient, momentum, skip, self._beta)
 
     def _orthogonalize_and_return(self, plan: _RoundPlan, gathered: Tensor) -> _Transfer:
         """Orthogonalize the matrices that this rank owns and start sending every rank its shards.
 
         Args:
             plan: Communication plan of the round.
-            gathered: Result of the transfer from `_start_round`.
+            gathered: Result of the transfer from `_start_gather`.
 
         Returns:
             The all-to-all in progress. Its result holds this rank's shards, ordered by owner.
         """
-        # Do not keep the momenta, which use as much memory as the directions.
+        # Keep no reference to the whole momenta, which use as much memory as the directions.
         directions = [orthogonalize(momentum) for momentum in _assemble_owned(plan, gathered)]
-        # Results are sent to the ranks of all replicas.
-        shards: list[list[Tensor]] = [[] for _ in plan.numel_from_owners]  # by receiving rank
-        for rank, rank_shards in enumerate(shards):
-            for direction, matrix in zip(directions, plan.owned, strict=True):
-                rank_shards.append(direction[shard_slices(matrix, rank)].flatten())
-        return self._start_transfer(shards, plan.numel_from_owners)
+        num_ranks = len(plan.matrices_of_owner)
+        sent_to_ranks = [_cut_shards(directions, plan.owned, rank) for rank in range(num_ranks)]
+        return self._start_transfer(sent_to_ranks, plan.return_sizes)
 
     def _update(self, plan: _RoundPlan, result: _Transfer, skip: Tensor) -> None:
         """Wait for the orthogonalized momentum of a round, and apply it to this rank's shards.
@@ -187,9 +194,10 @@ class Muon(torch.optim.Optimizer):
             result: Transfer from `_orthogonalize_and_return`.
             skip: Scalar tensor, 1 to leave the parameters unchanged.
         """
-        shards = [local_shard(matrix).view(-1) for matrix in plan.matrices]
+        matrices = list(chain.from_iterable(plan.matrices_of_owner))
+        shards = [local_shard(matrix).view(-1) for matrix in matrices]
         directions = result.wait().to(shards[0].device).split([len(shard) for shard in shards])
-        for matrix, shard, direction in zip(plan.matrices, shards, directions, strict=True):
+        for matrix, shard, direction in zip(matrices, shards, directions, strict=True):
             group = self._group_of_matrix[matrix]
             lr = torch.tensor(group["lr"], dtype=torch.float32)  # a new float would recompile
             scaled_lr = lr * (0.2 * math.sqrt(max(matrix.shape)))
@@ -222,22 +230,24 @@ class Muon(torch.optim.Optimizer):
         return _Transfer(result, source, work)
 
 
-class _Transfer(NamedTuple):
+@dataclass
+class _Transfer:
     """An all-to-all in progress.
 
     Attributes:
         result: Received elements, which are valid after `wait`.
-        source: Elements to send, kept alive because the collective still reads them.
+        source: Elements to send, kept in memory until the collective has read them.
         work: Handle of the collective.
     """
 
     result: Tensor
-    source: Tensor
+    source: Tensor | None
     work: dist.Work
 
     def wait(self) -> Tensor:
-        """Wait for the collective and return the received elements."""
+        """Wait for the collective, drop the sent elements, and return the received elements."""
         self.work.wait()
+        self.source = None
         return self.result
 
 
@@ -248,16 +258,36 @@ def _assemble_owned(plan: _RoundPlan, gathered: Tensor) -> list[Tensor]:
         plan: Communication plan of the round.
         gathered: Momentum shards, ordered by sending rank, then by matrix.
     """
-    momenta = [
-        torch.empty(matrix.shape, dtype=gathered.dtype, device=gathered.device)
+    momenta = {
+        matrix: torch.empty(matrix.shape, dtype=gathered.dtype, device=gathered.device)
         for matrix in plan.owned
-    ]
+    }
     # These are views, so copying the received shards into them fills the momenta.
-    shards = [momenta[i][shard_slices(plan.owned[i], rank)] for rank, i in plan.received]
+    shards: list[Tensor] = []
+    for rank, matrices in enumerate(plan.received_from_rank):
+        shards += [momenta[matrix][shard_slices(matrix, rank)] for matrix in matrices]
+
     received_shards = gathered.split([shard.numel() for shard in shards])
     for shard, received_shard in zip(shards, received_shards, strict=True):
         shard.copy_(received_shard.view_as(shard))
-    return momenta
+    return list(momenta.values())
+
+
+def _cut_shards(
+    directions: Sequence[Tensor], matrices: Sequence[DTensor], rank: int
+) -> list[Tensor]:
+    """Cut out the part of each direction that a rank needs to update its shard of the matrix.
+
+    Args:
+        directions: Orthogonalized momentum of each matrix, as plain tensors.
+        matrices: The matrices, whose layouts determine the shards.
+        rank: Index of the rank in the flattened device mesh.
+
+    Returns:
+        A flat tensor for each matrix.
+    """
+    pairs = zip(directions, matrices, strict=True)
+    return [direction[shard_slices(matrix, rank)].flatten() for direction, matrix in pairs]
 
 
 def _accumulate_momentum_(gradient: Tensor, momentum: Tensor, skip: Tensor, beta: float) -> Tensor:
@@ -332,22 +362,21 @@ class _RoundPlan:
     """Communication plan of one round, as seen by one rank.
 
     Attributes:
-        matrices: All matrices of the round, ordered by owner.
-        receivers: For each of `matrices`, its owner if this rank sends its shard to the owner, or
-            None. If several ranks hold replicas of a shard, only the ranks in the replica of the
-            owner send.
+        matrices_of_owner: All matrices of the round, indexed by owner.
+        sent: The matrices whose momentum shard this rank sends to their owner.
         owned: The matrices that this rank owns.
-        received: Sending rank and index in `owned` of each shard that this rank receives.
-        numel_from_ranks: Number of momentum elements that this rank receives from each rank.
-        numel_from_owners: Number of elements of the result that this rank receives from each rank.
+        received_from_rank: For each rank, the matrices in `owned` whose momentum shard it sends to
+            this rank.
+        gather_sizes: Number of momentum elements that this rank receives from each rank.
+        return_sizes: Number of elements of the result that this rank receives from each owner.
     """
 
-    matrices: list[Any]
-    receivers: list[int | None]
-    owned: list[Any]
-    received: list[tuple[int, int]]
-    numel_from_ranks: list[int]
-    numel_from_owners: list[int]
+    matrices_of_owner: Sequence[list[DTensor]]
+    sent: set[DTensor]
+    owned: list[DTensor]
+    received_from_rank: list[list[DTensor]]
+    gather_sizes: list[int]
+    return_sizes: list[int]
 
 
 def _assign_owners(matrices: Sequence[DTensor], num_ranks: int) -> list[list[list[DTensor]]]:
@@ -376,37 +405,35 @@ def _assign_owners(matrices: Sequence[DTensor], num_ranks: int) -> list[list[lis
     return rounds_of_owner
 
 
-def _plan_round(by_owner: Sequence[list[DTensor]], this_rank: int) -> _RoundPlan:
+def _plan_round(matrices_of_owner: Sequence[list[DTensor]], this_rank: int) -> _RoundPlan:
     """Plan what this rank sends and receives in one round of a step.
 
-    In a round, the owner of each matrix gathers its momentum and sends back the update.
+    In a round, the owner of each matrix gathers the momentum from the ranks in its replica of the
+    matrix, and sends the result back to all ranks. With HSDP on 4 ranks, for example, ranks 0 and 1
+    hold one replica, and ranks 2 and 3 hold another. If rank 3 is the owner, ranks 2 and 3 send
+    their shards.
 
     Args:
-        by_owner: The matrices of the round, indexed by owner.
+        matrices_of_owner: The matrices of the round, indexed by owner.
         this_rank: Index of this rank in the flattened device mesh.
     """
-    matrices: list[DTensor] = []
-    receivers: list[int | None] = []
-    numel_from_owners: list[int] = []
-    for owner, owner_matrices in enumerate(by_owner):
-        for matrix in owner_matrices:
-            matrices.append(matrix)
-            is_sender = _are_in_same_replica(matrix, this_rank, owner)
-            receivers.append(owner if is_sender else None)
-        numel_from_owners.append(sum(_shard_numel(matrix, this_rank) for matrix in owner_matrices))
+    sent: set[DTensor] = set()
+    for owner, matrices in enumerate(matrices_of_owner):
+        sent.update(_select_in_same_replica(matrices, this_rank, owner))
 
-    # As an owner, this rank receives each matrix from the ranks in its replica of the matrix. With
-    # tensor parallelism, a plugin can replicate some of the matrices and shard the others.
-    owned = by_owner[this_rank]
-    received: list[tuple[int, int]] = []
-    numel_from_ranks = [0] * len(by_owner)
-    for rank in range(len(by_owner)):
-        for i, matrix in enumerate(owned):
-            if _are_in_same_replica(matrix, rank, this_rank):
-                received.append((rank, i))
-                numel_from_ranks[rank] += _shard_numel(matrix, rank)
-
-    return _RoundPlan(matrices, receivers, owned, received, numel_from_ranks, numel_from_owners)
+    owned = matrices_of_owner[this_rank]
+    num_ranks = len(matrices_of_owner)
+    received_from_rank = [
+        _select_in_same_replica(owned, rank, this_rank) for rank in range(num_ranks)
+    ]
+    return _RoundPlan(
+        matrices_of_owner=matrices_of_owner,
+        sent=sent,
+        owned=owned,
+        received_from_rank=received_from_rank,
+        gather_sizes=[_numel_on_rank(part, rank) for rank, part in enumerate(received_from_rank)],
+        return_sizes=[_numel_on_rank(matrices, this_rank) for matrices in matrices_of_owner],
+    )
 
 
 def _iteration_flops(matrix: Tensor) -> int:
@@ -415,9 +442,23 @@ def _iteration_flops(matrix: Tensor) -> int:
     return 4 * short * short * long + 2 * short**3
 
 
-def _shard_numel(matrix: DTensor, rank: int) -> int:
-    """Return the number of elements of `matrix` that a rank holds."""
-    return math.prod(part.stop - part.start for part in shard_slices(matrix, rank))
+def _numel_on_rank(matrices: Sequence[DTensor], rank: int) -> int:
+    """Return the number of elements of all `matrices` that a rank holds."""
+    numel = 0
+    for matrix in matrices:
+        numel += math.prod(part.stop - part.start for part in shard_slices(matrix, rank))
+    return numel
+
+
+def _select_in_same_replica(
+    matrices: Sequence[DTensor], rank: int, other_rank: int
+) -> list[DTensor]:
+    """Return the matrices for which two ranks hold shards of the same replica.
+
+    Some of the matrices can have replicas and others none, for example if a plugin replicates its
+    matrices under tensor parallelism.
+    """
+    return [matrix for matrix in matrices if _are_in_same_replica(matrix, rank, other_rank)]
 
 
 def _are_in_same_replica(matrix: DTensor, rank: int, other_rank: int) -> bool:

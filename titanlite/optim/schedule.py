@@ -28,8 +28,9 @@ def learning_rate_at(job: schema.JobConfig, step: int) -> float:
         UserError: If the schedule does not return a finite number of at least 0.
     """
     config = job.lr_scheduler
-    steps = job.training.steps
-    scheduled = SCHEDULES.make(config.name, step, job.optimizer.lr, config, steps, job=job)
+    peak_lr = job.optimizer.lr
+    # Call the registered schedule. `make` adds the section with the options of a plugin schedule.
+    scheduled = SCHEDULES.make(config.name, step, peak_lr, config, job.training.steps, job=job)
     try:
         lr = float(scheduled)
     except (TypeError, ValueError):
@@ -59,8 +60,10 @@ def wsd_learning_rate(step: int, peak: float, config: schema.LRScheduler, steps:
     if step <= warmup_steps:
         return peak * (step / warmup_steps)
 
-    decay_steps = _count_decay_steps(config, total_steps, total_steps - warmup_steps)
-    last_peak_step = total_steps + 1 - decay_steps
+    steps_after_warmup = total_steps - warmup_steps
+    decay_steps = _count_decay_steps(config, total_steps, steps_after_warmup)
+    decay_end = total_steps + 1
+    last_peak_step = decay_end - decay_steps
     if step <= last_peak_step:
         return peak
 
