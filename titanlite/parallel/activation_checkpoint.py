@@ -134,7 +134,7 @@ def _create_op_contexts(skipped_matmul: int | None) -> tuple[Any, Any]:
 
     The contexts save the outputs of matmuls 1, 3, 5 and so on, and of a few other operators, such
     as attention. Saving every second matmul output is a compromise: the backward pass recomputes
-    half of the matmuls, and their outputs take half of the memory.
+    about half of the matmuls, and the saved outputs of the others take about half of the memory.
 
     Args:
         skipped_matmul: Number of the matmul whose output is never saved, because the backward pass

@@ -299,10 +299,12 @@ def _to_float8_style(style: ParallelStyle, module: nn.Module) -> ParallelStyle:
 
 def _copy_linear_style(style: Any, style_class: Any) -> ParallelStyle:
     """Return the parallel style of a linear layer as another class with the same settings."""
-    # `style` has tuples of layouts, of length 1, because a linear layer has one input and output.
+    # A linear layer has one input and one output.
+    (input_layout,) = style.input_layouts
+    (output_layout,) = style.output_layouts
     return style_class(
-        input_layouts=style.input_layouts[0],
-        output_layouts=style.output_layouts[0],
+        input_layouts=input_layout,
+        output_layouts=output_layout,
         use_local_output=style.use_local_output,
     )
 

@@ -191,7 +191,8 @@ class ForwardBackward:
         loss_fn = NormalizedLoss(self.loss_fn, global_tokens.wait)
         total_loss = torch.zeros((), device=self._device)
         for i, microbatch in enumerate(microbatches):
-            self._configure_fsdp(is_last=i == len(microbatches) - 1)
+            is_last = i == len(microbatches) - 1
+            self._configure_fsdp(is_last)
             with record_function("forward"):
                 loss = self._forward(microbatch, loss_fn)
 
@@ -337,8 +338,8 @@ class PipelineForwardBackward(ForwardBackward):
             *stage_inputs,
             head=head,
             **inputs.attention,
-            # torch appends losses only if there is a target. The loss does not use it, because the
-            # head already has the labels.
+            # torch requires a target to compute losses. The loss does not use it, because the head
+            # already has the labels.
             losses=losses,
             target=inputs.labels,
             return_outputs=False,
@@ -535,10 +536,10 @@ def _build_boolean_mask(
 
 
 def _find_document_ids(batch: Microbatch, window: int) -> Tensor | None:
-    """Return the document of each token, shape (B, T), or None if causal attention needs no mask.
+    """Return the document of each token, shape (B, T), or None if all earlier tokens are visible.
 
-    Without documents, only a window that is shorter than the sequences needs a mask. Each sequence
-    is then one document.
+    Without document ids, only a window that is shorter than the sequences needs a mask. Each
+    sequence is then one document.
     """
     tokens = batch.input_ids
     if batch.document_ids is None and 0 < window < tokens.shape[1]:

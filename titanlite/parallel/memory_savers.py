@@ -118,8 +118,8 @@ def regroup_norm(
     """Separate the final norm from the output projection, so that FSDP frees the projection early.
 
     FSDP frees all weights of a group together. If the backward pass reads the norm, but not the
-    projection (`frees_output_after_forward`), the norm moves to the group of the last block. If a
-    separate group saves more memory at little cost (`separates_norm`), it becomes a group:
+    projection (`frees_output_after_forward`), the norm moves to the group of the last block. If
+    `separates_norm` returns True, or there are no block groups, it becomes a separate group instead:
 
         before:             [block 0]  [block 1]        [norm, projection]
         after:              [block 0]  [block 1, norm]  [projection]

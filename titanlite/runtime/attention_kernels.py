@@ -47,18 +47,12 @@ def attention_kernels(job: JobConfig, device: torch.device) -> Iterator[None]:
         return
 
     if job.model.uses_document_bounds:
-        _define_varlen_operator()
+        # Activation checkpointing looks up this operator. Importing its module defines it, but
+        # takes seconds.
+        importlib.import_module("torch.nn.attention.varlen")
     prefers_flash = backend in FLASH_PACKAGES
     with _active_flash_package(backend), backend_order(device, prefers_flash=prefers_flash):
         yield
-
-
-def _define_varlen_operator() -> None:
-    """Define the operator of variable-length attention, which activation checkpointing looks up.
-
-    Importing its module defines it. This takes seconds, so call the function only if needed.
-    """
-    importlib.import_module("torch.nn.attention.varlen")
 
 
 @contextmanager

@@ -28,10 +28,6 @@ SMALL_LAYERS = "auto_filter_small_kn"
 """Keyword in filter_fqns that makes torchtitan keep small layers in high precision."""
 SIZES_FROM_OTHER_KEYS = ("vocab_size", "max_seq_len", "head_dim")
 """Hyperparameters of a model that depend on other keys of the torchtitan job file."""
-C4_TEST_IS_LOST = (
-    "c4_test is a file of the torchtitan repository. The new job trains on python_stdlib instead. "
-    'To train on c4_test, set source = "jsonl" and path = ".../tests/assets/c4_test/data.json".'
-)
 
 
 class Migration:
@@ -295,7 +291,12 @@ class Migration:
             self._carry_over(f"{section}.source", "c4", old_key=name_key)
         elif dataset == "c4_test":
             self._set_default(f"{section}.source", "python_stdlib")
-            self._report_lost(name_key, C4_TEST_IS_LOST)
+            self._report_lost(
+                name_key,
+                "c4_test is a file of the torchtitan repository. The new job trains on "
+                'python_stdlib instead. To train on c4_test, set source = "jsonl" and '
+                'path = ".../tests/assets/c4_test/data.json".',
+            )
         else:
             raise UserError(
                 f"{name_key} = {format_value(dataset)}: torchtitan has c4, c4_test and "
@@ -325,10 +326,10 @@ class Migration:
         if num_stages == 1:
             return
 
-        old_key = "training.local_batch_size"
-        old_size = self._get_integer(old_key, 8)
+        batch_key = "training.local_batch_size"
+        old_size = self._get_integer(batch_key, 8)
         microbatch_size = self._get_microbatch_size(old_size, num_stages)
-        self._set(old_key, microbatch_size, "the size of a microbatch")
+        self._set(batch_key, microbatch_size, "the size of a microbatch")
 
         global_key = "training.global_batch_size"
         if self._get_integer(global_key, -1) != -1:
@@ -337,10 +338,10 @@ class Migration:
         num_shards = self._get_integer("parallelism.data_parallel_shard_degree", -1)
         if num_shards > 0:
             num_replicas = self._get_integer("parallelism.data_parallel_replicate_degree", 1)
-            self._set(global_key, old_size * num_shards * num_replicas, reason=old_key)
+            self._set(global_key, old_size * num_shards * num_replicas, reason=batch_key)
         else:  # the number of shards depends on the world size
             self._report_lost(
-                old_key,
+                batch_key,
                 f"Each data-parallel rank trains on {old_size} sequences per step, in "
                 f"microbatches of {microbatch_size}. Set {global_key} to {old_size} times the "
                 "number of data-parallel ranks.",
