@@ -32,12 +32,19 @@ ALWAYS_SAVED_WORDS = ("attention", "attn", "reduce_scatter")
 AMAX = torch.ops.aten.max.default  # the largest element of a tensor, for its FP8 scale
 MATMULS = {"aten::mm", "aten::addmm", "aten::_scaled_mm"}
 
+CreateContexts = Callable[[], tuple[Any, Any]]
+"""Argument `context_fn` of `torch.utils.checkpoint.checkpoint`.
+
+The function returns contexts for the forward pass and for the recomputation. They determine which
+operators are recomputed.
+"""
+
 
 def apply_activation_checkpointing(
     model: Llama,
     config: schema.ActivationCheckpoint,
     is_compiled: bool = False,
-    saves_unneeded_matmul: bool = False,
+    uses_savers: bool = True,
 ) -> None:
     """Wrap the forward pass of blocks so that the backward pass recomputes their activations.
 
@@ -48,8 +55,8 @@ def apply_activation_checkpointing(
         model: Model before FSDP, modified in place.
         config: Section [activation_checkpoint] of the job.
         is_compiled: Whether each block will be compiled together with its recomputation.
-        saves_unneeded_matmul: Treat the last matmul of a block like all others; see
-            `_recompute_some_operations`.
+        uses_savers: Whether to use the memory saver `find_unneeded_matmul`, which does not save the
+            last matmul output of a block.
     """
     if config.mode == "none":
         return
@@ -60,7 +67,7 @@ def apply_activation_checkpointing(
     if config.mode == "full":
         _recompute_whole_blocks(model, is_compiled, interval=1)
     elif config.selective_ac_option == "op":
-        _recompute_some_operations(model, saves_unneeded_matmul)
+        _recompute_some_operations(model, uses_savers)
     else:  # a number, such as "2" for every second block
         _recompute_whole_blocks(model, is_compiled, int(config.selective_ac_option))
 
@@ -73,7 +80,7 @@ def _recompute_whole_blocks(model: Llama, is_compiled: bool, interval: int) -> N
         is_compiled: Whether each block will be compiled together with its recomputation.
         interval: 1 selects all blocks, 2 selects every second block.
     """
-    create_contexts: Callable[[], tuple[Any, Any]] = noop_context_fn  # the default in eager mode
+    create_contexts: CreateContexts = noop_context_fn  # the default in eager mode
     if is_compiled:
         # By default, the compiler would save inputs of collectives and of SwiGLU. Save nothing.
         create_contexts = partial(create_selective_checkpoint_contexts, [])
@@ -82,7 +89,7 @@ def _recompute_whole_blocks(model: Llama, is_compiled: bool, interval: int) -> N
             _checkpoint_block(model, block, create_contexts)
 
 
-def _recompute_some_operations(model: Llama, saves_unneeded_matmul: bool) -> None:
+def _recompute_some_operations(model: Llama, uses_savers: bool) -> None:
     """Recompute about half of the matmuls of each block, and most other operations.
 
     The forward pass of a block saves the outputs of matmuls 1, 3, 5 and so on, and of operators
@@ -90,11 +97,11 @@ def _recompute_some_operations(model: Llama, saves_unneeded_matmul: bool) -> Non
 
     Args:
         model: Model before FSDP, modified in place.
-        saves_unneeded_matmul: Treat the last matmul of a block like all others, even if the
-            backward pass does not need its output; see `find_unneeded_matmul`.
+        uses_savers: Whether to use the memory saver `find_unneeded_matmul`, which does not save the
+            last matmul output of a block.
     """
     for block in model.layers.values():
-        skipped_matmul = None if saves_unneeded_matmul else find_unneeded_matmul(block)
+        skipped_matmul = find_unneeded_matmul(block) if uses_savers else None
         _checkpoint_block(model, block, partial(_create_op_contexts, skipped_matmul))
 
 
@@ -126,7 +133,8 @@ def _create_op_contexts(skipped_matmul: int | None) -> tuple[Any, Any]:
     """Create the contexts of selective activation checkpointing for one block.
 
     The contexts save the outputs of matmuls 1, 3, 5 and so on, and of a few other operators, such
-    as attention.
+    as attention. Saving every second matmul output is a compromise: the backward pass recomputes
+    about half of the matmuls, and the saved outputs of the others take about half of the memory.
 
     Args:
         skipped_matmul: Number of the matmul whose output is never saved, because the backward pass
@@ -146,9 +154,9 @@ def _create_op_contexts(skipped_matmul: int | None) -> tuple[Any, Any]:
     ) -> CheckpointPolicy:
         """Return whether to save the output of `op` or to recompute it in the backward pass."""
         if op.name() in MATMULS:
-            number = next(recompute_numbers if context.is_recompute else forward_numbers)
-            is_odd = number % 2 == 1
-            should_save = is_odd and number != skipped_matmul
+            matmul_number = next(recompute_numbers if context.is_recompute else forward_numbers)
+            is_odd = matmul_number % 2 == 1
+            should_save = is_odd and matmul_number != skipped_matmul
         else:
             should_save = is_always_saved(op)
         return CheckpointPolicy.MUST_SAVE if should_save else CheckpointPolicy.PREFER_RECOMPUTE
@@ -162,16 +170,13 @@ def is_always_saved(op: Any) -> bool:
     return op is AMAX or any(word in op.name() for word in ALWAYS_SAVED_WORDS)
 
 
-def _checkpoint_block(
-    model: Llama, block: nn.Module, create_contexts: Callable[[], tuple[Any, Any]]
-) -> None:
+def _checkpoint_block(model: Llama, block: nn.Module, create_contexts: CreateContexts) -> None:
     """Make a block recompute its activations in the backward pass, by wrapping its `forward`.
 
     Args:
         model: Model that contains the block.
         block: Block, modified in place.
-        create_contexts: Argument `context_fn` of `torch.utils.checkpoint.checkpoint`, which decides
-            which operators are recomputed.
+        create_contexts: Function that selects the operators to recompute.
     """
     forward = block.forward
     preserve_rng_state = draws_random_numbers(type(model))

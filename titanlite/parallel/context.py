@@ -103,27 +103,32 @@ def flex_mask(
         window: Number of tokens that a token attends to, including itself. 0 means all.
     """
     batch_size, seq_len = tokens.shape
-    num_queries = seq_len
-    query_positions = None
-    if mesh is not None:
-        positions = torch.arange(seq_len, device=tokens.device)
-        query_positions = local_chunks(positions, mesh, dim=0)  # (T / degree,)
-        num_queries = len(query_positions)
 
     def is_visible(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Return whether this rank's query number `query` attends to key number `key`."""
-        # Like `key`, `position` is an index in the whole sequence.
-        position = query if query_positions is None else query_positions[query]
-        visible = position >= key
+        """Return whether token number `query` of a sequence attends to token number `key`."""
+        visible = query >= key
         if document_ids is not None:
-            visible = visible & (document_ids[batch, position] == document_ids[batch, key])
+            visible = visible & (document_ids[batch, query] == document_ids[batch, key])
         if window:
-            visible = visible & (position - key < window)
+            visible = visible & (query - key < window)
         return visible
+
+    mask_function = is_visible
+    num_queries = seq_len
+    if mesh is not None:
+        # Number of each query's token in the whole sequence, shape (T / degree,).
+        local_numbers = local_chunks(torch.arange(seq_len, device=tokens.device), mesh, dim=0)
+        num_queries = len(local_numbers)
+
+        def is_visible_locally(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            """Return whether this rank's query number `query` attends to token number `key`."""
+            return is_visible(batch, head, local_numbers[query], key)
+
+        mask_function = is_visible_locally
 
     create_block_mask = flex_function("create_block_mask")
     return create_block_mask(
-        is_visible,
+        mask_function,
         B=None if document_ids is None else batch_size,  # None: one mask for the whole batch
         H=None,
         Q_LEN=num_queries,
@@ -161,21 +166,24 @@ def context_attention(
 def _attend_causally(q: Tensor, full_k: Tensor, full_v: Tensor, rank: int) -> Tensor:
     """Compute causal attention of a rank's two chunks of queries to the keys of whole sequences.
 
+    Each chunk attends to all keys up to its end. For example, rank 0 of 2 holds the first and the
+    last of 4 chunks, which attend to 1 and 4 chunks of keys. Every rank has an early and a late
+    chunk, so that all ranks do the same amount of work.
+
     Args:
         q: Queries of both chunks, shape (B, H, T / degree, D).
         full_k: Keys of whole sequences, shape (B, H_kv, T, D).
         full_v: Values of whole sequences, same shape as `full_k`.
         rank: Index of this rank among the context parallel ranks.
     """
-    # The early chunk is chunk number `rank`, counted from the start of the sequence. The late chunk
-    # has the same number, counted from the end.
-    chunk_size = q.shape[2] // 2
     early_q, late_q = q.chunk(2, dim=2)
+    chunk_size = early_q.shape[2]
     early_end = (rank + 1) * chunk_size
     late_end = full_k.shape[2] - rank * chunk_size
 
     outputs = []
     for chunk_q, end in ((early_q, early_end), (late_q, late_end)):
-        chunk_mask = causal_mask(chunk_size, end, window=0, device=q.device)
-        outputs.append(attention(chunk_q, full_k[:, :, :end], full_v[:, :, :end], chunk_mask))
+        # The queries of a chunk are the last `chunk_size` of the first `end` tokens.
+        mask = causal_mask(num_queries=chunk_size, num_keys=end, window=0, device=q.device)
+        outputs.append(attention(chunk_q, full_k[:, :, :end], full_v[:, :, :end], mask))
     return torch.cat(outputs, dim=2)

@@ -271,11 +271,11 @@ def float8_plan(plan: Mapping[str, ParallelStyle], block: nn.Module) -> dict[str
     }
 
 
-def _to_float8_style(style: Any, module: nn.Module) -> ParallelStyle:
+def _to_float8_style(style: ParallelStyle, module: nn.Module) -> ParallelStyle:
     """Return the torchao variant of a tensor parallel style, which gathers activations in FP8.
 
     Return `style` unchanged if torchao has no such variant, or if the module contains linear layers
-    in high precision.
+    in high precision, which read the same input.
 
     Args:
         style: Parallel style of `module`.
@@ -283,27 +283,26 @@ def _to_float8_style(style: Any, module: nn.Module) -> ParallelStyle:
     """
     from torchao.float8 import float8_tensor_parallel as float8
 
-    # Gather the input in FP8 only if all linear layers that read it are FP8 layers.
     if not _has_only_float8_linears(module):
         return style
-
     # Compare exact types, because a subclass in a plugin may behave differently.
     if type(style) is PrepareModuleInput:
         return float8.PrepareFloat8ModuleInput(
             input_layouts=style.input_layouts, desired_input_layouts=style.desired_input_layouts
         )
+    if type(style) is ColwiseParallel:
+        return _copy_linear_style(style, float8.Float8ColwiseParallel)
+    if type(style) is RowwiseParallel:
+        return _copy_linear_style(style, float8.Float8RowwiseParallel)
+    return style
 
-    float8_classes = {
-        ColwiseParallel: float8.Float8ColwiseParallel,
-        RowwiseParallel: float8.Float8RowwiseParallel,
-    }
-    float8_class = float8_classes.get(type(style))
-    if float8_class is None:
-        return style
-    # Both styles have one input and one output, whose layouts they store in tuples of length 1.
+
+def _copy_linear_style(style: Any, style_class: Any) -> ParallelStyle:
+    """Return the parallel style of a linear layer as another class with the same settings."""
+    # A linear layer has one input and one output.
     (input_layout,) = style.input_layouts
     (output_layout,) = style.output_layouts
-    return float8_class(
+    return style_class(
         input_layouts=input_layout,
         output_layouts=output_layout,
         use_local_output=style.use_local_output,

@@ -191,33 +191,40 @@ class ForwardBackward:
         loss_fn = NormalizedLoss(self.loss_fn, global_tokens.wait)
         total_loss = torch.zeros((), device=self._device)
         for i, microbatch in enumerate(microbatches):
-            # The output matrix is the largest parameter, so it stays unsharded until the last
-            # microbatch. FSDP then frees it after the forward pass, or after the backward pass if
-            # the loss reads it there.
             is_last = i == len(microbatches) - 1
-            configure_microbatch(
-                self._model,
-                reduces_gradients=is_last or self._reduces_each_microbatch,
-                frees_output_after_forward=is_last and self._frees_output_after_forward,
-                frees_output_after_backward=is_last,
-            )
-
+            self._configure_fsdp(is_last)
             with record_function("forward"):
                 loss = self._forward(microbatch, loss_fn)
 
-            if self.offloaded_gradients is not None and i > 0:
-                # The CPU adds up the gradients of the previous microbatch while the GPU computes
-                # the forward pass of this one.
-                self.offloaded_gradients.add_latest()
+            if self.offloaded_gradients is not None:
+                # The CPU adds up the gradients of the previous microbatch, if there is one, while
+                # the GPU computes the forward pass of this one.
+                self.offloaded_gradients.take_from_parameters()
 
             with record_function("backward"):
                 loss.backward()
             total_loss += loss.detach()
 
-        # The gradients of a single microbatch are already in the parameters.
-        if self.offloaded_gradients is not None and len(microbatches) > 1:
+        if self.offloaded_gradients is not None:
             self.offloaded_gradients.move_sums_to_parameters()
         return total_loss
+
+    def _configure_fsdp(self, is_last: bool) -> None:
+        """Configure FSDP for the next microbatch.
+
+        The output matrix is the largest parameter, so it stays unsharded until the last microbatch.
+        FSDP then frees it after the forward pass, or after the backward pass if the loss reads it
+        there.
+
+        Args:
+            is_last: Whether the next microbatch is the last of the step.
+        """
+        configure_microbatch(
+            self._model,
+            reduces_gradients=is_last or self._reduces_each_microbatch,
+            frees_output_after_forward=is_last and self._frees_output_after_forward,
+            frees_output_after_backward=is_last,
+        )
 
     def _forward(self, microbatch: Microbatch, loss_fn: NormalizedLoss) -> Tensor:
         """Return the loss of one microbatch."""
@@ -241,10 +248,13 @@ class ForwardBackward:
         """
         if loss_fn is None:
             loss_fn = self._cross_entropy
-        divisor = torch.ones((), device=self._device)  # sum the losses, without normalizing them
+        # Dividing by 1 keeps the sum. One tensor serves all microbatches.
+        one = torch.ones((), device=self._device)
+        summed_loss = NormalizedLoss(loss_fn, get_divisor=lambda: one)
+
         self._model.eval()  # turns off dropout in the model of a plugin
         try:
-            return self._sum_losses(microbatches, NormalizedLoss(loss_fn, lambda: divisor))
+            return self._sum_losses(microbatches, summed_loss)
         finally:
             self._model.train()
             for module in fsdp_modules(self._model):
@@ -313,7 +323,7 @@ class PipelineForwardBackward(ForwardBackward):
         Ranks without the last stage compute no loss and return 0.
 
         Args:
-            run_schedule: Method of a schedule: `step` for training or `eval` for validation.
+            run_schedule: Method of a torch schedule: `step` for training, `eval` for validation.
             microbatches: Exactly as many microbatches as the schedule runs.
             loss_fn: Function that computes the loss of a microbatch.
         """
@@ -322,16 +332,16 @@ class PipelineForwardBackward(ForwardBackward):
         # Only the first stage has the embedding. All others get hidden states from other ranks.
         stage_inputs = [] if self._model.tok_embeddings is None else [inputs.tokens]
 
-        # The schedule splits these arguments into microbatches and passes them to `Llama.forward`.
-        # It appends the outputs of the last stage, which are the losses of the microbatches, to
-        # `losses`. To do so, it requires a target, although the head already has the labels.
-        losses: list[Tensor] = []
+        losses: list[Tensor] = []  # the schedule appends the loss of each microbatch
         run_schedule(
+            # Arguments of `Llama.forward`, which the schedule splits into microbatches.
             *stage_inputs,
             head=head,
             **inputs.attention,
-            target=inputs.labels,
+            # torch requires a target to compute losses. The loss does not use it, because the head
+            # already has the labels.
             losses=losses,
+            target=inputs.labels,
             return_outputs=False,
         )
         if not losses:  # another rank has the last stage
@@ -388,8 +398,7 @@ def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh, run: Run) -> Lo
     Args:
         microbatches: Microbatches of equal shape that all set the same optional fields, such as
             `document_ids`.
-        mesh: Layout of the ranks. With `mesh.context`, this rank has two chunks of each sequence,
-            which attend to whole sequences.
+        mesh: Layout of the ranks. With `mesh.context`, this rank has two chunks of each sequence.
         run: The run, whose attention backend and sliding windows determine the masks.
     """
     batch = _join(microbatches)
@@ -397,22 +406,43 @@ def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh, run: Run) -> Lo
         # The model cannot derive positions from a chunk of a sequence. A later pipeline stage
         # cannot derive them from its input, which may be sharded along T.
         batch = replace(batch, positions=_default_positions(batch.input_ids))
-
-    def build_mask(window: int) -> Mask | None:
-        if run.job.model.uses_document_bounds:  # variable-length attention needs no other mask
-            return _build_bounds(microbatches, window)
-        uses_flex = run.job.model.attention_backend == "flex"
-        return _build_mask(batch, mesh.context, window, uses_flex)
-
     local_batch = batch
     if mesh.context is not None:
         local_batch = _select_local_chunks(batch, mesh.context)
 
+    # Masks depend on whole sequences, because this rank's queries attend to the keys of all ranks.
+    build_mask = partial(_build_mask, microbatches, batch, mesh.context, run)
     attention = {"mask": build_mask(run.arch.sliding_window), "positions": local_batch.positions}
     if run.arch.full_attention_interval > 0:  # some layers have no sliding window
         attention["full_mask"] = build_mask(window=0)
     needed = {name: value for name, value in attention.items() if value is not None}
     return LocalInputs(local_batch.input_ids, local_batch.labels, needed)
+
+
+def _build_mask(
+    microbatches: Sequence[Microbatch],
+    batch: Microbatch,
+    context: DeviceMesh | None,
+    run: Run,
+    window: int,
+) -> Mask | None:
+    """Build an attention mask in the format of the attention backend.
+
+    Args:
+        microbatches: Microbatches with whole sequences.
+        batch: The same sequences, concatenated by `_join`.
+        context: Mesh of the context parallel ranks, or None.
+        run: The run, which selects the attention backend.
+        window: Number of tokens that a token attends to, including itself. 0 means all.
+
+    Returns:
+        The mask, or None if plain causal attention is enough.
+    """
+    if run.job.model.uses_document_bounds:  # variable-length attention
+        return _build_bounds(microbatches, window)
+    if run.job.model.attention_backend == "flex":
+        return _build_flex_mask(batch, context, window)
+    return _build_boolean_mask(batch, context, window)
 
 
 def _join(microbatches: Sequence[Microbatch]) -> Microbatch:
@@ -441,52 +471,62 @@ def _select_local_chunks(batch: Microbatch, mesh: DeviceMesh) -> Microbatch:
 def _build_bounds(microbatches: Sequence[Microbatch], window: int) -> DocumentBounds | None:
     """Return the document bounds of all microbatches, or None if plain causal attention is enough.
 
-    The bounds restart at 0 in each microbatch, because a pipeline schedule splits the result into
-    equal parts, one per microbatch. Microbatches with fewer documents get empty documents at the
-    end. For example, [0, 3, 8] and [0, 2, 5, 8] become [0, 3, 8, 8, 0, 2, 5, 8].
-
     Args:
         microbatches: Microbatches of equal shape. Either all or none of them have `cu_seqlens`.
         window: Number of tokens that a token attends to, including itself. 0 means all.
     """
+    if microbatches[0].cu_seqlens is not None:
+        return DocumentBounds(_join_bounds(microbatches), window)
+
     tokens = microbatches[0].input_ids
     batch_size, seq_len = tokens.shape
-    if microbatches[0].cu_seqlens is not None:
-        bounds = [cast(Tensor, microbatch.cu_seqlens) for microbatch in microbatches]
-        num_tokens = batch_size * seq_len  # the last bound of each microbatch
-        padded = pad_sequence(bounds, batch_first=True, padding_value=num_tokens)
-        return DocumentBounds(padded.flatten(), window)
-
-    is_window_shorter = 0 < window < seq_len
-    if not is_window_shorter:
-        return None
+    if not 0 < window < seq_len:
+        return None  # every token attends to all earlier tokens of its sequence
     # Treat each sequence as one document.
-    sequence_bounds = equal_bounds(batch_size, seq_len, tokens.device)
-    return DocumentBounds(sequence_bounds.repeat(len(microbatches)), window)
+    bounds = equal_bounds(batch_size, seq_len, tokens.device)
+    return DocumentBounds(bounds.repeat(len(microbatches)), window)
 
 
-def _build_mask(
-    batch: Microbatch, context: DeviceMesh | None, window: int, uses_flex: bool
-) -> Tensor | BlockMask | None:
-    """Build the attention mask from this rank's queries to the keys of whole sequences.
+def _join_bounds(microbatches: Sequence[Microbatch]) -> Tensor:
+    """Concatenate the `cu_seqlens` of microbatches, padded to equal length.
+
+    A pipeline schedule splits the result into equal parts, one per microbatch. Microbatches with
+    fewer documents therefore get empty documents at the end. For example, [0, 3, 8] and
+    [0, 2, 5, 8] become [0, 3, 8, 8, 0, 2, 5, 8].
+    """
+    bounds = [cast(Tensor, microbatch.cu_seqlens) for microbatch in microbatches]
+    last_bound = microbatches[0].input_ids.numel()
+    return pad_sequence(bounds, batch_first=True, padding_value=last_bound).flatten()
+
+
+def _build_flex_mask(
+    batch: Microbatch, context: DeviceMesh | None, window: int
+) -> BlockMask | None:
+    """Build the block mask of flex attention, or return None if plain causal attention is enough.
+
+    See `_build_boolean_mask` for the arguments.
+    """
+    document_ids = _find_document_ids(batch, window)
+    # With context parallelism, flex attention is causal only with a mask.
+    if document_ids is None and context is None:
+        return None
+    return flex_mask(batch.input_ids, document_ids, context, window)
+
+
+def _build_boolean_mask(
+    batch: Microbatch, context: DeviceMesh | None, window: int
+) -> Tensor | None:
+    """Build a boolean mask, or return None if plain causal attention is enough.
 
     Args:
         batch: Whole sequences.
-        context: Mesh of the context parallel ranks, or None. Each of these ranks has only some of
-            the queries.
+        context: Mesh of the context parallel ranks, or None.
         window: Number of tokens that a token attends to, including itself. 0 means all.
-        uses_flex: Build a block mask for flex attention instead of a boolean mask.
 
     Returns:
-        The mask, or None if plain causal attention is enough.
+        Mask from this rank's queries to all keys, shape (B, 1, T / context parallel degree, T).
     """
     document_ids = _find_document_ids(batch, window)
-    if uses_flex:
-        # With context parallelism, flex attention is causal only with a mask.
-        if document_ids is None and context is None:
-            return None
-        return flex_mask(batch.input_ids, document_ids, context, window)
-
     if document_ids is None:
         return None
     mask = document_mask(document_ids, window)  # (B, 1, T, T): queries, keys
@@ -502,8 +542,7 @@ def _find_document_ids(batch: Microbatch, window: int) -> Tensor | None:
     sequence is then one document.
     """
     tokens = batch.input_ids
-    is_window_shorter = 0 < window < tokens.shape[1]
-    if batch.document_ids is None and is_window_shorter:
+    if batch.document_ids is None and 0 < window < tokens.shape[1]:
         return torch.zeros_like(tokens)
     return batch.document_ids
 

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import (
 
 from titanlite.config.errors import UserError
 from titanlite.config.run import Run
+from titanlite.config.schema import Training
 from titanlite.model.llama import Llama
 from titanlite.parallel import memory_savers
 from titanlite.parallel.memory_savers import ModuleGroups, count_params, fsdp_modules
@@ -99,25 +100,38 @@ def needs_fsdp(model: Llama, device_type: str, run: Run) -> bool:
         device_type: "cuda" or "cpu".
         run: The validated job and the number of ranks.
     """
-    training = run.job.training
-    casts_weights = training.mixed_precision_param != training.dtype
-    casts_gradients = training.mixed_precision_reduce != training.dtype
-    # On a CPU, `cast_weights` avoids the copies that FSDP makes. On a GPU, FSDP saves memory,
-    # because it frees the cast weights of most blocks after their forward pass.
-    can_cast_without_fsdp = device_type == "cpu" and training.dtype == "float32"
-    # If modules of a plugin share a parameter, `to_empty` would allocate it separately for each
-    # module. FSDP keeps it shared within a group.
-    all_parameters = list(model.named_parameters(remove_duplicate=False))
-    shares_parameters = len(all_parameters) > len(list(model.parameters()))
+    job = run.job
     return (
         run.degrees.world > 1
-        or (casts_weights and not can_cast_without_fsdp)
-        or casts_gradients
-        or shares_parameters
-        or training.enable_cpu_offload
-        or run.job.float8.enable  # FSDP all-gathers FP8 weights
-        or run.job.optimizer.name not in PLAIN_TENSOR_OPTIMIZERS
+        or _casts_with_fsdp(job.training, device_type)
+        or _shares_parameters(model)
+        or job.training.enable_cpu_offload
+        or job.float8.enable  # FSDP all-gathers FP8 weights
+        or job.optimizer.name not in PLAIN_TENSOR_OPTIMIZERS
     )
+
+
+def _casts_with_fsdp(training: Training, device_type: str) -> bool:
+    """Return whether FSDP casts weights or gradients of a job on a single rank.
+
+    On a CPU, `cast_weights` casts fp32 weights instead, which avoids the copies that FSDP makes. On
+    a GPU, FSDP saves memory, because it frees the cast weights of most blocks after their forward
+    pass.
+    """
+    casts_weights = training.mixed_precision_param != training.dtype
+    casts_gradients = training.mixed_precision_reduce != training.dtype
+    can_cast_without_fsdp = device_type == "cpu" and training.dtype == "float32"
+    return casts_gradients or (casts_weights and not can_cast_without_fsdp)
+
+
+def _shares_parameters(model: nn.Module) -> bool:
+    """Return whether several modules share a parameter, which is possible in a plugin.
+
+    Without FSDP, `to_empty` would allocate the parameter separately for each module. FSDP keeps it
+    shared within a group.
+    """
+    parameters_by_name = list(model.named_parameters(remove_duplicate=False))
+    return len(parameters_by_name) > len(list(model.parameters()))
 
 
 def _prefetch_groups(groups: ModuleGroups) -> None:
@@ -219,7 +233,8 @@ def _should_reshard(blocks: ModuleGroups, mesh: DeviceMesh, run: Run) -> bool:
     step.
     """
     num_params = sum(count_params(group) for group in blocks)
-    is_small = num_params < 16 * run.job.parallelism.fsdp_min_num_params
+    min_group_size = run.job.parallelism.fsdp_min_num_params
+    is_small = num_params < memory_savers.SMALL_MODEL_GROUPS * min_group_size
     is_single_rank = mesh.size() == 1
     return len(blocks) > 1 and not (is_single_rank and is_small)
 
@@ -247,9 +262,10 @@ def configure_microbatch(
         return
     model.set_requires_gradient_sync(reduces_gradients)
 
-    # FSDP manages the output matrix in `model.output` or, for example with tied embeddings, in the
-    # root module.
+    # The root module holds the output matrix if `model.output` is not an FSDP module, for example
+    # with tied embeddings.
     model.set_reshard_after_backward(frees_output_after_backward, recurse=False)
+
     if isinstance(model.output, FSDPModule):
         model.output.set_reshard_after_backward(frees_output_after_backward, recurse=False)
         model.output.set_reshard_after_forward(frees_output_after_forward, recurse=False)

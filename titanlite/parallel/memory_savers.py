@@ -32,6 +32,9 @@ from titanlite.optim.adamw import create_state
 ModuleGroups = list[list[nn.Module]]
 """FSDP groups: lists of modules whose parameters are gathered and freed together."""
 RANKS_PER_NODE = 8
+SMALL_MODEL_GROUPS = 16
+"""Modules with fewer parameters than this many FSDP groups of minimum size are small, so that
+freeing them early saves little memory."""
 MIN_WORK_PER_OUTPUT_PARAM = 200_000
 """Smallest ratio (tokens of a microbatch * block parameters) / output parameters at which the GPU
 may wait for the reduction of the output gradient.
@@ -110,41 +113,44 @@ def _unshard_before_forward(module: nn.Module, _args: Any) -> None:
 
 
 def regroup_norm(
-    blocks: ModuleGroups, output: ModuleGroups, mesh: DeviceMesh, run: Run
+    block_groups: ModuleGroups, output_groups: ModuleGroups, mesh: DeviceMesh, run: Run
 ) -> tuple[ModuleGroups, ModuleGroups]:
     """Separate the final norm from the output projection, so that FSDP frees the projection early.
 
-    FSDP frees all weights of a group together. The backward pass reads the weight of the norm, but
-    not the projection. The norm joins the group of the last block: the groups [block 0], [block 1],
-    [norm, projection] become [block 0], [block 1, norm], [projection]. If `separates_norm` returns
-    True, it becomes a separate group instead.
+    FSDP frees all weights of a group together. If the backward pass reads the norm, but not the
+    projection (`frees_output_after_forward`), the norm moves to the group of the last block. If
+    `separates_norm` returns True, or there are no block groups, it becomes a separate group instead:
+
+        before:             [block 0]  [block 1]        [norm, projection]
+        after:              [block 0]  [block 1, norm]  [projection]
+        `separates_norm`:   [block 0]  [block 1]        [norm]  [projection]
 
     Args:
-        blocks: Modules of each FSDP group of blocks, in forward order.
-        output: The FSDP group [norm, projection] in a list, which is empty without an output layer.
+        block_groups: FSDP groups of the blocks, in forward order.
+        output_groups: The group [norm, projection] in a list. Empty without an output layer.
         mesh: Mesh of `fully_shard`.
         run: The validated job.
 
     Returns:
         The new groups of the blocks, and the new groups of the output.
     """
-    if not output or not frees_output_after_forward(run):
-        return blocks, output
+    if not output_groups or not frees_output_after_forward(run):
+        return block_groups, output_groups
 
-    norm, projection = output[0]
-    if not blocks or separates_norm(blocks, projection, mesh, run):
-        return blocks, [[norm], [projection]]
+    norm, projection = output_groups[0]
+    if not block_groups or separates_norm(block_groups, projection, mesh, run):
+        return block_groups, [[norm], [projection]]
 
-    *first_groups, last_group = blocks
+    *first_groups, last_group = block_groups
     return [*first_groups, [*last_group, norm]], [[projection]]
 
 
 def separates_norm(blocks: ModuleGroups, output: nn.Module, mesh: DeviceMesh, run: Run) -> bool:
     """Return whether the final norm becomes a separate FSDP group, to lower the peak memory.
 
-    FSDP2 keeps the gradient of the output projection until it reduces the gradients of the next
-    group in the backward pass. If the norm is this group, FSDP2 frees the gradient before the
-    backward pass of the last block.
+    In the backward pass, FSDP2 keeps the gradient of the output projection until the backward pass
+    of the next group is complete. By default, this group contains the last block. If the norm is a
+    separate group, FSDP2 frees the gradient before the backward pass of the last block.
 
     Gain: 1.33 GiB of reserved and 1.89 GiB of allocated memory, for 4 more kernel launches.
     Hazard: The GPU waits until the gradient of the output projection is reduced, an estimated 5 ms
@@ -159,10 +165,9 @@ def separates_norm(blocks: ModuleGroups, output: nn.Module, mesh: DeviceMesh, ru
         run: The validated job.
     """
     if mesh.size(-1) > RANKS_PER_NODE:
-        return False  # the network between nodes is slow, so the wait would be long
-
+        return False  # parameters are sharded over several nodes, so the wait would be long
     config = run.job.parallelism
-    if count_params([output]) < 16 * config.fsdp_min_num_params:
+    if count_params([output]) < SMALL_MODEL_GROUPS * config.fsdp_min_num_params:
         return False  # the gradient is small, so freeing it early saves little memory
     return config.memory_savers == "all" or _is_wait_short(blocks, output, run)
 
@@ -200,14 +205,14 @@ def are_reductions_final(run: Run) -> bool:
 
 
 def reduce_in_main_stream(model: Llama, mesh: DeviceMesh, run: Run) -> None:
-    """Let FSDP allocate reduced gradients in the main stream, which can then reuse their memory.
+    """Let FSDP allocate reduced gradients in the main CUDA stream, which can reuse their memory.
 
     By default, FSDP2 allocates them in another stream, whose memory the main stream cannot reuse.
     On a single rank, where gradients are not reduced, this also skips copying each gradient.
 
     Gain: 3.75 GiB of reserved memory. No kernel launches.
-    Hazard: If FSDP2 freed a result early, its memory would be reused while the collective still
-    writes to it. So this does nothing unless `are_reductions_final` returns True.
+    Hazard: If FSDP2 casts, accumulates or offloads the reduced gradients, it frees them early, and
+    the main stream would reuse their memory during the collective. The saver is then off.
     Tests: test_only_gradients_that_are_kept_are_allocated_in_the_main_stream,
     test_a_single_rank_does_not_copy_gradients_to_reduce_them
 
@@ -220,12 +225,14 @@ def reduce_in_main_stream(model: Llama, mesh: DeviceMesh, run: Run) -> None:
         return
 
     for module in fsdp_modules(model):
-        reduce_scatter: Any
-        if mesh.size() == 1:
-            reduce_scatter = _SingleRankReduceScatter()
-        else:
-            reduce_scatter = _MainStreamReduceScatter(mesh.device_type)
-        module.set_custom_reduce_scatter(reduce_scatter)
+        module.set_custom_reduce_scatter(_create_reduce_scatter(mesh))
+
+
+def _create_reduce_scatter(mesh: DeviceMesh) -> Any:
+    """Create the object that allocates and reduces the gradients of an FSDP module."""
+    if mesh.size() == 1:
+        return _SingleRankReduceScatter()
+    return _MainStreamReduceScatter(mesh.device_type)
 
 
 class _MainStreamReduceScatter:
@@ -302,26 +309,28 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def find_unneeded_matmul(block: nn.Module) -> int | None:
-    """Return the number of the last matmul of a block if its output does not need to be saved.
+    """Return the number of the last matmul of a block, if the backward pass never reads its output.
 
-    Usually the output is only added to the residual stream. The backward pass of an addition reads
-    no values, so activation checkpointing does not have to save the output.
+    Selective activation checkpointing saves every second matmul output, but not this one. Usually
+    the output is only added to the residual stream, and the backward pass of an addition reads no
+    values.
 
     Gain: 4.0 GiB of allocated and reserved memory in eager mode. The compiler does this anyway.
     Hazard: If the backward pass needs the output, the matmul is computed twice.
     Tests: test_each_saver_lowers_reserved_memory, test_safe_savers_compute_nothing_again
 
     Returns:
-        Number of the matmul, counted from 1 in the order of the forward pass. None if the backward
-        pass would recompute the last matmul unless its output is saved.
+        Number of the matmul among those of the linear layers, counted from 1 in the order of the
+        forward pass. None if the output has to be saved.
     """
     if isinstance(block, TransformerBlock) and block.norm_after:
-        return None  # the backward pass of the norm reads the output
+        return None  # the norm follows the last matmul, and its backward pass reads the output
 
     linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
-    has_converted_layers = any(type(linear) is not nn.Linear for linear in linears)
-    if has_converted_layers:
-        return None  # an FP8 layer saves its input only after its matmul
+    has_float8_layers = any(type(linear) is not nn.Linear for linear in linears)
+    if has_float8_layers:
+        # An FP8 layer saves its input for the backward pass only after its matmul. To restore the
+        # input, the recomputation would run the matmul again, unless its output is saved.
+        return None
 
-    # Each linear layer computes one matmul, and the last matmul belongs to a linear layer.
-    return len(linears)
+    return len(linears)  # each linear layer computes one matmul

@@ -76,14 +76,13 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     stage_group = _create_group(rank_grid, REPLICATE, SHARD, CONTEXT, TENSOR)
     groups = [get_world_group(), *shard_mesh.get_all_groups(), data_group, loss_group, stage_group]
 
+    context_mesh = None
+    if degrees.context > 1:
+        context_mesh = _build_context_mesh(rank_grid, device_type)
+        groups.append(context_mesh.get_group())
+
     # For HSDP, parameters are sharded along one dimension and replicated along the other.
     fsdp_dims = ("dp_replicate", "dp_shard") if degrees.replicate > 1 else ("dp_shard",)
-    context_mesh = None
-    if degrees.context > 1:  # `shard_mesh` has no dimension for context parallelism
-        context_group = _create_group(rank_grid, CONTEXT)
-        groups.append(context_group)
-        context_mesh = DeviceMesh.from_group(context_group, device_type, mesh_dim_names=("cp",))
-
     return Mesh(
         degrees,
         fsdp=shard_mesh[fsdp_dims],
@@ -115,18 +114,23 @@ def _build_shard_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
 
 
+def _build_context_mesh(rank_grid: torch.Tensor, device_type: str) -> DeviceMesh:
+    """Create the mesh of this rank's context parallel group, which `_build_shard_mesh` lacks."""
+    group = _create_group(rank_grid, CONTEXT)
+    return DeviceMesh.from_group(group, device_type, mesh_dim_names=("cp",))
+
+
 def _create_group(rank_grid: torch.Tensor, *dims: int) -> dist.ProcessGroup:
     """Create the process group of all ranks that differ from this rank only along `dims`.
 
-    For example, the grid [[0, 1], [2, 3]] has the groups [0, 2] and [1, 3] along dimension 0. All
+    For example, the grid [[0, 1], [2, 3]] has the groups [[0, 2], [1, 3]] along dimension 0. All
     ranks must call this function together, with the same arguments.
 
     Args:
         rank_grid: Rank numbers, one dimension per parallel dimension.
         dims: Indices of the dimensions of `rank_grid` along which ranks of a group differ.
     """
-    # Move `dims` to the end, so that each row of the reshaped grid holds the ranks of a group. For
-    # example, [[0, 1], [2, 3]] becomes [[0, 2], [1, 3]] for dimension 0.
+    # Move `dims` to the end, so that each row of the reshaped grid holds the ranks of a group.
     fixed_dims = [dim for dim in range(rank_grid.ndim) if dim not in dims]
     group_size = math.prod(rank_grid.shape[dim] for dim in dims)
     ranks_by_group = rank_grid.permute(*fixed_dims, *dims).reshape(-1, group_size)

@@ -34,11 +34,12 @@ def cast_weights(model: Llama, dtype: torch.dtype, compiles_blocks: bool) -> Non
         # Cast in each block, so that activation checkpointing repeats the cast when it recomputes.
         for block in model.layers.values():
             block_names = [name for name, _ in block.named_parameters()]
-            block.forward = _CastingForward(block.forward, block, block_names, dtype)
+            block.forward = _ForwardWithCast(block.forward, block, block_names, dtype)
         names = [name for name in names if not name.startswith("layers.")]
-    # Cast the weights of compiled blocks outside of the blocks. In a block that contains the cast,
-    # the compiler skips the rounding of some gradients to `dtype`.
-    model.forward = _CastingForward(model.forward, model, names, dtype)
+
+    # The model casts all weights that no block casts. It casts the weights of compiled blocks,
+    # because the compiler skips the rounding of some gradients to `dtype` if a block does it.
+    model.forward = _ForwardWithCast(model.forward, model, names, dtype)
 
 
 class FunctionModule(nn.Module):
@@ -61,7 +62,7 @@ class FunctionModule(nn.Module):
 
 
 @dataclass(frozen=True)
-class _CastingForward:
+class _ForwardWithCast:
     """Replaces the method `forward` of a module, and calls this method with cast parameters.
 
     This is an object and not a closure, so that a deep copy of the module also copies it.

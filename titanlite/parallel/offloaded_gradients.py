@@ -25,8 +25,8 @@ class OffloadedGradients:
         self._parameters = list(parameters)
         self._sums: dict[nn.Parameter, DTensor] = {}
 
-    def add_latest(self) -> None:
-        """Add the gradients of the latest microbatch to the sums and clear `parameter.grad`."""
+    def take_from_parameters(self) -> None:
+        """Move the gradients of the latest microbatch, if any, from the parameters to the sums."""
         for parameter in self._parameters:
             gradient = cast(DTensor | None, parameter.grad)
             parameter.grad = None
@@ -40,9 +40,9 @@ class OffloadedGradients:
     def move_sums_to_parameters(self) -> None:
         """Add the gradients of the last microbatch, then make each sum the `grad` of its parameter.
 
-        Call this after the last of several microbatches of a step, before gradient clipping.
+        Call this after the last microbatch of a step, before gradient clipping.
         """
-        self.add_latest()
+        self.take_from_parameters()
         for parameter, gradient in self._sums.items():
             parameter.grad = gradient
         self._sums.clear()

@@ -78,16 +78,32 @@ def build_model(
         num_parameters = len(list(model.parameters()))
         parallelize(model, mesh, run, log, has_float8)
         _materialize(model, device, training)
-        # Each FSDP group allocates a separate copy of a parameter that several groups share.
-        if len(list(model.parameters())) > num_parameters:
-            raise UserError(
-                f"Blocks of {model_class.__name__} share a parameter, but belong to different FSDP "
-                "groups, which cannot share parameters. Set parallelism.fsdp_min_num_params to a "
-                "larger number than the model has parameters, so that there is only one group."
-            )
+        _check_no_shared_parameters(model, num_parameters, model_class.__name__)
         # Convert after sharding, so that each rank has only its shards in the dtype `init_dtype`.
         stages[stage] = model.to(dtype)
     return ShardedModel(whole=join_stages(list(stages.values())), stages=stages)
+
+
+def _check_no_shared_parameters(model: Llama, num_parameters: int, class_name: str) -> None:
+    """Check that different FSDP groups share no parameters, which is possible in a plugin.
+
+    Each group allocates a separate copy of a shared parameter, so the model has more parameters
+    afterward.
+
+    Args:
+        model: Model or pipeline stage, after its parameters have been allocated.
+        num_parameters: Number of its parameters before sharding.
+        class_name: Name of the model class, for the error message.
+
+    Raises:
+        UserError: If several groups share a parameter.
+    """
+    if len(list(model.parameters())) > num_parameters:
+        raise UserError(
+            f"Blocks of {class_name} share a parameter, but belong to different FSDP "
+            "groups, which cannot share parameters. Set parallelism.fsdp_min_num_params to a "
+            "larger number than the model has parameters, so that there is only one group."
+        )
 
 
 def _materialize(model: Llama, device: torch.device, training: schema.Training) -> None:
@@ -115,6 +131,10 @@ def parallelize(
 ) -> None:
     """Apply all parallelism and memory options of a job to a model or pipeline stage, in place.
 
+    The order matters. FP8 replaces linear layers, so it comes first. Activation checkpointing
+    follows `cast_weights`, because it repeats the casts in the backward pass. FSDP comes last,
+    because it shards the DTensors of tensor parallelism again, and adds hooks around each block.
+
     Args:
         model: Model or pipeline stage on the meta device.
         mesh: Layout of the ranks.
@@ -140,6 +160,7 @@ def parallelize(
 
     uses_fsdp = needs_fsdp(model, mesh.fsdp.device_type, run)
     if not uses_fsdp and job.training.mixed_precision_param != job.training.dtype:
+        # Cast the weights for mixed precision in each forward pass, as FSDP would.
         dtype = getattr(torch, job.training.mixed_precision_param)
         cast_weights(model, dtype, run.compiles("model"))
     checkpoint_and_compile(model, mesh, run)
@@ -154,22 +175,22 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
     them have a sliding window, there are two graphs, one for each kind of mask.
     """
     config = run.job.activation_checkpoint
+    uses_savers = run.job.parallelism.memory_savers != "none"
     compiles_blocks = run.compiles("model")
-    compiles_recomputation = compiles_blocks and _can_compile_recomputation(mesh, config)
     compile_options: dict[str, Any] = {"fullgraph": True, "options": inductor_options(mesh, run)}
 
-    # If torch cannot compile the recomputation, compile the blocks before checkpointing wraps them.
-    if compiles_blocks and not compiles_recomputation:
-        for block in model.layers.values():
-            block.forward = torch.compile(block.forward, **compile_options)
-
-    saves_unneeded_matmul = run.job.parallelism.memory_savers == "none"
-    apply_activation_checkpointing(model, config, compiles_recomputation, saves_unneeded_matmul)
-
-    # Otherwise, compile the blocks with the recomputation, so that the compiler optimizes both.
-    if compiles_recomputation:
+    if compiles_blocks and _can_compile_recomputation(mesh, config):
+        # Compile each block with its recomputation, so that the compiler optimizes both.
+        apply_activation_checkpointing(model, config, is_compiled=True, uses_savers=uses_savers)
         for block in model.layers.values():
             block.compile(**compile_options)
+        return
+
+    # Otherwise, compile only the forward pass of each block, before checkpointing wraps it.
+    if compiles_blocks:
+        for block in model.layers.values():
+            block.forward = torch.compile(block.forward, **compile_options)
+    apply_activation_checkpointing(model, config, uses_savers=uses_savers)
 
 
 def _can_compile_recomputation(mesh: Mesh, config: schema.ActivationCheckpoint) -> bool:
@@ -192,13 +213,13 @@ def inductor_options(mesh: Mesh, run: Run) -> dict[str, Any] | None:
     if not job.float8.enable or mesh.fsdp.device_type != "cuda":
         return None
     return {
-        # Compute the FP8 scales of all weights of a block with one kernel, and cast the weights
-        # with another. With full activation checkpointing this would raise the peak memory.
+        # Combine independent kernels, such as the casts of all weights of a block. Not with full
+        # activation checkpointing, where combined casts keep five tensors alive at the peak.
         "combo_kernels": job.activation_checkpoint.mode != "full",
-        # Avoid NaN with rowwise scales: https://github.com/pytorch/pytorch/issues/150859
+        # Round to bf16 as often as in eager mode. Otherwise, rowwise scales can lead to NaN:
+        # https://github.com/pytorch/pytorch/issues/150859
         "emulate_precision_casts": job.float8.recipe_name != "tensorwise",
-        # Number of fused operations after which the compiler writes an intermediate result to
-        # memory. Emulated casts count as operations, so with the default of 30, the compiler would
-        # write three SwiGLU intermediates in fp32.
+        # Fuse up to 100 operations instead of 30 before a result is written to memory. Emulated
+        # casts count, so with 30, three intermediate results of SwiGLU would be written in fp32.
         "realize_opcount_threshold": 100,
     }

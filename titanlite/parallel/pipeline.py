@@ -92,12 +92,14 @@ def build_schedule(
     for index, module in stages.items():
         # The last stage outputs the loss. No stage receives it, but its shape must be declared.
         loss = torch.empty((), device="meta", requires_grad=True)
-        shapes: dict[str, Any] = {
-            "input_args": tokens if index == 0 else hidden,
-            "output_args": loss if index == num_stages - 1 else hidden,
-        }
         stage = PipelineStage(
-            module, index, num_stages, device, group=mesh.pipeline.get_group(), **shapes
+            module,
+            index,
+            num_stages,
+            device,
+            input_args=tokens if index == 0 else hidden,
+            output_args=loss if index == num_stages - 1 else hidden,
+            group=mesh.pipeline.get_group(),
         )
         pipeline_stages.append(stage)
 
@@ -116,14 +118,15 @@ def build_schedule(
 def forward_only(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> Iterator[None]:
     """Remove the backward passes from a pipeline schedule in a `with` block, for validation.
 
-    Use this together with the `eval` method of the schedule. Up to torch 2.15, `eval` alone fails
-    if consecutive stages are on the same rank, as in ZBVZeroBubble. With other schedules, it still
-    reduces the gradients of FSDP, and thereby changes the settings of `configure_microbatch`.
+    Call the `eval` method of the schedule in this block. Up to torch 2.15, `eval` alone runs the
+    backward actions of a schedule with several stages per rank, which reduce FSDP gradients. If
+    consecutive stages are on the same rank, as in ZBVZeroBubble, they fail.
     """
     any_schedule: Any = schedule
-    # Actions of each rank in order. Only schedules with several stages per rank have the attribute.
+    # Actions of each rank, which the schedule runs in this order.
     all_actions = getattr(any_schedule, "pipeline_order_with_comms", None)
     if all_actions is None:
+        # Schedules with one stage per rank have no list of actions, and `eval` is correct.
         yield
         return
 
@@ -132,7 +135,6 @@ def forward_only(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> It
         forward_actions[rank] = [
             action for action in actions if action.computation_type.name in FORWARD_ACTIONS
         ]
-    # The schedule runs the actions in this attribute. Replace them during the context.
     any_schedule.pipeline_order_with_comms = forward_actions
     try:
         yield

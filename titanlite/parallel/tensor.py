@@ -43,7 +43,8 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, gather_float8: bool) -
         gather_float8: Gather the inputs of FP8 layers, and their gradients, in FP8. An input that a
             layer in higher precision also reads is gathered in that precision.
     """
-    # The architecture names the function that creates its plans. The default is `block_plan`.
+    # The architecture names the function that creates its plans. The default is `block_plan`. Plans
+    # map submodules of a block to parallel styles, which shard weights and add communication.
     create_plans = resolve(model.arch.tensor_parallel)
     for block in model.layers.values():
         for plan in create_plans(model.arch):
@@ -51,20 +52,21 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, gather_float8: bool) -
                 plan = float8_plan(plan, block)
             parallelize_module(block, mesh, plan)
 
-    # Each rank looks up the tokens in its part of the vocabulary. The sum of the results is sharded
-    # along the sequence.
     if model.tok_embeddings is not None:
+        # Each rank looks up the tokens in its part of the vocabulary, and a reduce-scatter along
+        # the sequence sums up the results.
         style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
         parallelize_module(model.tok_embeddings, mesh, style)
         # A compiled block cannot read the result of a collective that is still in progress.
         model.tok_embeddings.register_forward_hook(
-            lambda _module, _args, output: _Wait.apply(output)
+            lambda _module, _args, output: _WaitForCollective.apply(output)
         )
 
     if model.norm is not None:
         parallelize_module(model.norm, mesh, SequenceParallel())
 
     if model.output is not None:
+        # Shard only the weight, because the loss reads it and communicates by itself.
         vocab_shard = distribute_tensor(model.output.weight, mesh, [Shard(0)])
         model.output.weight = nn.Parameter(vocab_shard)
 
@@ -123,7 +125,7 @@ def block_plan(arch: Architecture) -> list[dict[str, ParallelStyle]]:
     return [plan, plan_after_norms]
 
 
-class _Wait(torch.autograd.Function):
+class _WaitForCollective(torch.autograd.Function):
     """Wait for a tensor parallel collective and return its result as a plain tensor.
 
     Apply this to the output of the embedding. Its parallel style returns an AsyncCollectiveTensor.

@@ -23,6 +23,7 @@ from titanlite.config.run import V_SHAPED, Run, with_keys
 from titanlite.observe.flops import num_params
 from titanlite.observe.gpus import Gpu
 from titanlite.parallel import float8
+from titanlite.parallel.memory_savers import SMALL_MODEL_GROUPS
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.plan.allocator import CUBLAS_WORKSPACES
@@ -38,9 +39,6 @@ from titanlite.train.step import TrainStep
 # and their allocations are replayed. For larger models, a constant fraction is accurate enough.
 MAX_REPLAYED_BLOCKS = 40
 FRAGMENTATION = 0.01
-# A model is small if its blocks have fewer parameters than this many FSDP groups of minimum size.
-# `fsdp._should_reshard` uses the same limit.
-SMALL_MODEL_GROUPS = 16
 
 Apply = Callable[..., Iterable[Any]]
 """Function that runs traces: `map`, or the `map` method of a process pool for parallel traces."""

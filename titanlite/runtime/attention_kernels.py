@@ -31,7 +31,9 @@ FLASH_PACKAGES = {
 def attention_kernels(job: JobConfig, device: torch.device) -> Iterator[None]:
     """Use the attention kernels of `model.attention_backend` during a `with` block.
 
-    Use a single `with` block around the whole run.
+    On a GPU, set the order in which torch tries its kernels, and activate the package of the
+    backends "fa3" and "fa4". The end of the block restores both. Use a single `with` block around
+    the whole run.
 
     Raises:
         UserError: If the device does not support the backend, or its package is not installed.
@@ -45,15 +47,16 @@ def attention_kernels(job: JobConfig, device: torch.device) -> Iterator[None]:
         return
 
     if job.model.uses_document_bounds:
-        # This import defines the operator of variable-length attention, which activation
-        # checkpointing looks up. It takes seconds, so only jobs that need it import it.
+        # Activation checkpointing looks up this operator. Importing its module defines it, but
+        # takes seconds.
         importlib.import_module("torch.nn.attention.varlen")
-    with _flash_package(backend), backend_order(device, prefers_flash=backend in FLASH_PACKAGES):
+    prefers_flash = backend in FLASH_PACKAGES
+    with _active_flash_package(backend), backend_order(device, prefers_flash=prefers_flash):
         yield
 
 
 @contextmanager
-def _flash_package(backend: str) -> Iterator[None]:
+def _active_flash_package(backend: str) -> Iterator[None]:
     """Activate the FlashAttention package of the backend "fa3" or "fa4" during a `with` block.
 
     Do nothing for other backends, which need no package.

@@ -289,10 +289,9 @@ def log_end(text: str, kind: str, step: int | None = None, log_file: Path | None
     logger = logging.getLogger(LOGGER_NAME)
     handlers = logger.handlers if log_file is None else _file_handlers(log_file, prefix="")
 
-    # Pass a record without source location directly to the handlers of train.log and events.jsonl.
-    # `logger.log` would print it on the terminal as well.
     event = Event(text, kind, step)
     level = LEVEL_OF_END.get(kind, logging.ERROR)
+    # Pass a record to the file handlers only. `logger.log` would also print it on the terminal.
     record = logger.makeRecord(LOGGER_NAME, level, fn="", lno=0, msg=event, args=(), exc_info=None)
     for handler in handlers:
         writes_to_file = isinstance(handler, LogHandler) and handler.file is not None
@@ -322,14 +321,16 @@ class LogHandler(logging.Handler):
         error. The first failure is logged as a warning, which reaches the outputs that still work.
         """
         line = f"{self.format(record)}\n"
-        terminal = sys.stdout if self.level < logging.ERROR else sys.stderr
+        # A rank that prints only errors prints them on standard error.
+        terminal = sys.stderr if self.level >= logging.ERROR else sys.stdout
         try:
             self._write(line, terminal)
         except (OSError, ValueError) as error:  # ValueError: the stream is closed
             self.failed_writes += 1
-            if self.file is None and not terminal.closed:  # do not try again
-                drop_output(terminal)
+            if self.file is None and not terminal.closed:
+                drop_output(terminal)  # discard all later lines, which would also fail
             if self.failed_writes == 1:
+                # This handler also gets the warning. If it fails again, it logs no other warning.
                 target = self.file or "the terminal"
                 text = f"The run continues, but cannot write to {target}: {error}"
                 logging.getLogger(record.name).warning(text)

@@ -86,11 +86,10 @@ class RankGroup:
             error_here = UserError(f"{type(error).__name__}: {error}")
 
         errors = [error for error in self.gather(error_here) if error is not None]
-        for error in errors:
-            if not isinstance(error, Damage):
-                raise error
+        # Callers treat a file as damaged if they catch `Damage`, so prefer other errors.
+        other_errors = [error for error in errors if not isinstance(error, Damage)]
         if errors:
-            raise errors[0]
+            raise (other_errors or errors)[0]
         return cast(T, result)
 
     def run_on_rank0(self, function: Callable[[], T]) -> T:

@@ -101,13 +101,24 @@ def _rendezvous(world_size: int, timeout: timedelta, file: str | None) -> Store:
     """
     if world_size == 1:
         return HashStore()
+    if file is None:
+        return _connect_by_address(world_size, timeout)
+    store = FileStore(file)  # a file avoids the need for a free port
+    store.set_timeout(timeout)
+    return store
 
-    # A file avoids the need for a free port.
-    if file is not None:
-        store = FileStore(file)
-        store.set_timeout(timeout)
-        return store
 
+def _connect_by_address(world_size: int, timeout: timedelta) -> Store:
+    """Connect to the other ranks at the address in MASTER_ADDR and MASTER_PORT.
+
+    Args:
+        world_size: Number of ranks.
+        timeout: Longest time to wait for the other ranks.
+
+    Raises:
+        UserError: If there is no titanlite launcher, and the address is missing or invalid, or the
+            ranks cannot connect to it.
+    """
     # "env://" reads MASTER_ADDR and MASTER_PORT, and yields store, rank and world size.
     try:
         store, _, _ = next(rendezvous("env://", timeout=timeout))

@@ -26,6 +26,8 @@ from titanlite.torchtitan.tables import TORCHTITAN_FLAVORS, Version
 DEFAULT = "the torchtitan default"
 SMALL_LAYERS = "auto_filter_small_kn"
 """Keyword in filter_fqns that makes torchtitan keep small layers in high precision."""
+SIZES_FROM_OTHER_KEYS = ("vocab_size", "max_seq_len", "head_dim")
+"""Hyperparameters of a model that depend on other keys of the torchtitan job file."""
 
 
 class Migration:
@@ -157,7 +159,8 @@ class Migration:
         Args:
             key: Key of the new job file.
             value: Value, which replaces the current value of the key.
-            reason: Reason for the report. If empty, the key is not reported.
+            reason: Reason for the report, such as the torchtitan key from which the value was
+                computed. If empty, the key is not reported.
         """
         self._new[key] = value
         if reason:
@@ -208,25 +211,31 @@ class Migration:
 
     def _convert_model(self) -> None:
         """Set the model flavor, and the keys whose values differ from the torchtitan flavor."""
-        flavor = self._old.get("model.flavor", "debugmodel")
-        new_flavor = self._convert_flavor(flavor)
+        old_flavor = self._old.get("model.flavor", "debugmodel")
+        new_flavor = self._convert_flavor(old_flavor)
         self._set_default("model.flavor", new_flavor, DEFAULT)
 
-        # Keep the torchtitan sizes, except those that depend on other keys.
-        old_sizes = asdict(TORCHTITAN_FLAVORS[self.model][flavor])
-        old_sizes["rope_scaling_factor"] = self.rope_scaling_factor
-        old_sizes |= self._sizes  # the sizes in a resolved config override the flavor
-        for key, our_size in asdict(FLAVORS[new_flavor]).items():
-            depends_on_other_keys = key in ("vocab_size", "max_seq_len", "head_dim")
-            if not depends_on_other_keys and old_sizes[key] != our_size:
-                self._set_default(f"model.{key}", old_sizes[key], f"the torchtitan flavor {flavor}")
+        old_sizes = self._get_old_sizes(old_flavor)
+        reason = f"the torchtitan flavor {old_flavor}"
+        for key, new_size in asdict(FLAVORS[new_flavor]).items():
+            if key not in SIZES_FROM_OTHER_KEYS and old_sizes[key] != new_size:
+                self._set_default(f"model.{key}", old_sizes[key], reason)
 
         # torchtitan sets the context length of the model to the sequence length.
         seq_len = self._get_integer("training.seq_len", 2048)
         if seq_len > FLAVORS[new_flavor].max_seq_len:
-            self._set_default("model.max_seq_len", seq_len, "training.seq_len")
-        if self.model == "llama3" and flavor in tables.FLAVORS_WITH_DOCUMENT_MASK:
-            self._set_default("dataset.document_mask", True, f"the torchtitan flavor {flavor}")
+            self._set_default("model.max_seq_len", seq_len, reason="training.seq_len")
+
+        if old_flavor in tables.FLAVORS_WITH_DOCUMENT_MASK:
+            self._set_default("dataset.document_mask", True, reason)
+
+    def _get_old_sizes(self, flavor: str) -> dict[str, Any]:
+        """Return the hyperparameters of the torchtitan model, by their names in `Architecture`."""
+        return {
+            **asdict(TORCHTITAN_FLAVORS[self.model][flavor]),
+            "rope_scaling_factor": self.rope_scaling_factor,
+            **self._sizes,  # the sizes in a resolved config override the flavor
+        }
 
     def _convert_json_model(self) -> None:
         """Enable the document mask, which torchtitan 0.3 always uses but does not list.
@@ -257,7 +266,7 @@ class Migration:
     def _convert_source(self, section: str, old_section: str, default: str) -> None:
         """Convert the torchtitan dataset to a data section of the new job file.
 
-        A dataset with a path is read from this path. Without a path, torchtitan reads C4 from the
+        torchtitan reads a dataset with a path from this path. Without a path, it reads C4 from the
         Hub, or the small dataset c4_test from its repository.
 
         Args:
@@ -270,31 +279,31 @@ class Migration:
         """
         name_key = f"{old_section}.dataset"
         path_key = f"{old_section}.dataset_path"
-        name = self._old.get(name_key, default)
-        is_c4 = name in ("c4", "c4_validation")
+        dataset = self._old.get(name_key, default)
+        is_c4 = dataset in ("c4", "c4_validation")
         if path_key in self._old:
-            self._carry_over(f"{section}.source", "huggingface", name_key)
-            self._carry_over(f"{section}.path", self._old[path_key], path_key)
+            self._carry_over(f"{section}.source", "huggingface", old_key=name_key)
+            self._carry_over(f"{section}.path", self._old[path_key], old_key=path_key)
             if is_c4:  # torchtitan streams only the English part of C4, from any path
                 self._set_default(f"{section}.config", "en")
                 self._set_default(f"{section}.streaming", True)
         elif is_c4:
-            self._carry_over(f"{section}.source", "c4", name_key)
-        elif name == "c4_test":  # titanlite does not include this small part of C4
+            self._carry_over(f"{section}.source", "c4", old_key=name_key)
+        elif dataset == "c4_test":
             self._set_default(f"{section}.source", "python_stdlib")
             self._report_lost(
                 name_key,
                 "c4_test is a file of the torchtitan repository. The new job trains on "
-                'python_stdlib instead. To train on c4_test, set source = "jsonl" and path = '
-                '".../tests/assets/c4_test/data.json".',
+                'python_stdlib instead. To train on c4_test, set source = "jsonl" and '
+                'path = ".../tests/assets/c4_test/data.json".',
             )
         else:
             raise UserError(
-                f"{name_key} = {format_value(name)}: torchtitan has c4, c4_test and c4_validation. "
-                "Add dataset_path, a folder or a name on the Hub."
+                f"{name_key} = {format_value(dataset)}: torchtitan has c4, c4_test and "
+                "c4_validation. Add dataset_path, a folder or a name on the Hub."
             )
 
-        if name == "c4_validation":
+        if dataset == "c4_validation":
             self._set_default(f"{section}.split", "validation")
 
     def _shorten_warmup(self) -> None:
@@ -317,26 +326,26 @@ class Migration:
         if num_stages == 1:
             return
 
-        local_key = "training.local_batch_size"
-        local_size = self._get_integer(local_key, 8)
-        microbatch_size = self._get_microbatch_size(local_size, num_stages)
-        self._set(local_key, microbatch_size, "the size of a microbatch")
+        batch_key = "training.local_batch_size"
+        old_size = self._get_integer(batch_key, 8)
+        microbatch_size = self._get_microbatch_size(old_size, num_stages)
+        self._set(batch_key, microbatch_size, "the size of a microbatch")
 
-        # By default, the global batch has one local batch for each data-parallel rank.
         global_key = "training.global_batch_size"
         if self._get_integer(global_key, -1) != -1:
             return
+        # By default, the global batch has one local batch for each data-parallel rank.
         num_shards = self._get_integer("parallelism.data_parallel_shard_degree", -1)
-        if num_shards > 0:  # otherwise, it depends on the world size
+        if num_shards > 0:
             num_replicas = self._get_integer("parallelism.data_parallel_replicate_degree", 1)
-            self._set(global_key, local_size * num_shards * num_replicas, reason=local_key)
-            return
-        self._report_lost(
-            local_key,
-            f"Each data-parallel rank trains on {local_size} sequences per step, in "
-            f"microbatches of {microbatch_size}. Set {global_key} to {local_size} times the "
-            "number of data-parallel ranks.",
-        )
+            self._set(global_key, old_size * num_shards * num_replicas, reason=batch_key)
+        else:  # the number of shards depends on the world size
+            self._report_lost(
+                batch_key,
+                f"Each data-parallel rank trains on {old_size} sequences per step, in "
+                f"microbatches of {microbatch_size}. Set {global_key} to {old_size} times the "
+                "number of data-parallel ranks.",
+            )
 
     def _get_microbatch_size(self, local_size: int, num_stages: int) -> int:
         """Return the number of sequences per pipeline microbatch in the torchtitan job file.
