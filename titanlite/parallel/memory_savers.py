@@ -119,7 +119,7 @@ def regroup_norm(
 
     FSDP frees all weights of a group together. If the backward pass reads the norm, but not the
     projection (`frees_output_after_forward`), the norm moves to the group of the last block. If
-    `separates_norm` returns True, or there are no block groups, it becomes a separate group instead:
+    `separates_norm` returns True, or there are no block groups, it becomes a separate group:
 
         before:             [block 0]  [block 1]        [norm, projection]
         after:              [block 0]  [block 1, norm]  [projection]

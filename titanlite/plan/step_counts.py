@@ -274,7 +274,7 @@ def _find_peaks(log: Iterable[LogEntry]) -> dict[Location, np.ndarray]:
     Returns:
         For each location, the bytes of each of `KINDS` when GPU memory is at its peak there.
     """
-    allocated = dict.fromkeys((*KINDS, OFFLOADED), 0)  # bytes by kind
+    allocated: dict[str, int] = dict.fromkeys((*KINDS, OFFLOADED), 0)  # bytes by kind
     peak_bytes = defaultdict[Location, int](int)
     peaks: dict[Location, np.ndarray] = {}
     for location, entry in log:
