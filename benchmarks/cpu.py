@@ -103,8 +103,8 @@ gradient clipping and the same dtypes as titanlite. Unlike titanlite, it keeps a
 - **Threads.** A run with one process uses 2 threads for the debug model and 1 thread for the tiny
   model. In a run with 2 gloo ranks, each rank uses 1 thread.
 
-A ratio is the value of titanlite divided by the value of the plain loop. The tables show the median
-ratio of {pairs} pairs of runs, in **bold** if it misses its target.
+Each ratio divides our value by the value of the plain loop. We run both programs {pairs} times, in
+pairs, and show the median ratio. It is **bold** if it misses its target.
 """
 INTRO_TORCHTITAN = """\
 The tables compare titanlite with torchtitan 0.2.2 on a CPU. The program
@@ -113,14 +113,14 @@ The tables compare titanlite with torchtitan 0.2.2 on a CPU. The program
 - **Model and data.** Both programs train the debug model on the same batches as in the comparison
   with a plain PyTorch loop. They read the same file of JSON lines and tokenize the text during
   training.
-- **Settings.** Activation checkpointing, checkpoints and TensorBoard are off. All other settings
-  are the defaults of each program. In cases with "compiled" in their name, both programs compile
-  blocks and loss.
+- **Settings.** Activation checkpointing, checkpoints and TensorBoard are off. Otherwise, both
+  programs keep their defaults. In cases with "compiled" in their name, they compile the blocks and
+  the loss.
 - **Precision.** In bf16 on one process, torchtitan uses autocast, which keeps the residual stream
   in fp32. On two ranks, FSDP2 casts the weights of both programs.
 
-A ratio is the value of titanlite divided by the value of torchtitan. The tables show the median
-ratio of {pairs} pairs of runs, in **bold** if torchtitan is better.
+Each ratio divides our value by the value of torchtitan. We run both programs {pairs} times, in
+pairs, and show the median ratio. It is **bold** if torchtitan is better.
 """
 NOTES = """\
 The following table explains the columns of all tables in this section.

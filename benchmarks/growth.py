@@ -65,9 +65,9 @@ SERIES = {
         linear,
         constant,
         """\
-We expect longer sequences to take more time only in attention, whose time per token grows with the
-sequence length n. All other time and the memory should stay constant, because each step trains on
-8,192 tokens in total.""",
+We expect that longer sequences take more time only in attention, whose time per token grows with
+the sequence length n. Everything else, including the memory, should stay constant, because each
+step processes 8,192 tokens in total.""",
     ),
     "layers": Series(
         {n: replace(BASE, n_layers=n) for n in (2, 4, 8, 16)},
@@ -110,10 +110,10 @@ The tables show how the step time and the memory of a training run depend on its
 table varies one setting, for example the sequence length. The text below each table describes how
 we expect time and memory to grow.
 
-To measure how time and memory grow, we train a small fp32 model with dim 256. The model has 2
-layers in most tables, and 6 layers in the table of ranks. A training step has 2,048 tokens, unless
-the text below the table gives another number. In the tables, "ms/step" is the median step time, and
-"memory" is the peak memory of a training process (its largest resident set).
+To measure how time and memory grow, we train a small fp32 model with dim 256. The model has 6
+layers in the table that varies the number of ranks, and 2 layers in the others. A step processes
+2,048 tokens, unless the text below a table gives another number. In the tables, "ms/step" is the
+median step time, and "memory" is the peak memory of a training process (its largest resident set).
 
 To check whether time and memory grow as expected, we compare each measurement with a formula, such
 as a + b n for the step time of a model with n layers. We fit the constants a and b to all sizes

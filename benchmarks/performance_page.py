@@ -20,14 +20,14 @@ PAGE = ROOT / "docs" / "internals" / "performance.md"
 INTRO = """\
 # Performance results
 
-This page compares the speed and memory of titanlite on CPUs with a plain PyTorch loop and with
-torchtitan. To repeat a measurement, run the command below its heading on an idle machine. Then run
+We compare our speed and memory on CPUs with a plain PyTorch loop and with torchtitan. To repeat a
+measurement, run the command below its heading on an idle machine. Then run
 `python benchmarks/performance_page.py` to generate this page again from the files in
 `benchmarks/results/`. [benchmarks/README.md](../../benchmarks/README.md) describes the benchmarks.
 
 In the comparison with torchtitan, the rows for 2 ranks and the row "vocabulary 128,256, bf16
-compiled" are from 2026-11-22. At that time, titanlite also avoided the copies of bf16 weights on a
-single rank; see [Experiments](experiments.md#memory-and-speed-on-a-cpu).
+compiled" are from 2026-11-22. They may be different today, because a single rank has trained
+without FSDP2 since then; see [Experiments](experiments.md#memory-and-speed-on-a-cpu).
 """
 
 # Field of a GPU workload -> its label.
