@@ -320,10 +320,13 @@ columns have these meanings:
 - **kept:** the memory that is still allocated after the model was freed.
 - **error without kept:** the error of the plan without the kept memory.
 
-We ran {run} of the {cases} cases on a CPU. The measured memory includes the kept memory, which is
-still allocated after the model is freed. The largest error of the plan is {largest:.2%}, and the
-median error is {median:.2%}. Without the kept memory, the largest error is
-{largest_without_kept:.2%}, and the median error is {median_without_kept:.2%}.
+We ran {run} of the {cases} cases on a CPU. Some memory, shown in the column "kept", is still
+allocated after the model is freed. The measured memory includes it, but the plan does not. The
+table therefore shows the error of the plan with and without the kept memory:
+
+- With the kept memory, the largest error is {largest:.2%}, and the median error is {median:.2%}.
+- Without it, the largest error is {largest_without_kept:.2%}, and the median error is
+  {median_without_kept:.2%}.
 """
 GHOST_INTRO = """
 ## On the ghost GPU
