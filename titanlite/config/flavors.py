@@ -110,13 +110,12 @@ class Architecture:
         """Return the factors by which muP scales a parameter's initial values and learning rate.
 
         With these factors, a learning rate that suits a narrow base model also suits wider models.
-        This model is m = dim / mup_base_dim times as wide as the base model. Without muP, m is 1.
-        `_get_query_factor` explains q, and docs/guides/mup.md the table.
+        In the table, r = mup_base_dim / dim, or 1 without muP. `_get_query_factor` explains q.
 
-            Parameter                Initial values    Learning rate
-            Matrices of blocks       q / sqrt(m)       q / m
-            Output matrix            1 / m             1 / m
-            All other parameters     q                 q
+            Parameter                              Initial values    Learning rate
+            Matrices of blocks                     q * r / sqrt(r)   q * r
+            Output matrix or, if tied, last norm   r                 r
+            All other parameters                   q                 q
 
         Args:
             name: Name of the parameter, for example "layers.3.attention.wo.weight".
@@ -125,18 +124,17 @@ class Architecture:
         Returns:
             The factor for the initial values, and the factor for the learning rate.
         """
-        inverse_m = (self.mup_base_dim or self.dim) / self.dim
+        r = (self.mup_base_dim or self.dim) / self.dim
         q = self._get_query_factor(name)
 
         is_block_matrix = name.startswith("layers.") and ndim >= 2
         if is_block_matrix:
-            lr_factor = q * inverse_m
-            return lr_factor / math.sqrt(inverse_m), lr_factor
+            return q * r / math.sqrt(r), q * r
 
         # A tied output matrix is also the embedding, so scale the norm in front of it instead.
         output_name = "norm.weight" if self.tied_embeddings else "output.weight"
         if name == output_name:
-            return inverse_m, inverse_m
+            return r, r
         return q, q
 
     def _get_query_factor(self, name: str) -> float:
@@ -170,13 +168,18 @@ class Architecture:
         """
         total = 0.0
         for layer in range(self.n_layers):
-            window = seq_len
-            if self.sliding_window and not self.is_full_attention(layer):
-                window = min(seq_len, self.sliding_window)
+            window = self._get_window(layer, seq_len)
             # A causal mask hides window / 2 positions, on average, from the first `window` tokens.
-            num_hidden = window * (window / 2) if is_causal else 0  # summed over the sequence
-            total += window - num_hidden / seq_len
+            # Averaged over all tokens of the sequence, these are window**2 / (2 * seq_len).
+            num_hidden = window**2 / (2 * seq_len) if is_causal else 0
+            total += window - num_hidden
         return total / self.n_layers
+
+    def _get_window(self, layer: int, seq_len: int) -> int:
+        """Return how many tokens of a sequence a token in block number `layer` can attend to."""
+        if self.sliding_window == 0 or self.is_full_attention(layer):
+            return seq_len
+        return min(seq_len, self.sliding_window)
 
     @property
     def block_matrices(self) -> int:
