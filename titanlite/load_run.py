@@ -126,12 +126,12 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     Raises:
         ConfigError: If anything is invalid. The message lists all mistakes.
     """
-    run_in_tokens, problems = _fit_to_tokenizer(Run(parsed.job, world_size))
+    run_in_tokens, tokenizer_problems = _fit_to_tokenizer(Run(parsed.job, world_size))
     run, length_problems = resolve_lengths(run_in_tokens)
-    if _can_count_tokens(parsed.mistakes):  # otherwise, lengths in steps are meaningless
-        problems = [*length_problems, *problems]
     invalid_sections = _find_invalid_sections([*parsed.mistakes, *length_problems])
-    problems += _apply_rules(run, parsed, invalid_sections, check_outputs)
+    problems = [*tokenizer_problems, *_apply_rules(run, parsed, invalid_sections, check_outputs)]
+    if _can_count_tokens(parsed.mistakes):  # otherwise, invalid values may have caused these
+        problems = [*length_problems, *problems]
 
     # A problem names only a key. Convert it to a mistake, which also contains the value of the key.
     # `run_in_tokens` has lengths as the user wrote them, such as "2B" instead of steps.
@@ -143,7 +143,7 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
 
 
 def _can_count_tokens(mistakes: Sequence[Mistake]) -> bool:
-    """Return whether the sections that determine the number of tokens in a step are valid."""
+    """Return whether all sections that affect the number of tokens or steps are valid."""
     invalid_sections = _find_invalid_sections(mistakes)
     return invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset"))
 

@@ -110,12 +110,13 @@ class Architecture:
         """Return the factors by which muP scales a parameter's initial values and learning rate.
 
         With these factors, a learning rate that suits a narrow base model also suits wider models.
-        In the table, r = mup_base_dim / dim, or 1 without muP. `_get_query_factor` explains q.
+        This model is m = dim / mup_base_dim times as wide as the base model. Without muP, m is 1.
+        `_get_query_factor` explains q, and docs/guides/mup.md the table.
 
-            Parameter                              Initial values    Learning rate
-            Matrices of blocks                     q * r / sqrt(r)   q * r
-            Output matrix or, if tied, last norm   r                 r
-            All other parameters                   q                 q
+            Parameter                               Initial values    Learning rate
+            Matrices of blocks                      q / sqrt(m)       q / m
+            Output matrix or, if tied, final norm   1 / m             1 / m
+            All other parameters                    q                 q
 
         Args:
             name: Name of the parameter, for example "layers.3.attention.wo.weight".
@@ -124,17 +125,18 @@ class Architecture:
         Returns:
             The factor for the initial values, and the factor for the learning rate.
         """
-        r = (self.mup_base_dim or self.dim) / self.dim
+        inverse_m = (self.mup_base_dim or self.dim) / self.dim
         q = self._get_query_factor(name)
 
         is_block_matrix = name.startswith("layers.") and ndim >= 2
         if is_block_matrix:
-            return q * r / math.sqrt(r), q * r
+            lr_factor = q * inverse_m
+            return lr_factor / math.sqrt(inverse_m), lr_factor
 
         # A tied output matrix is also the embedding, so scale the norm in front of it instead.
         output_name = "norm.weight" if self.tied_embeddings else "output.weight"
         if name == output_name:
-            return r, r
+            return inverse_m, inverse_m
         return q, q
 
     def _get_query_factor(self, name: str) -> float:

@@ -136,13 +136,14 @@ def compare_jobs(
     old_values = flatten(before)
     new_values = flatten(now)
     resumes_data = data is not None
+    has_other_data = data not in (None, SAME_DATA)
     changes: list[Change] = []
     for name in sorted(old_values.keys() & new_values.keys()):
         old_value = old_values[name]
         new_value = new_values[name]
         if old_value == new_value or _is_ignored(name, new_values):
             continue
-        if resumes_data and data != SAME_DATA and _determines_data(name, new_values):
+        if has_other_data and _determines_data(name, new_values):
             continue  # `data` describes the change
         effect = _classify(name, old_values, new_values, resumes_data)
         description = f"{name}: {shorten(str(old_value))} -> {shorten(str(new_value))}"
@@ -263,7 +264,8 @@ def _classify(
 ) -> Effect:
     """Return the effect of a changed key on a resumed run.
 
-    A key that determines the data is classified only if the resulting data is unchanged.
+    If `resumes_data`, the caller must skip keys that determine the data, unless the data is
+    unchanged.
 
     Args:
         name: Full name of the key, such as "training.seed" or "dataset.sources.0.path".
@@ -313,7 +315,7 @@ def _get_content_effect(new_values: dict[str, Any]) -> Effect:
 def _get_effect_of_key(name: str) -> Effect:
     """Return the effect of a changed key on a resumed run, whatever its values are.
 
-    The lists of keys in this module take precedence over the lists of sections.
+    The lists of keys in this module take precedence over the effects of sections.
 
     Args:
         name: Full name of the key. "dataset.sources.0.path" has the effect of "dataset.path".
@@ -323,12 +325,17 @@ def _get_effect_of_key(name: str) -> Effect:
         return INCOMPATIBLE
     if f"{section}.{key}" in _AFFECTING_KEYS:
         return AFFECTS_TRAINING
-    if f"{section}.{key}" in _COMPATIBLE_KEYS or section in _COMPATIBLE_SECTIONS:
+    if f"{section}.{key}" in _COMPATIBLE_KEYS:
         return COMPATIBLE
     return _get_effect_of_section(section)
 
 
 def _get_effect_of_section(section: str) -> Effect:
-    """Return the effect that a plugin declares for its section. The default is AFFECTS_TRAINING."""
+    """Return the effect of a changed section: compatible, or the effect that a plugin declares.
+
+    Other built-in sections, and plugins that declare no effect, have AFFECTS_TRAINING.
+    """
+    if section in _COMPATIBLE_SECTIONS:
+        return COMPATIBLE
     effect = SECTIONS.get(section, Section).on_resume
     return _EFFECTS_IN_OLD_PLUGINS.get(effect, effect)

@@ -458,13 +458,14 @@ def _parse_option(key: str, is_negated: bool, words: list[str], annotation: Any)
         ValueError: If the option does not suit the type of the key, or has the wrong number of
             values. The message is the rest of a sentence that starts with the option.
     """
+    section, name = key.split(".")
     if bool in find_types(annotation):
         if words:
-            raise ValueError(f"takes no value. Write --{key} or --{key.replace('.', '.no-')}.")
+            raise ValueError(f"takes no value. Write --{key} or --{section}.no-{name}.")
         return not is_negated
 
     if is_negated:  # only boolean keys can be negated
-        raise ValueError(_describe_unknown_key(key.replace(".", ".no_")))
+        raise ValueError(_describe_unknown_key(f"{section}.no_{name}"))
     if find_table_model(annotation):
         raise ValueError(f"is a list of tables. Write [[{key}]] in a job file.")
     return _parse_words(words, annotation)

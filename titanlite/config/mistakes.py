@@ -208,7 +208,7 @@ def describe_unknown_name(root: type[BaseModel], name: str) -> Mistake:
 def _get_key(location: list[str]) -> str:
     """Return "section.key" for a value, such as "dataset.sources" for dataset.sources.0.path.
 
-    If the location is only a section, return its name.
+    If the location has only one name, return it.
     """
     return ".".join(location[:2])
 

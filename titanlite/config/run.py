@@ -351,7 +351,7 @@ def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
         num_stages: Total number of pipeline stages.
 
     Returns:
-        Bytes of the three parts for each stage. `PieceCosts.cost_of_stage` adds up only the parts
+        Bytes of the three parts for each stage. `PieceCosts.get_stage_cost` adds up only the parts
         that a stage contains: only the first has the embedding, and only the last has the output.
     """
     bytes_per_parameter = _bytes_per_parameter(run)

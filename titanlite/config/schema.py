@@ -1129,7 +1129,7 @@ class JobConfig(RootConfig):
         if not isinstance(values, dict | cls):
             return values, []  # pydantic reports the wrong type
 
-        tables = cls.without_dropped_defaults(dict(values))  # ignores removed keys
+        tables = cls.without_dropped_defaults(dict(values))
         rename_keys(tables)  # in place
         plugin_sections: dict[str, Any] = {}
         errors: list[Any] = []

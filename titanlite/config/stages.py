@@ -28,7 +28,7 @@ class PieceCosts:
     block: float
     output: float
 
-    def cost_of_stage(self, stage: int, num_stages: int, num_blocks: int) -> float:
+    def get_stage_cost(self, stage: int, num_stages: int, num_blocks: int) -> float:
         """Return the total cost of the parts that a pipeline stage contains.
 
         Args:
@@ -109,8 +109,8 @@ def balanced_cuts(
 ) -> tuple[int, ...]:
     """Divide a model into pipeline stages such that the slowest stage is as fast as possible.
 
-    No stage takes more memory than the largest stage of an even split. Among equally fast splits,
-    those with more even times are preferred.
+    No stage takes more memory than the largest stage of an even split. If several splits are
+    equally fast, choose the one with the smallest sum of squared times.
 
     Args:
         times: Time of the embedding, a block and the output.
@@ -128,11 +128,11 @@ def balanced_cuts(
     # far. At the start, there are no stages and no blocks.
     best_splits = {0: _Split(cost=(0.0, 0.0), starts=[])}
     for stage, piece_memory in enumerate(memory):
-        time_of_size = {}  # for each number of blocks that fits into memory
+        time_of_size = {}  # time of this stage for each number of blocks that fits into memory
         for num_blocks in range(1, num_layers + 1):
-            stage_memory = piece_memory.cost_of_stage(stage, num_stages, num_blocks)
+            stage_memory = piece_memory.get_stage_cost(stage, num_stages, num_blocks)
             if stage_memory <= memory_limit:
-                time_of_size[num_blocks] = times.cost_of_stage(stage, num_stages, num_blocks)
+                time_of_size[num_blocks] = times.get_stage_cost(stage, num_stages, num_blocks)
         best_splits = _add_stage(best_splits, time_of_size, num_layers)
 
     return tuple(best_splits[num_layers].starts[1:])  # stage 0 starts at block 0
@@ -143,9 +143,8 @@ def _add_stage(
 ) -> dict[int, _Split]:
     """Append a pipeline stage of each possible size to each split, and keep the best new splits.
 
-    This is one step of the dynamic programming in `balanced_cuts`. A fastest split of all blocks is
-    always found, because the time of the new stage does not depend on how the blocks before it are
-    split. The sum of squared times is only a heuristic to choose among equally fast splits.
+    This is one step of the dynamic programming in `balanced_cuts`. For each n, only the best split
+    of the first n blocks must be extended, because the time of the new stage does not depend on it.
 
     Args:
         best_splits: Best split of the first n blocks into the stages so far, for each possible n.
@@ -178,7 +177,7 @@ def _max_memory_of_even_split(memory: tuple[PieceCosts, ...], num_layers: int) -
     num_stages = len(memory)
     boundaries = [0, *even_cuts(num_layers, num_stages), num_layers]
     sizes = [
-        memory[stage].cost_of_stage(stage, num_stages, end - first)
+        memory[stage].get_stage_cost(stage, num_stages, end - first)
         for stage, (first, end) in enumerate(pairwise(boundaries))
     ]
     return max(sizes)

@@ -50,9 +50,9 @@ def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
     if not new_folders:  # an existing folder is never removed
         return train()
 
-    # Create the log files before the ranks do, to know that no other run has created them.
+    # Create the log files before training does, to know that no other run has created them.
     created_files = lock_files | _create_logs(run.dump_folder)
-    exit_code = 1  # exit code of Python after any error except UserError
+    exit_code = 1  # any error except UserError keeps the folder
     try:
         exit_code = train()
     except UserError as error:
