@@ -96,17 +96,16 @@ def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
 
     problems = _find_repeated_length(run)
     progress = read_progress(run)  # the steps before the resume
-    # A length can depend on earlier ones. For example, the decay ends with the schedule. So count
-    # tokens in a run that already has the earlier lengths in steps.
-    converted_run = run
+    # The order is: length of the run, length of the schedule, warmup, decay, intervals. A decay
+    # ends with the schedule, so its tokens are counted in a run whose schedule is in steps.
     for key, num_tokens in token_lengths:
-        counter = TokenCounter(converted_run, progress)
+        counter = TokenCounter(run, progress)
         steps = _count_steps(counter, key, num_tokens)
         if not 1 <= steps <= MAX_STEPS:
             problems.append(_describe_bad_length(counter, key, steps))
             steps = 1
-        converted_run = _set_length(converted_run, key, steps)
-    return converted_run, problems
+        run = _set_length(run, key, steps)
+    return run, problems
 
 
 def _count_steps(counter: TokenCounter, key: str, num_tokens: int) -> int:

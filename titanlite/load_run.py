@@ -128,11 +128,10 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     """
     run_in_tokens, tokenizer_problems = _fit_to_tokenizer(Run(parsed.job, world_size))
     run, length_problems = resolve_lengths(run_in_tokens)
-    problems = [
-        *_drop_follow_up_problems(length_problems, parsed.mistakes),
-        *tokenizer_problems,
-        *_apply_rules(run, parsed, length_problems, check_outputs),
-    ]
+    invalid_sections = _find_invalid_sections([*parsed.mistakes, *length_problems])
+    problems = [*tokenizer_problems, *_apply_rules(run, parsed, invalid_sections, check_outputs)]
+    if _can_count_tokens(parsed.mistakes):  # otherwise, invalid values may have caused these
+        problems = [*length_problems, *problems]
 
     # A problem names only a key. Convert it to a mistake, which also contains the value of the key.
     # `run_in_tokens` has lengths as the user wrote them, such as "2B" instead of steps.
@@ -143,16 +142,10 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     return run
 
 
-def _drop_follow_up_problems(
-    length_problems: list[Problem], mistakes: Sequence[Mistake]
-) -> list[Problem]:
-    """Return `length_problems`, or [] if an invalid value may have caused them.
-
-    Such a value can be in any section that affects the number of tokens or steps.
-    """
+def _can_count_tokens(mistakes: Sequence[Mistake]) -> bool:
+    """Return whether all sections that affect the number of tokens or steps are valid."""
     invalid_sections = _find_invalid_sections(mistakes)
-    can_count_tokens = invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset"))
-    return length_problems if can_count_tokens else []
+    return invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset"))
 
 
 def _find_invalid_sections(errors: Sequence[Mistake | Problem]) -> set[str]:
@@ -181,7 +174,7 @@ def _fit_to_tokenizer(run: Run) -> tuple[Run, list[Problem]]:
 
 
 def _apply_rules(
-    run: Run, parsed: ParsedJob, length_problems: list[Problem], check_outputs: bool
+    run: Run, parsed: ParsedJob, invalid_sections: set[str], check_outputs: bool
 ) -> list[Problem]:
     """Apply the rules of `titanlite.rules` to a run and return all problems.
 
@@ -191,16 +184,15 @@ def _apply_rules(
     Args:
         run: The run.
         parsed: The parsed job that the run was built from.
-        length_problems: Problems of lengths that were replaced with one step.
+        invalid_sections: Sections in which an invalid value was replaced.
         check_outputs: Whether to check the output folder and the initial weights.
     """
-    rules = KEY_RULES | DATA_RULES
+    sections_of_rule = KEY_RULES | DATA_RULES
     if check_outputs:
-        rules |= OUTPUT_RULES
+        sections_of_rule |= OUTPUT_RULES
 
-    invalid_sections = _find_invalid_sections([*parsed.mistakes, *length_problems])
     problems: list[Problem] = []
-    for check, sections in rules.items():
+    for check, sections in sections_of_rule.items():
         if invalid_sections.isdisjoint(sections):
             problems += check(run)
     # This rule also depends on which keys the command line sets.

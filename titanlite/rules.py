@@ -335,11 +335,7 @@ def check_pipeline_schedule(run: Run) -> Problems:
 
     # If a block is compiled, or recomputes only some operators, the first half of its backward pass
     # frees buffers that the second half needs.
-    checkpointing = run.job.activation_checkpoint
-    recomputes_operators = (
-        checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op"
-    )
-    if run.compiles("model") or recomputes_operators:
+    if run.compiles("model") or _recomputes_operators(run):
         yield Problem(
             key, 'needs compile.enable = false and activation_checkpoint.mode "full" or "none".'
         )
@@ -347,10 +343,20 @@ def check_pipeline_schedule(run: Run) -> Problems:
     # For example, the pipeline of earlier versions fails with the autograd functions of FP8.
     uses_varlen_attention = run.job.model.uses_document_bounds
     needs_new_torch = run.job.float8.enable or uses_varlen_attention or schedule == "ZBVZeroBubble"
-    major, minor, *_ = version("torch").split(".")
-    is_old_torch = (int(major), int(minor)) < (2, 13)
-    if needs_new_torch and is_old_torch:
+    if needs_new_torch and _is_torch_older_than(2, 13):
         yield Problem(key, "needs torch 2.13 for FP8, variable-length attention or ZBVZeroBubble.")
+
+
+def _recomputes_operators(run: Run) -> bool:
+    """Return whether activation checkpointing recomputes only some operators of a block."""
+    checkpointing = run.job.activation_checkpoint
+    return checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op"
+
+
+def _is_torch_older_than(major: int, minor: int) -> bool:
+    """Return whether the installed version of torch is older than major.minor."""
+    installed_major, installed_minor, *_ = version("torch").split(".")
+    return (int(installed_major), int(installed_minor)) < (major, minor)
 
 
 def check_microbatches(run: Run) -> Problems:

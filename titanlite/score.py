@@ -23,7 +23,7 @@ from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.mistakes import ConfigError
 from titanlite.config.options import Scoring
 from titanlite.config.run import Degrees, Run, compute_degrees, sequence_divisor
-from titanlite.config.schema import JobConfig, Parallelism
+from titanlite.config.schema import SECTIONS, JobConfig, Parallelism
 from titanlite.data.sources.files import describe_file, open_source
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.validation import TextWindows, window_batches
@@ -193,9 +193,10 @@ def _make_job(
         parallelism: Layout of the ranks.
         training: Section [training] of the evaluation.
     """
-    # Options of a plugin architecture or tokenizer are in the section with its name. Names of
-    # built-in ones are ignored, because there is no such section.
-    plugin_sections = {saved_job.model.architecture, saved_job.tokenizer.name or ""}
+    # Options of a plugin architecture or tokenizer are in the section with its name. Built-in ones
+    # have no such section.
+    plugin_sections = SECTIONS.keys() & {saved_job.model.architecture, saved_job.tokenizer.name}
+    # [comm] contains the timeouts of collectives.
     sections = saved_job.model_dump(include={"job", "tokenizer", "comm", *plugin_sections})
     # The evaluation may run on hardware that does not support the attention backend of training.
     sections["model"] = saved_job.model.model_copy(update={"attention_backend": "auto"})

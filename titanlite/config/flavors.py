@@ -113,10 +113,10 @@ class Architecture:
         This model is m = dim / mup_base_dim times as wide as the base model. Without muP, m is 1.
         `_get_query_factor` explains q, and docs/guides/mup.md the table.
 
-            Parameter                Initial values    Learning rate
-            Matrices of blocks       q / sqrt(m)       q / m
-            Output matrix            1 / m             1 / m
-            All other parameters     q                 q
+            Parameter                               Initial values    Learning rate
+            Matrices of blocks                      q / sqrt(m)       q / m
+            Output matrix or, if tied, final norm   1 / m             1 / m
+            All other parameters                    q                 q
 
         Args:
             name: Name of the parameter, for example "layers.3.attention.wo.weight".
@@ -170,13 +170,18 @@ class Architecture:
         """
         total = 0.0
         for layer in range(self.n_layers):
-            window = seq_len
-            if self.sliding_window and not self.is_full_attention(layer):
-                window = min(seq_len, self.sliding_window)
+            window = self._get_window(layer, seq_len)
             # A causal mask hides window / 2 positions, on average, from the first `window` tokens.
-            num_hidden = window * (window / 2) if is_causal else 0  # summed over the sequence
-            total += window - num_hidden / seq_len
+            # Averaged over all tokens of the sequence, these are window**2 / (2 * seq_len).
+            num_hidden = window**2 / (2 * seq_len) if is_causal else 0
+            total += window - num_hidden
         return total / self.n_layers
+
+    def _get_window(self, layer: int, seq_len: int) -> int:
+        """Return how many tokens of a sequence a token in block number `layer` can attend to."""
+        if self.sliding_window == 0 or self.is_full_attention(layer):
+            return seq_len
+        return min(seq_len, self.sliding_window)
 
     @property
     def block_matrices(self) -> int:

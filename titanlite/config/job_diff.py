@@ -135,16 +135,19 @@ def compare_jobs(
     """
     old_values = flatten(before)
     new_values = flatten(now)
+    resumes_data = data is not None
+    has_other_data = data not in (None, SAME_DATA)
     changes: list[Change] = []
     for name in sorted(old_values.keys() & new_values.keys()):
         old_value = old_values[name]
         new_value = new_values[name]
         if old_value == new_value or _is_ignored(name, new_values):
             continue
-        effect = _classify(name, old_values, new_values, data)
-        if effect is not None:
-            description = f"{name}: {shorten(str(old_value))} -> {shorten(str(new_value))}"
-            changes.append(Change(effect, description))
+        if has_other_data and _determines_data(name, new_values):
+            continue  # `data` describes the change
+        effect = _classify(name, old_values, new_values, resumes_data)
+        description = f"{name}: {shorten(str(old_value))} -> {shorten(str(new_value))}"
+        changes.append(Change(effect, description))
 
     if data is not None:
         changes += _classify_data_changes(data, new_values)
@@ -257,31 +260,28 @@ def _determines_data(name: str, new_values: dict[str, Any]) -> bool:
 
 
 def _classify(
-    name: str, old_values: dict[str, Any], new_values: dict[str, Any], data: DataChanges | None
-) -> Effect | None:
+    name: str, old_values: dict[str, Any], new_values: dict[str, Any], resumes_data: bool
+) -> Effect:
     """Return the effect of a changed key on a resumed run.
 
-    Return None for a key that determines the data, if `data` describes the effect of the change.
+    If `resumes_data`, the caller must skip keys that determine the data, unless the data is
+    unchanged.
 
     Args:
         name: Full name of the key, such as "training.seed" or "dataset.sources.0.path".
         old_values: Values of the job in the checkpoint, by full name.
         new_values: Values of the job that resumes, by full name.
-        data: Differences of the data, or None if the run does not resume from the data position in
-            the checkpoint.
+        resumes_data: Whether the run resumes from the data position in the checkpoint.
     """
-    resumes_data = data is not None
     if resumes_data and _determines_data(name, new_values):
-        if data == SAME_DATA:  # for example in a renamed folder
-            return COMPATIBLE
-        return None  # `data` describes the change
+        return COMPATIBLE  # for example, a folder with the same data has another name
     if resumes_data and _is_mixture_key(name):
         return _get_content_effect(new_values)
     if name == "training.local_batch_size":
         return _get_local_batch_effect(old_values)
     if name == "optimizer.name":
         return _get_optimizer_effect(new_values)
-    return _get_fixed_effect(name)
+    return _get_effect_of_key(name)
 
 
 def _is_mixture_key(name: str) -> bool:
@@ -312,22 +312,30 @@ def _get_content_effect(new_values: dict[str, Any]) -> Effect:
     return INCOMPATIBLE if is_forbidden else AFFECTS_TRAINING
 
 
-def _get_fixed_effect(name: str) -> Effect:
-    """Return how a changed key affects a resumed run, if no other key matters.
+def _get_effect_of_key(name: str) -> Effect:
+    """Return the effect of a changed key on a resumed run, whatever its values are.
 
-    Keys of a list of tables have the effect of the same key in the section. For example,
-    "dataset.sources.0.path" has the effect of "dataset.path".
+    The lists of keys in this module take precedence over the effects of sections.
+
+    Args:
+        name: Full name of the key. "dataset.sources.0.path" has the effect of "dataset.path".
     """
     section, *_, key = name.split(".")
     if section == "model" and key in _SHAPE_KEYS:
         return INCOMPATIBLE
-
-    name_without_tables = f"{section}.{key}"
-    if name_without_tables in _AFFECTING_KEYS:
+    if f"{section}.{key}" in _AFFECTING_KEYS:
         return AFFECTS_TRAINING
-    if section in _COMPATIBLE_SECTIONS or name_without_tables in _COMPATIBLE_KEYS:
+    if f"{section}.{key}" in _COMPATIBLE_KEYS:
         return COMPATIBLE
+    return _get_effect_of_section(section)
 
-    # A plugin declares the effect of its section. The default of `Section` is AFFECTS_TRAINING.
+
+def _get_effect_of_section(section: str) -> Effect:
+    """Return the effect of a changed section: compatible, or the effect that a plugin declares.
+
+    Other built-in sections, and plugins that declare no effect, have AFFECTS_TRAINING.
+    """
+    if section in _COMPATIBLE_SECTIONS:
+        return COMPATIBLE
     effect = SECTIONS.get(section, Section).on_resume
-    return _EFFECTS_IN_OLD_PLUGINS.get(effect, effect)  # plugins for 0.2 use other names
+    return _EFFECTS_IN_OLD_PLUGINS.get(effect, effect)

@@ -343,11 +343,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     Invalid options are collected in the result instead of raising an error.
     """
     stray_words, options = _split_options(argv)
-    mistakes: list[Mistake] = []
-    for word in stray_words:
-        problem = f"is not an option. To pass a job file, write --{CONFIG_FILE} {word}."
-        mistakes.append(Mistake(key="", name=word, value="", problem=problem))
-
+    mistakes = [_describe_stray_word(word) for word in stray_words]
     values: dict[str, Any] = {}
     help_topics = None
     renamed: list[str] = []
@@ -369,6 +365,12 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         except ValueError as error:
             mistakes.append(Mistake(key, flag, value="", problem=str(error)))
     return Arguments(values, help_topics, mistakes, renamed)
+
+
+def _describe_stray_word(word: str) -> Mistake:
+    """Create a `Mistake` for a word in front of all options, which may be a job file."""
+    problem = f"is not an option. To pass a job file, write --{CONFIG_FILE} {word}."
+    return Mistake(key="", name=word, value="", problem=problem)
 
 
 def _split_options(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
@@ -441,9 +443,10 @@ def _describe_unknown_key(name: str) -> str:
 
 
 def _parse_option(key: str, is_negated: bool, words: list[str], annotation: Any) -> Any:
-    """Return the value that an option gives to its key.
+    """Return the value that an option gives to its key, such as 5 for `--training.steps 5`.
 
-    For example, `--training.steps 5` gives 5, and `--compile.no-enable` gives False.
+    Options of boolean keys have no words. `--compile.enable` gives True, and its negation
+    `--compile.no-enable` gives False.
 
     Args:
         key: Key that the option sets, such as "training.steps".
@@ -461,7 +464,7 @@ def _parse_option(key: str, is_negated: bool, words: list[str], annotation: Any)
             raise ValueError(f"takes no value. Write --{key} or --{section}.no-{name}.")
         return not is_negated
 
-    if is_negated:  # only a boolean key can be negated, so there is no such option
+    if is_negated:  # only boolean keys can be negated
         raise ValueError(_describe_unknown_key(f"{section}.no_{name}"))
     if find_table_model(annotation):
         raise ValueError(f"is a list of tables. Write [[{key}]] in a job file.")

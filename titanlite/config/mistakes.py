@@ -206,7 +206,10 @@ def describe_unknown_name(root: type[BaseModel], name: str) -> Mistake:
 
 
 def _get_key(location: list[str]) -> str:
-    """Return the key at a location, such as "training.steps" for ["training", "steps"]."""
+    """Return "section.key" for a value, such as "dataset.sources" for dataset.sources.0.path.
+
+    If the location has only one name, return it.
+    """
     return ".".join(location[:2])
 
 
@@ -259,7 +262,7 @@ def _describe_unknown(root: type[BaseModel], location: list[str], value: object)
     # Subclasses of `Section` declare the names that earlier versions had.
     removed_name = getattr(table, "dropped", {}).get(location[-1])
     if removed_name is not None:
-        _, message = removed_name
+        _former_default, message = removed_name
         return Mistake(key, name, format_value(value), message, kind=REMOVED_NAME)
 
     displayed_name = f"[{key}]" if isinstance(value, dict) else name

@@ -14,6 +14,7 @@ import io
 import re
 from collections.abc import Sequence
 from contextlib import redirect_stderr
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -188,15 +189,11 @@ def _extract_message(box: str) -> str:
     If standard output does not use UTF-8, the box has no sides, rules consist of hyphens, and there
     is a rule below the title.
     """
-    parts: list[str] = []
-    for line in box.splitlines()[1:]:  # the first line is the title
-        text = line.strip("│")
-        if _is_rule(text):
-            if parts:  # the reference to the help follows
-                break
-            continue  # a rule below the title
-        if not text.startswith(HELP_TEXT_INDENT):
-            parts.append(text.strip())
+    lines_below_title = [line.strip("│") for line in box.splitlines()[1:]]
+    content = dropwhile(_is_rule, lines_below_title)
+    # The next rule separates the message from the reference to the help.
+    message = takewhile(lambda line: not _is_rule(line), content)
+    parts = [line.strip() for line in message if not line.startswith(HELP_TEXT_INDENT)]
     return " ".join(parts).rstrip(".!")
 
 

@@ -351,21 +351,23 @@ def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
         num_stages: Total number of pipeline stages.
 
     Returns:
-        Bytes of the three parts for each stage. `PieceCosts.add_up` adds up only the parts that a
-        stage contains: only the first has the embedding, and only the last has the output.
+        Bytes of the three parts for each stage. `PieceCosts.get_stage_cost` adds up only the parts
+        that a stage contains: only the first has the embedding, and only the last has the output.
     """
     bytes_per_parameter = _bytes_per_parameter(run)
-    # The embedding and the output have one matrix each.
-    vocab_matrix_bytes = run.arch.vocab_size * run.arch.dim * bytes_per_parameter
-    output_bytes = vocab_matrix_bytes + _logit_bytes(run)
-    block_matrix_bytes = run.arch.block_matrices * bytes_per_parameter
-    # Activations of one microbatch in a block, in bf16.
-    activation_bytes = 2 * _kept_values_per_token(run) * run.local_microbatch_tokens
+    num_block_parameters = run.arch.block_matrices  # without norms and biases
+    block_parameter_bytes = num_block_parameters * bytes_per_parameter
+    embedding_bytes = run.arch.vocab_size * run.arch.dim * bytes_per_parameter
+    output_bytes = embedding_bytes + _logit_bytes(run)  # its matrix has the same size
+
+    bytes_per_token = 2 * _kept_values_per_token(run)  # activations of a block in bf16
+    microbatch_bytes = bytes_per_token * run.local_microbatch_tokens
 
     stages = []
     for stage in range(num_stages):
-        block_bytes = block_matrix_bytes + _microbatches_in_flight(run, stage) * activation_bytes
-        stages.append(PieceCosts(vocab_matrix_bytes, block_bytes, output_bytes))
+        activation_bytes = _microbatches_in_flight(run, stage) * microbatch_bytes
+        block_bytes = block_parameter_bytes + activation_bytes
+        stages.append(PieceCosts(embedding_bytes, block_bytes, output_bytes))
     return stages
 
 

@@ -1131,21 +1131,18 @@ class JobConfig(RootConfig):
 
         tables = cls.without_dropped_defaults(dict(values))
         rename_keys(tables)  # in place
+        plugin_sections: dict[str, Any] = {}
         errors: list[Any] = []
-        plugin_sections = [name for name in SECTIONS if name not in cls.model_fields]
-        for name in plugin_sections:
+        plugin_names = [name for name in SECTIONS if name not in cls.model_fields]
+        for name in plugin_names:
             table = tables.pop(name, {})
             try:
-                tables[name] = SECTIONS[name].model_validate(table)
+                plugin_sections[name] = SECTIONS[name].model_validate(table)
             except ValidationError as failure:
-                for error in failure.errors(include_url=False):
-                    location = (name, *error["loc"])  # ("lr",) -> ("my_section", "lr")
-                    errors.append({**error, "loc": location})
+                errors += _list_errors_in_section(name, failure)
 
-        for name, table in tables.items():
-            if isinstance(name, str) and name not in SECTIONS:  # pydantic reports other types
-                errors.append({"type": UNKNOWN_NAME, "loc": (name,), "input": table})
-        return tables, errors
+        errors += _list_unknown_sections(tables)
+        return tables | plugin_sections, errors
 
     @classmethod
     def read(cls, tables: dict[str, Any]) -> tuple[Self, Sequence[Mistake]]:
@@ -1168,6 +1165,21 @@ class JobConfig(RootConfig):
         """
         table = getattr(self, section).model_copy(update=values)
         return self.model_copy(update={section: table})
+
+
+def _list_errors_in_section(section: str, failure: ValidationError) -> list[Any]:
+    """Return the errors of a section with their location in the job, such as (section, "lr")."""
+    errors = failure.errors(include_url=False)
+    return [{**error, "loc": (section, *error["loc"])} for error in errors]
+
+
+def _list_unknown_sections(tables: dict[Any, Any]) -> list[Any]:
+    """Return a pydantic error for each section that does not exist."""
+    return [
+        {"type": UNKNOWN_NAME, "loc": (name,), "input": table}
+        for name, table in tables.items()
+        if isinstance(name, str) and name not in SECTIONS  # pydantic reports names of other types
+    ]
 
 
 def _remove_keys(tables: dict[str, Any], keys: set[str]) -> dict[str, Any]:

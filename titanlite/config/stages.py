@@ -28,18 +28,18 @@ class PieceCosts:
     block: float
     output: float
 
-    def add_up(self, stage: int, stages: int, blocks: int) -> float:
+    def get_stage_cost(self, stage: int, num_stages: int, num_blocks: int) -> float:
         """Return the total cost of the parts that a pipeline stage contains.
 
         Args:
             stage: Index of the stage, from 0.
-            stages: Total number of stages.
-            blocks: Number of blocks in the stage.
+            num_stages: Total number of stages.
+            num_blocks: Number of blocks in the stage.
         """
-        cost = blocks * self.block
+        cost = num_blocks * self.block
         if stage == 0:
             cost += self.embedding
-        if stage == stages - 1:
+        if stage == num_stages - 1:
             cost += self.output
         return cost
 
@@ -92,13 +92,10 @@ def activation_values(arch: Architecture, tensor_degree: int) -> float:
 class _Split(NamedTuple):
     """The first blocks of a model, divided into pipeline stages.
 
-    Splits are compared by `cost`. Tuples are compared by their first item and, if it is equal, by
-    their second item.
-
     Attributes:
         cost: Time of the slowest stage, which determines the speed of the pipeline, and the sum of
-            the squared times of all stages. Of two equally fast splits, the one with more even
-            times has the smaller sum.
+            the squared times of all stages. The split with the smaller tuple is better: it is
+            faster or, if both are equally fast, has more even times.
         starts: First block of each stage, starting with 0.
     """
 
@@ -128,31 +125,30 @@ def balanced_cuts(
     memory_limit = _max_memory_of_even_split(memory, num_layers)
 
     # Dynamic programming: best_splits[n] is the best split of the first n blocks into the stages so
-    # far. With one more stage of k blocks, it becomes a split of the first n + k blocks. At the
-    # start, there are no stages and no blocks.
+    # far. At the start, there are no stages and no blocks.
     best_splits = {0: _Split(cost=(0.0, 0.0), starts=[])}
     for stage, piece_memory in enumerate(memory):
-        stage_times = {}  # time of this stage for each number of blocks that fits into memory
+        time_of_size = {}  # time of this stage for each number of blocks that fits into memory
         for num_blocks in range(1, num_layers + 1):
-            if piece_memory.add_up(stage, num_stages, num_blocks) <= memory_limit:
-                stage_times[num_blocks] = times.add_up(stage, num_stages, num_blocks)
-        best_splits = _add_stage(best_splits, stage_times, num_layers)
+            stage_memory = piece_memory.get_stage_cost(stage, num_stages, num_blocks)
+            if stage_memory <= memory_limit:
+                time_of_size[num_blocks] = times.get_stage_cost(stage, num_stages, num_blocks)
+        best_splits = _add_stage(best_splits, time_of_size, num_layers)
 
     return tuple(best_splits[num_layers].starts[1:])  # stage 0 starts at block 0
 
 
 def _add_stage(
-    best_splits: dict[int, _Split], stage_times: dict[int, float], num_layers: int
+    best_splits: dict[int, _Split], time_of_size: dict[int, float], num_layers: int
 ) -> dict[int, _Split]:
     """Append a pipeline stage of each possible size to each split, and keep the best new splits.
 
     This is one step of the dynamic programming in `balanced_cuts`. For each n, only the best split
-    of the first n blocks must be extended, because the time of the new stage does not depend on how
-    these blocks are split.
+    of the first n blocks must be extended, because the time of the new stage does not depend on it.
 
     Args:
         best_splits: Best split of the first n blocks into the stages so far, for each possible n.
-        stage_times: Time of the new stage by its number of blocks, in ascending order.
+        time_of_size: Time of the new stage by its number of blocks, in ascending order.
         num_layers: Number of blocks of the model.
 
     Returns:
@@ -161,7 +157,7 @@ def _add_stage(
     longer_splits: dict[int, _Split] = {}
     for start, split in best_splits.items():
         slowest_time, sum_of_squares = split.cost
-        for num_blocks, time in stage_times.items():
+        for num_blocks, time in time_of_size.items():
             end = start + num_blocks
             if end > num_layers:
                 break  # all further stages are larger
@@ -181,7 +177,7 @@ def _max_memory_of_even_split(memory: tuple[PieceCosts, ...], num_layers: int) -
     num_stages = len(memory)
     boundaries = [0, *even_cuts(num_layers, num_stages), num_layers]
     sizes = [
-        memory[stage].add_up(stage, num_stages, end - first)
+        memory[stage].get_stage_cost(stage, num_stages, end - first)
         for stage, (first, end) in enumerate(pairwise(boundaries))
     ]
     return max(sizes)

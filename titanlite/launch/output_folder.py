@@ -50,15 +50,17 @@ def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
     if not new_folders:  # an existing folder is never removed
         return train()
 
+    # Create the log files before training does, to know that no other run has created them.
     created_files = lock_files | _create_logs(run.dump_folder)
+    exit_code = 1  # any error except UserError keeps the folder
     try:
         exit_code = train()
     except UserError as error:
-        if error.exit_code in UNSAVED_EXITS:
-            _remove_unused(run, new_folders, created_files)
+        exit_code = error.exit_code
         raise
-    if exit_code in UNSAVED_EXITS:
-        _remove_unused(run, new_folders, created_files)
+    finally:
+        if exit_code in UNSAVED_EXITS:
+            _remove_unused(run, new_folders, created_files)
     return exit_code
 
 
@@ -148,19 +150,19 @@ def _remove_created(run: Run, created_files: Set[Path], new_folders: Sequence[Pa
         new_folders: Folders that this process has created, innermost first.
     """
     entries = set(run.dump_folder.iterdir())
-    empty_folders: list[Path] = []
+    folders = list(new_folders)
     if run.checkpoint_folder in entries and _is_empty_folder(run.checkpoint_folder):
-        empty_folders.append(run.checkpoint_folder)
-    files = entries.difference(empty_folders)
-    if files - created_files:  # another process has created a file
+        folders.insert(0, run.checkpoint_folder)
+    unknown_entries = entries.difference(created_files, folders)
+    if unknown_entries:
         return
 
     # Stop logging, because the error that ends this process would create train.log again.
     logging.getLogger(LOGGER_NAME).handlers.clear()
-    for file in files:
+    for file in entries & created_files:
         file.unlink(missing_ok=True)
     with suppress(OSError):  # another process may have put a file into one of the folders
-        for folder in (*empty_folders, *new_folders):
+        for folder in folders:
             folder.rmdir()
 
 

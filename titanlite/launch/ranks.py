@@ -223,15 +223,15 @@ class Ranks:
         running = set(self._processes)
         failed: list[RankEnd] = []
         killed: list[int] = []
-        deadline = math.inf
-        previous_poll = time.time()  # Unix time, as in the error reports of the ranks
+        deadline = math.inf  # on the clock of time.monotonic
+        last_seen = time.time()  # Unix time at which the running ranks were last seen alive
         while running:
             time.sleep(POLL_SECONDS)
             is_kill_requested = self._forward_signals()
 
-            this_poll = time.time()
-            ends = self._collect_ends(running, previous_poll)
-            previous_poll = this_poll
+            poll_time = time.time()
+            ends = self._collect_ends(running, last_seen)
+            last_seen = poll_time
             running -= {end.rank for end in ends}
             failed += [end for end in ends if end.code != 0]
 
@@ -244,16 +244,16 @@ class Ranks:
 
         return sorted(failed, key=lambda end: end.time), killed
 
-    def _collect_ends(self, running: Set[int], previous_poll: float) -> list[RankEnd]:
-        """Return a `RankEnd` for each rank whose process has exited since the previous poll.
+    def _collect_ends(self, running: Set[int], last_seen: float) -> list[RankEnd]:
+        """Return a `RankEnd` for each rank whose process has exited since it was last seen.
 
         Args:
-            running: Ranks that were running at the previous poll.
-            previous_poll: Unix time of the previous poll.
+            running: Ranks whose processes had not exited when they were last seen.
+            last_seen: Unix time at which they were last seen.
         """
         # A rank that is killed cannot report the time of its end. Assume the earliest possible one:
         # other ranks fail as soon as they lose the connection to it, but it must count as first.
-        earliest_time = previous_poll - DYING_SECONDS
+        earliest_time = last_seen - DYING_SECONDS
         ends = []
         for rank in sorted(running):
             code = self._processes[rank].poll()
