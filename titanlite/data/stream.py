@@ -387,14 +387,15 @@ class SequenceReader:
         """
         shuffle_key = f"{self._data.seed} position {part.position} window {start.window_start}"
         order = permutation(len(window), shuffle_key).tolist()
+        position = start
         for i in range(start.index_in_window, len(window)):
             record_index = order[i]
             tokens = self._encode(window[record_index], part)
             index_in_part = start.window_start + record_index
-            position = start._replace(index_in_window=i)
             is_last = i == len(window) - 1
             next_position = end if is_last else start._replace(index_in_window=i + 1)
             yield Document(position, next_position, part.index, index_in_part, tokens)
+            position = next_position
 
     def _encode(self, record: Record, unit: _Unit) -> np.ndarray:
         """Tokenize a record. If it is skipped in the first epoch of `unit`, store the reason."""
