@@ -73,8 +73,9 @@ class Mixture:
     def _choose_source(self) -> int:
         """Return the index of the source for the next sequence, by Tijdeman's algorithm.
 
-        Choose the source with the earliest deadline among the sources that lag behind their share.
-        For example, weights of 3 and 1 give the sources 0, 0, 1, 0.
+        Among the sources that lag behind their share, choose the one with the earliest deadline,
+        because it would be the first to lag by almost a whole sequence. For example, weights of 3
+        and 1 give the sources 0, 0, 1, 0.
         """
         if len(self.weights) == 1:
             return 0
@@ -99,12 +100,12 @@ class Mixture:
         return sources
 
     def _compute_deadlines(self, candidates: list[int]) -> dict[int, int]:
-        """Return when each candidate must be chosen at the latest, in arbitrary units.
+        """Return the deadline of each candidate, all multiplied by one factor to get integers.
 
         The deadline is the number of sequences at which the lag of the source would reach 1 - 1/m
         if it were not chosen before: (count + 1 - 1/m) * total_weight / weight.
         """
-        # Multiply all deadlines by m * multiple / total_weight, which makes them integers.
+        # The factor is m * multiple / total_weight.
         multiple = math.lcm(*(self.weights[source] for source in candidates))
         deadlines = {}
         for source in candidates:

@@ -370,10 +370,10 @@ class Sequential(Source):
                 yield parse_record(raw, self.column, location, self.mask_column)
 
     def _read_raw(self, file: Any, number: int) -> Iterator[tuple[str, object]]:
-        """Yield what `raw` yields for a part, and explain errors and detect changed files.
+        """Yield the location and content of each record of a part, and explain why reading fails.
 
         Args:
-            file: The file that contains the part. If it is None, any file of the source may.
+            file: The file that contains the part. None if any file of the source may contain it.
             number: Index of the part in the file.
 
         Raises:

@@ -66,7 +66,7 @@ _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test
 
 
 class DataPathError(UserError):
-    """Error for a dataset.path that matches no file, or files of the wrong kind.
+    """Error for a dataset.path that does not lead to files that the source can read.
 
     Attributes:
         problem: The end of a sentence that begins with the path, such as "matches no file".
@@ -480,7 +480,8 @@ def find_files(spec: TextSource) -> list[Path]:
         The list can also be empty for a source from a plugin.
 
     Raises:
-        DataPathError: If the path matches no file or names files of the wrong kind.
+        DataPathError: If the path matches no file, names files of the wrong kind, or cannot be
+            accessed.
         UserError: If the path is missing.
     """
     if spec.source == "python_stdlib":
