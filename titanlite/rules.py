@@ -37,12 +37,7 @@ from titanlite.config.schema import (
     Validation,
 )
 from titanlite.data.hub import propose_download
-from titanlite.data.sources.files import (
-    BUILTIN_SOURCES,
-    DataPathError,
-    find_files,
-    find_markup,
-)
+from titanlite.data.sources.files import BUILTIN_SOURCES, DataPathError, find_files, find_markup
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.formats import parameter_shapes
 from titanlite.observe.outputs import ARCHIVED_FILES, find_overwrite_problem
