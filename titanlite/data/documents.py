@@ -244,9 +244,10 @@ def _explain_too_little_text(
 
 
 def _describe_skipped(source: Source) -> str:
-    """Read a source with little text, and report skipped records. Return "" if there are none.
+    """Return a sentence about the skipped records of a source, or "" if there are none.
 
-    For example, " Skipped 2 records; the first one: a.jsonl, line 3: not valid JSON in column 1."
+    This reads the whole source. For example, return " Skipped 2 records; the first one: a.jsonl,
+    line 3: not valid JSON in column 2: Unterminated string starting at."
     """
     skipped = [record for record in source if isinstance(record, BadRecord)]
     if not skipped:

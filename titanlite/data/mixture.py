@@ -22,8 +22,8 @@ class Mixture:
 
     The algorithm is by Tijdeman ("The chairman assignment problem", 1980): among the sources that
     lag behind their share by at least 1/m of a sequence, choose the one that would be the first to
-    lag by 1 - 1/m, where m is 2n - 2 for n sources. Weights are integers, and all comparisons are
-    exact.
+    lag by 1 - 1/m, where m is 2n - 2 for n >= 2 sources. Weights are integers, and all comparisons
+    are exact.
 
     Attributes:
         step: Number of batches so far.
@@ -39,7 +39,7 @@ class Mixture:
         self._dataset = dataset
         self._global_batch_size = global_batch_size  # default, which a stage can override
         num_sources = max(1, len(dataset.sources))
-        self._m = 2 * num_sources - 2
+        self._m = 2 * num_sources - 2  # see the class; not used for one source
         self.step = 0
         self.counts = [0] * num_sources
         self.weights: list[int] = []
@@ -73,9 +73,9 @@ class Mixture:
     def _choose_source(self) -> int:
         """Return the index of the source for the next sequence, by Tijdeman's algorithm.
 
-        Among the sources that lag behind their share, choose the one with the earliest deadline,
-        because it would be the first to lag by almost a whole sequence. For example, weights of 3
-        and 1 give the sources 0, 0, 1, 0.
+        Among the sources that lag by at least 1/m (m: see the class), choose the one with the
+        earliest deadline, because its lag would be the first to reach 1 - 1/m. For example, weights
+        of 3 and 1 give the sources 0, 0, 1, 0.
         """
         if len(self.weights) == 1:
             return 0
@@ -84,7 +84,7 @@ class Mixture:
         return min(candidates, key=deadlines.__getitem__)
 
     def _find_lagging_sources(self) -> list[int]:
-        """Return the sources with a lag of at least 1/m. There is always such a source.
+        """Return the sources that lag by at least 1/m (m: see the class). There is always one.
 
         The lag is num_sequences * weight / total_weight - count. For example, with weights of 3 and
         1, the lags before the third sequence are 3 * 3/4 - 2 = 0.25 and 3 * 1/4 - 0 = 0.75.
@@ -92,8 +92,8 @@ class Mixture:
         total_weight = sum(self.weights)
         num_sequences = sum(self.stage_counts) + 1  # including the next one
         sources = []
-        for source, weight in enumerate(self.weights):
-            count = self.stage_counts[source]
+        pairs = zip(self.weights, self.stage_counts, strict=True)
+        for source, (weight, count) in enumerate(pairs):
             # Multiply both sides of lag >= 1/m by m * total_weight to compare integers, exactly.
             if self._m * (num_sequences * weight - count * total_weight) >= total_weight:
                 sources.append(source)

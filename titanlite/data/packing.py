@@ -219,7 +219,7 @@ def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) 
             else:  # the next sequence is the first one of the next window
                 next_position = StreamPosition(num_sequences, window.end)
             yield sequences[index], next_position
-        first = 0
+        first = max(0, first - len(sequences))
 
 
 class _Window(NamedTuple):

@@ -298,7 +298,7 @@ class SequenceReader:
             )
 
     def _take_skipped(self) -> list[str]:
-        """Return why `_encode` skipped records since the last call of this function."""
+        """Return the reasons why `_encode` skipped records, and clear them."""
         skipped = self._skipped
         self._skipped = []
         return skipped

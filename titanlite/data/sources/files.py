@@ -14,7 +14,7 @@ import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import xxhash
@@ -69,12 +69,18 @@ class DataPathError(UserError):
     """Error for a dataset.path that does not lead to files that the source can read.
 
     Attributes:
+        path: Value of dataset.path.
         problem: The end of a sentence that begins with the path, such as "matches no file".
     """
 
     def __init__(self, path: str, problem: str) -> None:
         super().__init__(f"dataset.path = {path!r} {problem}")
+        self.path = path
         self.problem = problem
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
+        """Support pickling, because data workers send errors to their rank."""
+        return type(self), (self.path, self.problem)
 
 
 class FileSpans(RandomAccess):
