@@ -37,7 +37,7 @@ from titanlite.config.schema import (
     Validation,
 )
 from titanlite.data.hub import propose_download
-from titanlite.data.sources.files import BUILTIN_SOURCES, find_files, find_markup
+from titanlite.data.sources.files import BUILTIN_SOURCES, DataPathError, find_files, find_markup
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.formats import parameter_shapes
 from titanlite.observe.outputs import ARCHIVED_FILES, find_overwrite_problem
@@ -993,12 +993,10 @@ def _check_source_files(table: str, source: TextSource) -> Problems:
     """
     try:
         find_files(source)
-    except UserError as error:
-        message = str(error).rstrip(".")
-        if source.path is None:
-            yield Problem(f"{table}.source", f"needs {table}.path.")
-        else:
-            yield Problem(f"{table}.path", f"{message}.")
+    except DataPathError as error:
+        yield Problem(f"{table}.path", f"{error.problem.rstrip('.')}.")
+    except UserError:  # the path is missing
+        yield Problem(f"{table}.source", f"needs {table}.path.")
 
 
 def _check_source_keys(table: str, source: TextSource) -> Problems:

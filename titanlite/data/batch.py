@@ -38,21 +38,21 @@ def make_microbatch(sequences: list[PackedSequence], job: JobConfig) -> Microbat
         sequences: B sequences of T + 1 tokens.
         job: Job that trains on the sequences.
     """
-    has_documents = job.dataset.document_mask
     tokens = np.stack([sequence.tokens for sequence in sequences]).astype(np.int64)  # (B, T + 1)
     ids, is_masked = remove_marks(tokens)  # tokens that do not count in the loss are marked
-    is_ignored = is_masked | _find_padding(sequences)
-    inputs = {"input_ids": ids}
-    if has_documents:
-        inputs["document_ids"], inputs["positions"] = _compute_documents(sequences)
-        is_ignored |= inputs["positions"] == 0  # the first token of each document
-    labels = np.where(is_ignored, IGNORE_INDEX, ids)
+    labels = np.where(is_masked | _find_padding(sequences), IGNORE_INDEX, ids)
 
     # Each token predicts the next one: inputs are tokens 0 to T - 1, labels are tokens 1 to T.
-    arrays = {name: array[:, :-1] for name, array in inputs.items()}
+    arrays = {"input_ids": ids[:, :-1]}
+    if job.dataset.document_mask:
+        document_ids, positions = _compute_documents(sequences)
+        labels[positions == 0] = IGNORE_INDEX  # the first token of each document
+        arrays["document_ids"] = document_ids[:, :-1]
+        arrays["positions"] = positions[:, :-1]
+        if job.model.uses_document_bounds:
+            arrays["cu_seqlens"] = _compute_document_bounds(arrays["positions"])
     arrays["labels"] = labels[:, 1:]
-    if has_documents and job.model.uses_document_bounds:
-        arrays["cu_seqlens"] = _compute_document_bounds(arrays["positions"])
+
     tensors = {
         name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()
     }

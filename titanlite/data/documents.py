@@ -227,24 +227,32 @@ def _explain_too_little_text(
         seq_len: Length of a sequence. The split must have at least `seq_len` + 1 tokens, because
             labels are shifted by one.
     """
-    documents = "the documents"
+    subject = "the documents"
     remedies = ["Add text"]
     if num_tokens > 0:
         remedies.append("lower training.seq_len")
     elif not isinstance(source, TokenSource):
         remedies.append("set text_column to another field")
     if document_tokenizer.holdout:
-        documents += f" in this split (validation.holdout = {document_tokenizer.holdout})"
+        subject = f"the documents in this split (validation.holdout = {document_tokenizer.holdout})"
         remedies += ["change validation.holdout", "replace it with validation.source"]
 
-    problem = (
-        f"{source.name}: {documents} contain {num_tokens:,} tokens, fewer than the required "
-        f"{seq_len + 1:,}."
+    return (
+        f"{source.name}: {subject} contain {num_tokens:,} tokens, fewer than the required "
+        f"{seq_len + 1:,}.{_describe_skipped(source)} {', '.join(remedies)}, or choose other files."
     )
+
+
+def _describe_skipped(source: Source) -> str:
+    """Return a sentence about the skipped records of a source, or "" if there are none.
+
+    This reads the whole source. For example, return " Skipped 2 records; the first one: a.jsonl,
+    line 3: not valid JSON in column 2: Unterminated string starting at."
+    """
     skipped = [record for record in source if isinstance(record, BadRecord)]
-    if skipped:
-        problem += f" Skipped {format_count(len(skipped), 'record')}; the first one: {skipped[0]}."
-    return f"{problem} {', '.join(remedies)}, or choose other files."
+    if not skipped:
+        return ""
+    return f" Skipped {format_count(len(skipped), 'record')}; the first one: {skipped[0]}."
 
 
 def log_skipped_records(reasons: list[str]) -> None:

@@ -21,8 +21,9 @@ class Mixture:
     from its exact share by less than one.
 
     The algorithm is by Tijdeman ("The chairman assignment problem", 1980): among the sources that
-    lag far enough behind their share, choose the one that would be the first to lag by a whole
-    sequence. Weights are integers, and all comparisons are exact.
+    lag behind their share by at least 1/m of a sequence, choose the one that would be the first to
+    lag by 1 - 1/m, where m is 2n - 2 for n >= 2 sources. Weights are integers, and all comparisons
+    are exact.
 
     Attributes:
         step: Number of batches so far.
@@ -38,6 +39,7 @@ class Mixture:
         self._dataset = dataset
         self._global_batch_size = global_batch_size  # default, which a stage can override
         num_sources = max(1, len(dataset.sources))
+        self._m = 2 * num_sources - 2  # see the class; not used for one source
         self.step = 0
         self.counts = [0] * num_sources
         self.weights: list[int] = []
@@ -71,29 +73,18 @@ class Mixture:
     def _choose_source(self) -> int:
         """Return the index of the source for the next sequence, by Tijdeman's algorithm.
 
-        Candidates are the sources that lag behind their share of the sequences by at least 1/m,
-        where m is 2n - 2 for n sources. Choose the candidate with the earliest deadline: the number
-        of sequences at which its lag would reach 1 - 1/m if it were not chosen again. For example,
-        weights of 3 and 1 give the sources 0, 0, 1, 0.
+        Among the sources that lag by at least 1/m (m: see the class), choose the one with the
+        earliest deadline, because its lag would be the first to reach 1 - 1/m. For example, weights
+        of 3 and 1 give the sources 0, 0, 1, 0.
         """
-        num_sources = len(self.weights)
-        if num_sources == 1:
+        if len(self.weights) == 1:
             return 0
-        m = 2 * num_sources - 2
-        candidates = self._find_lagging_sources(m)
+        candidates = self._find_lagging_sources()
+        deadlines = self._compute_deadlines(candidates)
+        return min(candidates, key=deadlines.__getitem__)
 
-        # Scale all deadlines by the same factor to integers, so that comparisons are exact:
-        #   deadline = (count + 1 - 1/m) * total_weight / weight
-        #   deadline * m * multiple / total_weight = (m * (count + 1) - 1) * multiple / weight
-        multiple = math.lcm(*(self.weights[source] for source in candidates))
-        scaled_deadlines = {}
-        for source in candidates:
-            count = self.stage_counts[source]
-            scaled_deadlines[source] = (m * (count + 1) - 1) * multiple // self.weights[source]
-        return min(candidates, key=scaled_deadlines.__getitem__)
-
-    def _find_lagging_sources(self, m: int) -> list[int]:
-        """Return the sources with a lag of at least 1/m. There is always such a source.
+    def _find_lagging_sources(self) -> list[int]:
+        """Return the sources that lag by at least 1/m (m: see the class). There is always one.
 
         The lag is num_sequences * weight / total_weight - count. For example, with weights of 3 and
         1, the lags before the third sequence are 3 * 3/4 - 2 = 0.25 and 3 * 1/4 - 0 = 0.75.
@@ -101,11 +92,26 @@ class Mixture:
         total_weight = sum(self.weights)
         num_sequences = sum(self.stage_counts) + 1  # including the next one
         sources = []
-        for source, (weight, count) in enumerate(zip(self.weights, self.stage_counts, strict=True)):
+        pairs = zip(self.weights, self.stage_counts, strict=True)
+        for source, (weight, count) in enumerate(pairs):
             # Multiply both sides of lag >= 1/m by m * total_weight to compare integers, exactly.
-            if m * (num_sequences * weight - count * total_weight) >= total_weight:
+            if self._m * (num_sequences * weight - count * total_weight) >= total_weight:
                 sources.append(source)
         return sources
+
+    def _compute_deadlines(self, candidates: list[int]) -> dict[int, int]:
+        """Return the deadline of each candidate, all multiplied by one factor to get integers.
+
+        The deadline is the number of sequences at which the lag of the source would reach 1 - 1/m
+        if it were not chosen before: (count + 1 - 1/m) * total_weight / weight.
+        """
+        # The factor is m * multiple / total_weight.
+        multiple = math.lcm(*(self.weights[source] for source in candidates))
+        deadlines = {}
+        for source in candidates:
+            count = self.stage_counts[source]
+            deadlines[source] = (self._m * (count + 1) - 1) * multiple // self.weights[source]
+        return deadlines
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of the mixture as JSON values, to save in a checkpoint.

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
-from titanlite.data.shuffle import permuted
+from titanlite.data.shuffle import permutation
 
 BEST_FIT_WINDOW = 64  # a window contains the tokens of about this many sequences
 
@@ -210,85 +209,78 @@ def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) 
         The segments of a sequence, and the position at which the next sequence begins.
     """
     num_sequences = start.num_sequences
-    sequences = _pack_windows(read_documents, length, start.document)
-    # The first window also contains the sequences before `start`, which were read earlier.
-    for segments, document, offset in islice(sequences, start.offset, None):
-        num_sequences += 1
-        yield segments, StreamPosition(num_sequences, document, offset)
+    first = start.offset  # the sequences of the window before this index were read earlier
+    for window in _read_windows(read_documents, start.document, BEST_FIT_WINDOW * length):
+        sequences = _pack_window(window, length)
+        for index in range(first, len(sequences)):
+            num_sequences += 1
+            if index + 1 < len(sequences):
+                next_position = StreamPosition(num_sequences, window.start, index + 1)
+            else:  # the next sequence is the first one of the next window
+                next_position = StreamPosition(num_sequences, window.end)
+            yield sequences[index], next_position
+        first = max(0, first - len(sequences))
 
 
-def _pack_windows(
-    read_documents: ReadDocuments, length: int, window_start: DocumentPosition
-) -> Iterator[tuple[list[Segment], DocumentPosition, int]]:
-    """Pack a stream window by window into sequences, and yield the position after each sequence.
+class _Window(NamedTuple):
+    """Consecutive documents of a stream that are packed together."""
 
-    Args:
-        read_documents: Reads the documents of the stream from a position.
-        length: Maximum number of tokens per sequence.
-        window_start: Position of the first document of the first window.
+    start: DocumentPosition
+    """Position at which the window begins."""
+    documents: list[Document]
 
-    Yields:
-        The segments of a sequence, and where the next sequence is: the first document of its
-        window, and its index in the window.
-    """
-    for documents in _read_windows(read_documents, window_start, BEST_FIT_WINDOW * length):
-        sequences = _pack_window(documents, window_start, length)
-        window_end = documents[-1].next_position
-        for next_index, segments in enumerate(sequences, 1):
-            if next_index < len(sequences):
-                yield segments, window_start, next_index
-            else:
-                yield segments, window_end, 0
-        window_start = window_end
+    @property
+    def end(self) -> DocumentPosition:
+        """Position at which the next window begins."""
+        return self.documents[-1].next_position
 
 
-def _pack_window(
-    documents: list[Document], start: DocumentPosition, length: int
-) -> list[list[Segment]]:
+def _pack_window(window: _Window, length: int) -> list[list[Segment]]:
     """Pack the documents of a window into sequences of at most `length` tokens, and shuffle them.
 
     Without shuffling, the fullest sequences would come first, and the number of tokens per batch
     would vary.
-
-    Args:
-        documents: Consecutive documents of a stream.
-        start: Position in the stream at which the window begins.
-        length: Maximum number of tokens per sequence.
     """
     segments: list[Segment] = []
-    for document in documents:
+    for document in window.documents:
         segments += _cut(document, length)
     sequences = _place_segments(segments, length)
+    order = permutation(len(sequences), _make_shuffle_key(window))
+    return [sequences[i] for i in order]
 
-    num_tokens = sum(len(document.tokens) for document in documents)
-    # The key has older names of the fields. Do not change it, because resumed runs must keep their
-    # data order.
-    shuffle_key = (
+
+def _make_shuffle_key(window: _Window) -> str:
+    """Return the seed that determines the order of the sequences of a window.
+
+    It contains older names of the fields. Do not change it, because resumed runs must keep their
+    data order.
+    """
+    start = window.start
+    num_tokens = sum(len(document.tokens) for document in window.documents)
+    return (
         f"rows Place(turn={start.index_in_stream}, window={start.window_start}, "
         f"index={start.index_in_window}) {num_tokens}"
     )
-    order = permuted(np.arange(len(sequences)), len(sequences), shuffle_key)
-    return [sequences[i] for i in order]
 
 
 def _read_windows(
     read_documents: ReadDocuments, start: DocumentPosition, num_tokens: int
-) -> Iterator[list[Document]]:
+) -> Iterator[_Window]:
     """Divide a stream, from position `start` on, into windows of at least `num_tokens` tokens.
 
-    A window consists of consecutive documents. If the source ends, the last window can be smaller.
+    If the source ends, the last window can be smaller.
     """
-    documents: list[Document] = []
+    window = _Window(start, [])
     num_read = 0
     for document in read_documents(start):
-        documents.append(document)
+        window.documents.append(document)
         num_read += len(document.tokens)
         if num_read >= num_tokens:
-            yield documents
-            documents = []
+            yield window
+            window = _Window(window.end, [])
             num_read = 0
-    if documents:
-        yield documents
+    if window.documents:
+        yield window
 
 
 def _cut(document: Document, length: int) -> list[Segment]:

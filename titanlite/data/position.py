@@ -12,6 +12,7 @@ from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.job_diff import DataChanges
 from titanlite.data.amounts import MAX_EPOCHS
 from titanlite.data.packing import DocumentPosition, StreamPosition
+from titanlite.data.sources.base import Source
 from titanlite.data.stream import PackedDataset
 from titanlite.runtime.logging import LOGGER_NAME
 
@@ -120,16 +121,31 @@ def restore_position(saved: dict[str, Any], data: PackedDataset, on_change: str)
 
     # "schedule" is the progress of the mixture, with the number of sequences from each source.
     data.mixture.load_state_dict(saved["schedule"])
-    counts = data.mixture.counts
-    new_positions = []
-    for saved_source, source, num_sequences in zip(
-        saved["sources"], data.sources, counts, strict=True
-    ):
-        positions = _restore_streams(saved_source["streams"], num_sequences)
-        if saved_source["fingerprint"] != source.fingerprint:
-            positions = [_move_to_beginning(position) for position in positions]
-        new_positions.append(positions)
-    data.positions = new_positions
+    data.positions = [
+        _restore_source(saved_source, source, num_sequences)
+        for saved_source, source, num_sequences in zip(
+            saved["sources"], data.sources, data.mixture.counts, strict=True
+        )
+    ]
+
+
+def _restore_source(
+    saved: dict[str, Any], source: Source, num_sequences: int
+) -> list[StreamPosition]:
+    """Return the position of each stream of a source.
+
+    A source with changed contents continues at the beginning of the documents or parts that were
+    being read.
+
+    Args:
+        saved: Entry of the source in the saved position.
+        source: The source.
+        num_sequences: Number of sequences that were read from the source.
+    """
+    positions = _restore_streams(saved["streams"], num_sequences)
+    if saved["fingerprint"] == source.fingerprint:
+        return positions
+    return [_move_to_beginning(position) for position in positions]
 
 
 def _restore_streams(saved: list[list[int]], num_sequences: int) -> list[StreamPosition]:
@@ -140,10 +156,9 @@ def _restore_streams(saved: list[list[int]], num_sequences: int) -> list[StreamP
         num_sequences: Number of sequences that all streams together have yielded.
     """
     positions = []
-    for stream, fields in enumerate(saved):
+    for stream, (*document_fields, offset) in enumerate(saved):
         # Streams take turns. For example, stream 1 of 4 has yielded the sequences 1, 5 and 9 of 10.
         num_yielded = len(range(stream, num_sequences, len(saved)))
-        *document_fields, offset = fields
         positions.append(StreamPosition(num_yielded, DocumentPosition(*document_fields), offset))
     return positions
 

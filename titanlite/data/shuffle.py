@@ -34,19 +34,22 @@ def permuted(index: np.ndarray, n: int, key: str) -> np.ndarray:
     digest = hashlib.blake2b(key.encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
     round_keys = np.frombuffer(digest, dtype="<u8")
     values = _feistel(index.astype(np.uint64), half_bits, round_keys)
-    _walk_into_range(values, n, half_bits, round_keys)
+
+    # Permute values outside of range(n) again until they are inside. This "cycle walking" gives a
+    # permutation of range(n) (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). It
+    # takes at most four passes on average, because the larger range has at most 4n integers.
+    while (is_outside := values >= n).any():
+        values[is_outside] = _feistel(values[is_outside], half_bits, round_keys)
     return values.astype(np.int64)
 
 
-def _walk_into_range(values: np.ndarray, n: int, half_bits: int, round_keys: np.ndarray) -> None:
-    """Permute values outside of range(n) again, in place, until all values are inside.
+def permutation(n: int, key: str) -> np.ndarray:
+    """Return the pseudo-random permutation of range(n) for the seed `key`, as an int64 array."""
+    return permuted(np.arange(n), n, key)
 
-    This "cycle walking" turns a permutation of range(4**half_bits) into a permutation of range(n)
-    (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). It takes at most four
-    applications on average, because the larger range has at most 4n integers.
-    """
-    while (is_outside := values >= n).any():
-        values[is_outside] = _feistel(values[is_outside], half_bits, round_keys)
+
+# Cached, so that reading a few items at a time does not compute the permutation again.
+_cached_permutation = lru_cache(maxsize=32)(permutation)
 
 
 def _feistel(values: np.ndarray, half_bits: int, round_keys: np.ndarray) -> np.ndarray:
@@ -90,19 +93,10 @@ def epoch_order(n: int, seed: int, positions: np.ndarray) -> np.ndarray:
         key = f"{seed} epoch {epoch}"
         # Both branches compute the same permutation. A table is faster, but takes memory.
         if n <= MAX_TABLE_SIZE:
-            items[is_in_epoch] = _permutation_table(n, key)[indices[is_in_epoch]]
+            items[is_in_epoch] = _cached_permutation(n, key)[indices[is_in_epoch]]
         else:
             items[is_in_epoch] = permuted(indices[is_in_epoch], n, key)
     return items
-
-
-@lru_cache(maxsize=32)
-def _permutation_table(n: int, key: str) -> np.ndarray:
-    """Return the pseudo-random permutation of range(n) for the seed `key`.
-
-    The result is cached, so that reading a few items at a time does not recompute it.
-    """
-    return permuted(np.arange(n), n, key)
 
 
 def _splitmix64(x: np.ndarray) -> np.ndarray:

@@ -41,7 +41,7 @@ from titanlite.data.packing import (
     best_fit,
     concat,
 )
-from titanlite.data.shuffle import epoch_order, permuted
+from titanlite.data.shuffle import epoch_order, permutation
 from titanlite.data.sources.base import RandomAccess, Sequential, Source
 from titanlite.data.sources.records import BadRecord, Record, group_records
 from titanlite.data.tokenizer import Tokenizer
@@ -209,11 +209,12 @@ class SequenceReader:
     def next_batch(self) -> list[PackedSequence]:
         """Read the sequences of the next global batch that belong to this reader.
 
-        The result is in ascending order of the index in the batch.
+        The result is in ascending order of the index in the batch. If a source has `max_epochs`,
+        the reader also reads the sequences of other ranks and drops them, so that all ranks find
+        the end of the source at the same step.
 
         Raises:
-            OutOfData: If a source with `max_epochs` ends within the batch. All ranks raise it at
-                the same step.
+            OutOfData: If a source with `max_epochs` ends within the batch.
             UserError: If a record cannot be read.
         """
         shard = self._shard
@@ -222,12 +223,13 @@ class SequenceReader:
             if self._choose_worker(source, index_in_source) != shard.worker:
                 continue  # the stream of this sequence belongs to workers with another index
 
-            if index_in_batch % shard.num_ranks == shard.rank:
-                sequences.append(self.read(source, index_in_source, index_in_batch))
-            elif self._data.specs[source].max_epochs > 0:
-                # This sequence belongs to another rank. Read it and drop it, so that all ranks find
-                # the end of the source at the same step.
-                self.read(source, index_in_source, index_in_batch)
+            is_for_this_rank = index_in_batch % shard.num_ranks == shard.rank
+            has_end = self._data.specs[source].max_epochs > 0
+            if not is_for_this_rank and not has_end:
+                continue
+            sequence = self.read(source, index_in_source, index_in_batch)
+            if is_for_this_rank:
+                sequences.append(sequence)
         return sequences
 
     def _choose_worker(self, source: int, index_in_source: int) -> int:
@@ -285,18 +287,21 @@ class SequenceReader:
         length = data.seq_len + 1  # because labels are shifted by one
         start = data.positions[source][stream]
 
-        # While `pack` reads documents, `_encode` appends skipped records to self._skipped.
         for segments, next_position in pack(read_documents, length, start):
-            skipped = self._skipped
-            self._skipped = []
             yield PackedSequence(
                 tokens=self._join_and_pad(segments),
                 segments=np.array([segment.origin for segment in segments], dtype=np.int64),
                 source=source,
                 stream=stream,
                 next_position=next_position,
-                skipped=skipped,
+                skipped=self._take_skipped(),
             )
+
+    def _take_skipped(self) -> list[str]:
+        """Return the reasons why `_encode` skipped records, and clear them."""
+        skipped = self._skipped
+        self._skipped = []
+        return skipped
 
     def _join_and_pad(self, segments: list[Segment]) -> np.ndarray:
         """Concatenate segments, and pad them with EOS to seq_len + 1 tokens (int32)."""
@@ -336,7 +341,8 @@ class SequenceReader:
         num_streams = len(self._data.positions[source_index])
         max_epochs = self._data.specs[source_index].max_epochs
         end = max_epochs * num_units if max_epochs else _UNLIMITED
-        positions = range(stream, end, num_streams)[first_index:]
+        first_position = stream + first_index * num_streams
+        positions = range(first_position, end, num_streams)
         indices = _look_up_order(num_units, self._data.seed, positions)
         for position, index in zip(positions, indices, strict=True):
             is_repeated = position >= num_units  # after the first epoch
@@ -370,22 +376,26 @@ class SequenceReader:
     ) -> Iterator[Document]:
         """Tokenize the records of a window, and yield them in shuffled order.
 
+        For example, if the order is [2, 0, 1], the document with index 0 in the shuffled window is
+        window[2].
+
         Args:
             window: Consecutive records of a part.
             part: The part that contains them.
             start: Position in the window of the first document to yield.
             end: Position at which the next window begins.
         """
-        size = len(window)
         shuffle_key = f"{self._data.seed} position {part.position} window {start.window_start}"
-        record_indices = permuted(np.arange(size), size, shuffle_key).tolist()  # in shuffled order
-        positions = [start._replace(index_in_window=i) for i in range(size)]
-        next_positions = [*positions[1:], end]
-        documents = list(zip(record_indices, positions, next_positions, strict=True))
-        for record_index, position, next_position in documents[start.index_in_window :]:
+        order = permutation(len(window), shuffle_key).tolist()
+        position = start
+        for i in range(start.index_in_window, len(window)):
+            record_index = order[i]
             tokens = self._encode(window[record_index], part)
             index_in_part = start.window_start + record_index
+            is_last = i == len(window) - 1
+            next_position = end if is_last else start._replace(index_in_window=i + 1)
             yield Document(position, next_position, part.index, index_in_part, tokens)
+            position = next_position
 
     def _encode(self, record: Record, unit: _Unit) -> np.ndarray:
         """Tokenize a record. If it is skipped in the first epoch of `unit`, store the reason."""

@@ -448,21 +448,28 @@ def decode_vocabulary(ids: Mapping[str, int]) -> dict[bytes, int]:
 def _divide(text: str) -> Iterator[str]:
     """Divide a long text into pieces that usually give the same tokens as the whole text.
 
-    Pieces have at most `_PIECE_CHARS` characters. A piece ends before a line that is not blank,
-    because no match of the Llama 3 split pattern crosses this point. If there is no such line, the
-    piece ends after `_PIECE_CHARS` characters, which can change tokens.
+    Pieces have at most `_PIECE_CHARS` characters.
     """
     start = 0
     while len(text) - start > _PIECE_CHARS:
-        end = start + _PIECE_CHARS
-        # Cut before the last line that is not blank. `line_start` is 0 if there is no such line.
-        line_start = text.rfind("\n", start, end) + 1
-        while line_start > 0 and not _NOT_BLANK.match(text, line_start):
-            line_start = text.rfind("\n", start, line_start - 1) + 1
-        cut = line_start or end
+        cut = _choose_cut(text, start, start + _PIECE_CHARS)
         yield text[start:cut]
         start = cut
     yield text[start:]
+
+
+def _choose_cut(text: str, start: int, end: int) -> int:
+    """Return the index, after `start` and at most `end`, at which to cut a text.
+
+    Cut before the last line that is not blank, because no match of the Llama 3 split pattern
+    crosses this point. If there is no such line, cut at `end`, which can change tokens.
+    """
+    line_end = text.rfind("\n", start, end)
+    while line_end >= 0:
+        if _NOT_BLANK.match(text, line_end + 1):
+            return line_end + 1
+        line_end = text.rfind("\n", start, line_end)
+    return end
 
 
 def _sha256(content: bytes) -> str:

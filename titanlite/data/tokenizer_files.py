@@ -215,7 +215,7 @@ def convert_tiktoken(source: TiktokenTokenizer) -> Any:
     The result also adds BOS to each text, as the tokenizer of Llama 3 does, unless its user passes
     `add_special_tokens=False`.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+    from tokenizers import AddedToken, Tokenizer, decoders, models
 
     # Write the bytes of each token as visible characters, which tokenizer.json requires.
     symbol_of_byte = {byte: symbol for symbol, byte in byte_level_symbols().items()}
@@ -229,15 +229,18 @@ def convert_tiktoken(source: TiktokenTokenizer) -> Any:
     converted.decoder = decoders.ByteLevel()
     special_names = llama3_special_tokens()
     converted.add_special_tokens([AddedToken(name, special=True) for name in special_names])
-
-    # Add BOS, the first special token, before each text ($A) or pair of texts ($A and $B).
-    bos = special_names[0]
-    bos_id = source.bos_id
-    add_bos = processors.TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", [(bos, bos_id)])
-    converted.post_processor = processors.Sequence(
-        [processors.ByteLevel(trim_offsets=False), add_bos]  # offsets include spaces
-    )
+    converted.post_processor = _create_post_processor(special_names[0], source.bos_id)
     return converted
+
+
+def _create_post_processor(bos: str, bos_id: int | None) -> Any:
+    """Create a post-processor that adds BOS before each text ($A) or pair of texts ($A and $B)."""
+    from tokenizers import processors
+
+    # Offsets of tokens in the text include their leading space.
+    set_offsets = processors.ByteLevel(trim_offsets=False)
+    add_bos = processors.TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", [(bos, bos_id)])
+    return processors.Sequence([set_offsets, add_bos])
 
 
 def _list_merges(ids: dict[str, int]) -> list[tuple[str, str]]:

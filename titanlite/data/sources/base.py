@@ -370,14 +370,22 @@ class Sequential(Source):
                 yield parse_record(raw, self.column, location, self.mask_column)
 
     def _read_raw(self, file: Any, number: int) -> Iterator[tuple[str, object]]:
-        """Yield the records of a part like `raw`, and report errors and changed files.
+        """Yield the location and content of each record of a part, and explain why reading fails.
+
+        Args:
+            file: The file that contains the part. None if any file of the source may contain it.
+            number: Index of the part in the file.
 
         Raises:
             UserError: If the part is damaged or has changed.
         """
-        # If the file is unknown, any file of the source may contain the part.
-        check_for_changes = self.check_files if file is None else file.check
-        last_location = f"the beginning of {self.name if file is None else file.path}"
+        if file is None:
+            check_for_changes = self.check_files
+            last_location = f"the beginning of {self.name}"
+        else:
+            check_for_changes = file.check
+            last_location = f"the beginning of {file.path}"
+
         try:
             for location, raw in self.raw(file, number):
                 last_location = location

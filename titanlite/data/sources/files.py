@@ -14,7 +14,7 @@ import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import xxhash
@@ -63,6 +63,24 @@ _BATCH_ROWS = 256
 _MARKUP = re.compile(rb'\s*(\{\s*"[^"\n]*"\s*:|<(!doctype html|html|\?xml)\b)', re.IGNORECASE)
 _STDLIB = Path(sysconfig.get_paths()["stdlib"])
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+class DataPathError(UserError):
+    """Error for a dataset.path that does not lead to files that the source can read.
+
+    Attributes:
+        path: Value of dataset.path.
+        problem: The end of a sentence that begins with the path, such as "matches no file".
+    """
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"dataset.path = {path!r} {problem}")
+        self.path = path
+        self.problem = problem
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
+        """Support pickling, because data workers send errors to their rank."""
+        return type(self), (self.path, self.problem)
 
 
 class FileSpans(RandomAccess):
@@ -124,18 +142,26 @@ class FileSpans(RandomAccess):
             # `extract_text` reports lines that are too long. Documents of plain text are shorter.
             raw = stream.read(min(end - start, MAX_LINE_BYTES + 1))
             try:
-                if self._is_json:
-                    return extract_text(raw, self.column, self.mask_column)
-                return raw.decode().removeprefix("\ufeff")  # the byte order mark
+                return self._decode(raw)
             except UnicodeDecodeError as error:
-                bad_byte = start + error.start
+                line = _count_lines(stream, start + error.start)
                 problem = f"byte 0x{error.object[error.start]:02x} is not UTF-8"
+                return BadRecord(f"{file.path}, line {line}: {problem}")
             except (ValueError, RecursionError) as error:
                 # Blank lines can precede the record, so report the last line of the range.
-                bad_byte = end - 1
-                problem = str(error)
-            line = _count_lines(stream, bad_byte)
-        return BadRecord(f"{file.path}, line {line}: {problem}")
+                line = _count_lines(stream, end - 1)
+                return BadRecord(f"{file.path}, line {line}: {error}")
+
+    def _decode(self, raw: bytes) -> str:
+        """Return the text in the bytes of a document.
+
+        Raises:
+            ValueError: If the bytes are not UTF-8, or a line of JSON does not contain a text.
+            RecursionError: If the JSON is nested too deeply.
+        """
+        if self._is_json:
+            return extract_text(raw, self.column, self.mask_column)
+        return raw.decode().removeprefix("\ufeff")  # the byte order mark
 
 
 def _find_line_ends(stream: BinaryIO, digest: xxhash.xxh3_128) -> Iterator[int]:
@@ -403,14 +429,7 @@ def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
     Raises:
         UserError: If a file is missing or cannot be opened, or the source is empty.
     """
-    try:
-        files = find_files(spec)
-    except UserError as error:
-        if spec.path is None:
-            raise
-        # The message of `find_files` continues this sentence, such as with "matches no file".
-        raise UserError(f"dataset.path = {spec.path!r} {error}") from None
-
+    files = find_files(spec)
     if spec.source == "jsonl" and has_compressed(files):
         source: Source = CompressedLines(spec, files)  # cannot be read in random order
     else:
@@ -467,24 +486,24 @@ def find_files(spec: TextSource) -> list[Path]:
         The list can also be empty for a source from a plugin.
 
     Raises:
-        UserError: If the path is missing, matches no file, or names files of the wrong kind. If a
-            path is set, the message continues a sentence that begins with it, such as "matches no
-            file".
+        DataPathError: If the path matches no file, names files of the wrong kind, or cannot be
+            accessed.
+        UserError: If the path is missing.
     """
     if spec.source == "python_stdlib":
         return _find_stdlib_files()
-
-    if spec.path is None:
-        if spec.source in _SOURCES_WITH_PATH:
-            raise UserError(f"dataset.path is missing: dataset.source = {spec.source!r} needs one")
-        return []  # "c4", or a source from a plugin
-    if spec.source in _HUB_SOURCES:
-        return []  # `datasets` finds the files
+    if spec.path is None and spec.source in _SOURCES_WITH_PATH:
+        raise UserError(f"dataset.path is missing: dataset.source = {spec.source!r} needs one")
+    if spec.path is None or spec.source in _HUB_SOURCES:
+        return []  # a plugin or `datasets` finds the files
 
     pattern = _choose_pattern(spec.path, spec.source)
-    files = _find_matching_files(pattern)
-    if spec.source in BUILTIN_SOURCES:  # a plugin may accept any files
-        _check_files(files, pattern, spec.source)
+    try:
+        files = _find_matching_files(pattern)
+        if spec.source in BUILTIN_SOURCES:  # a plugin may accept any files
+            _check_files(files, pattern, spec.source)
+    except UserError as error:
+        raise DataPathError(spec.path, str(error)) from None
     return files
 
 
@@ -530,7 +549,7 @@ def _check_files(files: list[Path], pattern: str, source: str) -> None:
 
     Raises:
         UserError: If there is no file, a CSV or TSV file that `source` cannot read, or a compressed
-            text file. The message proposes a remedy.
+            text file. The message is the end of a sentence that begins with the path.
     """
     if not files:
         raise UserError(_explain_no_match(pattern, source))
