@@ -73,14 +73,12 @@ class SavedFolders:
         If a checkpoint cannot be removed, log this and continue.
         """
         try:
-            checkpoints = self._list_checkpoints_of_run()
-            if self._config.keep_best:
-                self.update_best_link()  # because the target of this link is never removed
-            outdated = self._select_outdated(checkpoints)
+            outdated = self._find_outdated()
             # The newest checkpoint must survive a power failure before older ones are removed.
             # `publish_checkpoint` also tries this, but only warns if it fails.
             sync(self._folder)
-        except Exception as error:  # a removal could delete the best or the only durable checkpoint
+        except Exception as error:
+            # Keep all, because a removal could delete the best or the only durable checkpoint.
             self._log(f"Not removing old checkpoints: {describe_error(error)}")
             return
 
@@ -126,6 +124,16 @@ class SavedFolders:
     def _list_checkpoints_of_run(self) -> list[Path]:
         """Return the step folders in the checkpoint folder that this run saved, sorted by step."""
         return [path for path in list_checkpoints(self._folder) if self._belongs_to_this_run(path)]
+
+    def _find_outdated(self) -> list[Path]:
+        """Find the checkpoints of this run to remove, after updating the link `best` if it is used.
+
+        The checkpoint to which `best` points is never removed.
+        """
+        checkpoints = self._list_checkpoints_of_run()
+        if self._config.keep_best:
+            self.update_best_link()
+        return self._select_outdated(checkpoints)
 
     def _select_outdated(self, checkpoints: list[Path]) -> list[Path]:
         """Select the checkpoints that can be removed because no option keeps them.
@@ -173,33 +181,33 @@ class SavedFolders:
 
     # Outputs of the last save
 
-    def prepare_output(self, path: Path, replace: bool) -> bool:
-        """Archive or keep an existing final output, before a new one is written.
+    def keep_or_archive(self, path: Path, can_keep: bool) -> bool:
+        """Keep or archive an existing final output, before a new one is written.
 
         Args:
             path: A step folder in `final`, or the folder `final_hf`.
-            replace: Archive an existing output. If False, keep it.
+            can_keep: Whether to keep an existing output instead of archiving it.
 
         Returns:
-            Whether to write the new output. False means that an existing one is kept.
+            Whether an existing output is kept, so that no new one must be written.
         """
-        if not replace and path.exists():
+        if can_keep and path.exists():
             self._log(f"Keeping {path}, which exists already")
-            return False
+            return True
 
         # Leave a folder of another program in place. Writing the new output then fails.
         is_export = (path / EXPORT_MARKER).is_file()
         if is_export or is_from_titanlite(path):
             renamed = set_aside(path, "archived")
             self._log(f"Renamed {path} of an earlier start to {renamed.name}")
-        return True
+        return False
 
-    def export(self, step_folder: Path, replace: bool) -> bool:
+    def export(self, step_folder: Path, can_keep: bool) -> bool:
         """Export a checkpoint in Hugging Face format to the folder `final_hf` of the run.
 
         Args:
             step_folder: The checkpoint.
-            replace: Archive an existing export. If False, keep it.
+            can_keep: Whether to keep an existing export instead of archiving it.
 
         Returns:
             Whether the run now has an export. A failure to write it is logged.
@@ -207,7 +215,7 @@ class SavedFolders:
         checkpoint_folder = step_folder.parent
         out = checkpoint_folder.with_name("final_hf")
         try:
-            if self.prepare_output(out, replace):
+            if not self.keep_or_archive(out, can_keep):
                 self._write_export(step_folder, out)
         except (OSError, UserError) as error:
             self._log(f"Could not export the checkpoint: {error}")
