@@ -574,8 +574,8 @@ def _parse_index(raw: bytes) -> Metadata:
     """Parse the pickled index of a checkpoint without running code from it.
 
     The index is a `Metadata` object of DCP. It contains the shapes of all tensors and the positions
-    of their chunks (saved shards) in files. Ignore values other than tensors, which only other
-    programs save.
+    of their chunks (saved shards) in files. Ignore values other than tensors. Only other programs
+    save such values.
 
     Args:
         raw: Content of the index file.

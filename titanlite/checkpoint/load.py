@@ -353,10 +353,10 @@ class Resumer:
         _set_random_state(tensors)
 
     def _prepare_state(self, parts: set[str], reader: SafeReader, info: dict[str, Any]) -> None:
-        """Create the tensors to load into, and reset all state besides the weights.
+        """Create the tensors to load into, and reset the hook tensors and an unloaded optimizer.
 
-        Loading then fills these tensors in place. State that is not loaded stays reset: after a
-        rollback, it must not keep its values from later steps.
+        Loading fills these tensors in place. After a rollback, hook tensors and an optimizer that
+        are not loaded must not keep their values from later steps.
 
         Args:
             parts: Parts to load besides the weights: any of "hooks", "optimizer" and "rng".

@@ -73,7 +73,10 @@ class SavedFolders:
         If a checkpoint cannot be removed, log this and continue.
         """
         try:
-            outdated = self._find_outdated()
+            checkpoints = self._list_checkpoints_of_run()
+            if self._config.keep_best:
+                self.update_best_link()  # because the target of this link is never removed
+            outdated = self._select_outdated(checkpoints)
             # The newest checkpoint must survive a power failure before older ones are removed.
             # `publish_checkpoint` also tries this, but only warns if it fails.
             sync(self._folder)
@@ -124,16 +127,6 @@ class SavedFolders:
     def _list_checkpoints_of_run(self) -> list[Path]:
         """Return the step folders in the checkpoint folder that this run saved, sorted by step."""
         return [path for path in list_checkpoints(self._folder) if self._belongs_to_this_run(path)]
-
-    def _find_outdated(self) -> list[Path]:
-        """Find the checkpoints of this run to remove, after updating the link `best` if it is used.
-
-        The checkpoint to which `best` points is never removed.
-        """
-        checkpoints = self._list_checkpoints_of_run()
-        if self._config.keep_best:
-            self.update_best_link()
-        return self._select_outdated(checkpoints)
 
     def _select_outdated(self, checkpoints: list[Path]) -> list[Path]:
         """Select the checkpoints that can be removed because no option keeps them.

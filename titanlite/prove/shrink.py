@@ -138,7 +138,8 @@ def list_changes(original: Run, small: Run) -> list[str]:
 def shrink_degrees(job: JobConfig, world_size: int | None) -> dict[str, int]:
     """Return small parallel degrees: 2 for each dimension that a job uses, and 1 for the others.
 
-    If the job uses FSDP, the FSDP degree can be larger, so that the small job uses all ranks.
+    If the job uses FSDP and `world_size` is set, choose the FSDP degree so that the small job uses
+    all ranks.
 
     Args:
         job: The original job.
@@ -355,7 +356,7 @@ def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
 
 
 def _replace_data(job: JobConfig, path: Path) -> JobConfig:
-    """Make a job read only the JSON Lines file `path`, for any number of epochs."""
+    """Return a job that reads only the JSON Lines file `path`, for any number of epochs."""
     # [dataset] also has the options of a source, so a job with one source needs no `sources`.
     source_options = dict(TextSource(source="jsonl", path=str(path)))
     return job.with_section("dataset", **source_options, sources=(), max_epochs=0)

@@ -427,10 +427,8 @@ def _find_state(
     if last_kind in ENDS:
         return _describe_end(starts_and_ends)
 
-    if last_update is None:
-        return "stale", "no end was recorded, and the time of the last update is unknown"
-    age = time.time() - last_update  # seconds
-    if last_kind == "restart" and age < STALE_SECONDS:
+    age = None if last_update is None else time.time() - last_update  # seconds
+    if last_kind == "restart" and age is not None and age < STALE_SECONDS:
         # New processes are starting, so do not check the old one.
         return "running", "its launcher is restarting it"
 
@@ -444,15 +442,18 @@ def _find_state(
     return _judge_by_age(age, numbers.get("step_time", 0.0))
 
 
-def _judge_by_age(age: float, step_time: float) -> StateAndReason:
-    """Return "running" or "stale" for a run on another node, where its process cannot be checked.
+def _judge_by_age(age: float | None, step_time: float) -> StateAndReason:
+    """Return whether a run is "running" or "stale", and the reason, if its process is unknown.
 
-    A run is stale after five minutes or, if longer, ten steps without an update.
+    For example, the process of a run on another node cannot be checked. A run is stale after five
+    minutes or, if longer, ten steps without an update.
 
     Args:
-        age: Seconds since the last update.
+        age: Seconds since the last update, or None if unknown.
         step_time: Seconds per step, or 0 if unknown.
     """
+    if age is None:
+        return "stale", "no end was recorded, and the time of the last update is unknown"
     if age < max(STALE_SECONDS, 10 * step_time):
         return "running", ""
     rounded_age = timedelta(seconds=round(age))

@@ -605,7 +605,7 @@ class Trainer:
     def _try_to_read_ahead(self, step: int) -> Exception | None:
         """Wait until this rank has read the data up to `step`, or up to the last step of the run.
 
-        An error while reading the data is returned, not raised.
+        Return an error while reading the data instead of raising it.
 
         Returns:
             The first exception raised while reading the data, such as `OutOfData`, or None. If a
@@ -736,8 +736,8 @@ class Trainer:
     def _finish(self, end: _LoopEnd) -> None:
         """End all hooks, close the trainer, and log that the run has finished.
 
-        Ending the hooks also completes the last save. If there was an error or a stop signal, raise
-        an exception after closing, instead of logging.
+        Ending the hooks also completes the last save. If there was an error, or a signal stopped
+        the run early, raise an exception after closing, instead of logging.
 
         Raises:
             Exception: The error of the training data, or else the first error of a hook.
@@ -752,7 +752,8 @@ class Trainer:
         error = _find_first_error([end.data_error, hook_error, stop_error])
 
         self._is_closed = True
-        # Unlock the output folder last, so that the next run does not write to the log earlier.
+        # Unlock the output folder last, so that the next run cannot write to the log before this
+        # run has logged its end.
         with self._locks:
             self._resources.close()
             if error is not None:
@@ -799,7 +800,8 @@ class Trainer:
                 "" without a signal.
 
         Returns:
-            The error. None without a signal, or if the run had finished when it arrived.
+            The error. None without a signal, or if the run has finished, because then there is
+            nothing to resume.
         """
         if not stop_message or end.has_finished:
             return None
