@@ -133,6 +133,15 @@ def test_a_run_on_another_machine_is_stale_if_it_logs_nothing_for_many_steps(
     assert read_state(tmp_path) == state
 
 
+def test_a_run_that_has_logged_nothing_is_stale(tmp_path):
+    (tmp_path / "config.toml").write_text("[training]\nsteps = 100\n")
+
+    status = read_status(tmp_path)
+
+    reason = "no end was recorded, and the time of the last update is unknown"
+    assert (status.state, status.exit_reason) == ("stale", reason)
+
+
 def test_a_resumed_run_is_at_the_step_of_its_start(tmp_path):
     create_run(tmp_path, SAVED, STOPPED, "start 20: goes back", steps=999)
     write_metrics(tmp_path, [line(10), line(20)])

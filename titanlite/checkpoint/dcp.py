@@ -573,17 +573,20 @@ class _IndexUnpickler(pickle.Unpickler):
 def _parse_index(raw: bytes) -> Metadata:
     """Parse the pickled index of a checkpoint without running code from it.
 
-    Ignore values other than tensors. Only other programs save such values.
+    The index is a `Metadata` object of DCP. It contains the shapes of all tensors and the positions
+    of their chunks (saved shards) in files. Ignore values other than tensors. Only other programs
+    save such values.
 
     Args:
-        raw: Content of the index file. Damaged content may raise any type of exception.
+        raw: Content of the index file.
 
     Raises:
         CheckpointError: If the index contains a class that is not allowed or refers to a file
             outside the checkpoint folder.
+        Exception: Any other exception, if the content is damaged.
     """
     index_record = _IndexUnpickler(io.BytesIO(raw)).load()
-    fields = index_record.state
+    fields = index_record.state  # attributes of the pickled `Metadata` object, by name
     tensors = {}
     for saved_name, record in fields["state_dict_metadata"].items():
         if _is_tensor_record(record):

@@ -346,21 +346,31 @@ class Resumer:
                 them.
         """
         parts = self._find_parts_to_load(reader, info) - parts_to_reset
-        if "hooks" in parts:
-            self._resize_hook_tensors(reader, info["train_state"])
-        # After a rollback, state that is not loaded must not keep its values from later steps.
-        self._reset_hook_tensors()
-
-        # Loading fills existing tensors, so create the optimizer state first.
-        if "optimizer" in parts:
-            _create_optimizer_state(self._live)
-        else:
-            _reset_optimizer(self._live)
-
+        self._prepare_state(parts, reader, info)
         tensors = self._select_tensors(parts, reader)
         required_prefixes = _list_required_prefixes(parts, self._live.model)
         _load_and_check(tensors, self._live.model.arch, reader, self._ranks, required_prefixes)
         _set_random_state(tensors)
+
+    def _prepare_state(self, parts: set[str], reader: SafeReader, info: dict[str, Any]) -> None:
+        """Create the tensors to load into, and reset the hook tensors and an unloaded optimizer.
+
+        Loading fills these tensors in place. After a rollback, hook tensors and an optimizer that
+        are not loaded must not keep their values from later steps.
+
+        Args:
+            parts: Parts to load besides the weights: any of "hooks", "optimizer" and "rng".
+            reader: Reader of the checkpoint.
+            info: Entry "info" of its manifest.
+        """
+        if "hooks" in parts:
+            self._resize_hook_tensors(reader, info["train_state"])
+        self._reset_hook_tensors()
+
+        if "optimizer" in parts:
+            _create_optimizer_state(self._live)
+        else:
+            _reset_optimizer(self._live)
 
     def _select_tensors(self, parts: set[str], reader: SafeReader) -> dict[str, Tensor]:
         """Return the tensors to load into, by name: the weights and the given other parts.
@@ -604,8 +614,8 @@ def _check_shapes(
         tensors: This rank's tensors to load, by name in the checkpoint.
         arch: Architecture of the whole model. A pipeline rank holds only a part of it.
         reader: Reader of the checkpoint.
-        required_prefixes: A saved tensor that the run does not expect is ignored unless its name
-            has one of these prefixes.
+        required_prefixes: Saved tensors with these name prefixes must be expected by the run. All
+            other unexpected tensors are ignored.
 
     Raises:
         UserError: If names or shapes differ. The message lists the differences.
@@ -644,8 +654,8 @@ def _compare_with_saved_shapes(
         tensors: This rank's tensors to load, by name in the checkpoint.
         arch: Architecture of the whole model.
         reader: Reader of the checkpoint.
-        required_prefixes: A saved tensor that the run does not expect is ignored unless its name
-            has one of these prefixes.
+        required_prefixes: Saved tensors with these name prefixes must be expected by the run. All
+            other unexpected tensors are ignored.
     """
     # With pipeline parallelism, `tensors` lacks the weights on other ranks. Expect these as well,
     # because otherwise they would be reported as unexpected.

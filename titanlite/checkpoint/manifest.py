@@ -734,8 +734,8 @@ class CheckpointContext:
 
         Returns:
             A token for the names of the probe and all other temporary files, such as
-            ".tmp-step-00000100-2d06800538d394c2-9f86d081-1". Its first part identifies the
-            checkpoint folder, so that the next start recognizes leftover temporary files.
+            "2d06800538d394c2-9f86d081". Its first part identifies the checkpoint folder, so that
+            the next start recognizes leftover temporary files. Its second part is random.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         path_hash = xxhash.xxh3_64_hexdigest(os.fsencode(self.folder.resolve()))

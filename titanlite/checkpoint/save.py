@@ -172,12 +172,12 @@ class Saver:
         """
         folder = self._folder.parent / "final"
         path = folder / step_folder_name(step)
-        # If the run trained no step since it resumed, an existing folder has the same weights.
-        replace_existing = step != self.loaded_step
-        should_save = self._ranks.run_on_rank0(
-            lambda: self._saved_folders.prepare_output(path, replace_existing)
+        # If no step was trained since the run resumed, a folder that exists has these weights.
+        can_keep_existing = step == self.loaded_step
+        is_kept = self._ranks.run_on_rank0(
+            lambda: self._saved_folders.keep_or_archive(path, can_keep_existing)
         )
-        if should_save:
+        if not is_kept:
             tensors = self._live.tensors(optimizer=False)
             weights = {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
             writer = self._create_writer(folder, step, train_state, weights_only=True)
@@ -210,31 +210,22 @@ class Saver:
     def _start_save(self, writer: CheckpointWriter, tensors: Tensors) -> None:
         """Start writing a checkpoint in the background.
 
-        If checkpoint.async_mode is "disabled", or if this rank cannot copy the tensors or start the
-        thread, write the checkpoint before returning. With pinned memory, the copy is made during
-        the next step. If it fails there, the save fails on all ranks.
+        If checkpoint.async_mode is "disabled", write it before returning.
         """
-        result = self._write_in_background(writer, tensors) if self._is_async else None
-        if result is None:
-            # Training waits, so the tensors cannot change and need no copies. Other ranks may write
-            # in the background, and call the same collectives.
-            result = Future[bool]()
-            result.set_result(self._write_and_publish(writer, lambda: tensors))
-        self._pending = writer.step, result
+        write = self._write_in_background if self._is_async else self._write_while_training_waits
+        self._pending = writer.step, write(writer, tensors)
         if not self._is_async:
             self.wait_until_saved()
 
-    def _write_in_background(
-        self, writer: CheckpointWriter, tensors: Tensors
-    ) -> Future[bool] | None:
+    def _write_in_background(self, writer: CheckpointWriter, tensors: Tensors) -> Future[bool]:
         """Copy the tensors and let the background thread write them.
 
         If the tensors cannot be copied or the thread cannot start, for example because memory is
-        low, log that the caller must write them while training waits.
+        low, write them while training waits. With pinned memory, the copy is made during the next
+        step. If it fails there, the save fails on all ranks.
 
         Returns:
-            A future with a boolean: whether the checkpoint is complete. None if the caller must
-            write the tensors.
+            A future with a boolean: whether the checkpoint is complete.
         """
         try:
             wait_for_copies = self._copy(tensors)
@@ -243,10 +234,24 @@ class Saver:
                 self._write_and_publish, writer, wait_for_copies, seconds_blocked
             )
         except Exception as error:
-            self._discard_queued_save()
+            self._discard_queued_save()  # `submit` may have queued it before it failed
             text = f"Saving step {writer.step} while training waits ({describe_error(error)})"
             self._log(Event(text, "foreground", writer.step))
-            return None
+        return self._write_while_training_waits(writer, tensors)
+
+    def _write_while_training_waits(
+        self, writer: CheckpointWriter, tensors: Tensors
+    ) -> Future[bool]:
+        """Write the tensors without copying them, because training cannot change them meanwhile.
+
+        Other ranks may write in the background at the same time. They call the same collectives.
+
+        Returns:
+            A completed future with a boolean: whether the checkpoint is complete.
+        """
+        result = Future[bool]()
+        result.set_result(self._write_and_publish(writer, lambda: tensors))
+        return result
 
     def _discard_queued_save(self) -> None:
         """Replace the background thread, so that it does not run a save that it could not start.
@@ -273,7 +278,7 @@ class Saver:
         if not isinstance(copies, Future):
             return lambda: copies
         self._copies = copies
-        return copies.result
+        return lambda: _wait_for_copies(copies)
 
     def _write_and_publish(
         self,
@@ -287,7 +292,8 @@ class Saver:
 
         Args:
             writer: Writer of the checkpoint.
-            get_tensors: Waits for the copies of the tensors and returns them by name.
+            get_tensors: Waits until this rank can write its tensors, and returns them by name. Any
+                exception that it raises is a CheckpointError.
             seconds_blocked: Seconds from the creation of the writer until training could continue.
                 None if training waits for the whole save.
 
@@ -296,7 +302,7 @@ class Saver:
         """
         try:
             # If one rank fails, each of these two calls raises an exception on all ranks.
-            tensors = self._ranks.run_together(lambda: _get_copies(get_tensors))
+            tensors = self._ranks.run_together(get_tensors)
             self._write_files_and_publish(writer, tensors)
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
             if self._ranks.rank == 0:
@@ -374,9 +380,10 @@ class Saver:
         """
         if not self._config.last_save_in_hf or not self.has_saved(step):
             return
-        # If the run trained no step since it resumed, an existing export has the same weights.
+        # If no step was trained since the run resumed, an export that exists has these weights.
+        can_keep_existing = step == self.loaded_step
         is_exported = self._ranks.run_on_rank0(
-            lambda: self._saved_folders.export(path, replace=step != self.loaded_step)
+            lambda: self._saved_folders.export(path, can_keep_existing)
         )
         if not is_exported:
             self.failed_export = path
@@ -431,16 +438,13 @@ class Saver:
         self._stager.close()
 
 
-def _get_copies(get_tensors: Callable[[], Tensors]) -> Tensors:
-    """Return the result of `get_tensors`, and convert each error to a CheckpointError.
+def _wait_for_copies(copies: Future[Tensors]) -> Tensors:
+    """Wait for the copies of the tensors, and convert each error to a CheckpointError.
 
-    `run_together` raises a CheckpointError on all ranks. After an error that it does not catch,
-    such as an interrupt, the other ranks would wait for this rank.
-
-    Args:
-        get_tensors: Waits for the copies of the tensors on this rank and returns them by name.
+    `RankGroup.run_together` raises a CheckpointError on all ranks. After an error that it does not
+    catch, such as an interrupt, the other ranks would wait for this rank.
     """
     try:
-        return get_tensors()
+        return copies.result()
     except BaseException as error:
         raise CheckpointError(f"copying the tensors failed: {describe_error(error)}") from None

@@ -80,7 +80,8 @@ class SavedFolders:
             # The newest checkpoint must survive a power failure before older ones are removed.
             # `publish_checkpoint` also tries this, but only warns if it fails.
             sync(self._folder)
-        except Exception as error:  # a removal could delete the best or the only durable checkpoint
+        except Exception as error:
+            # Keep all, because a removal could delete the best or the only durable checkpoint.
             self._log(f"Not removing old checkpoints: {describe_error(error)}")
             return
 
@@ -173,33 +174,33 @@ class SavedFolders:
 
     # Outputs of the last save
 
-    def prepare_output(self, path: Path, replace: bool) -> bool:
-        """Archive or keep an existing final output, before a new one is written.
+    def keep_or_archive(self, path: Path, can_keep: bool) -> bool:
+        """Keep or archive an existing final output, before a new one is written.
 
         Args:
             path: A step folder in `final`, or the folder `final_hf`.
-            replace: Archive an existing output. If False, keep it.
+            can_keep: Whether to keep an existing output instead of archiving it.
 
         Returns:
-            Whether to write the new output. False means that an existing one is kept.
+            Whether an existing output is kept, so that no new one must be written.
         """
-        if not replace and path.exists():
+        if can_keep and path.exists():
             self._log(f"Keeping {path}, which exists already")
-            return False
+            return True
 
         # Leave a folder of another program in place. Writing the new output then fails.
         is_export = (path / EXPORT_MARKER).is_file()
         if is_export or is_from_titanlite(path):
             renamed = set_aside(path, "archived")
             self._log(f"Renamed {path} of an earlier start to {renamed.name}")
-        return True
+        return False
 
-    def export(self, step_folder: Path, replace: bool) -> bool:
+    def export(self, step_folder: Path, can_keep: bool) -> bool:
         """Export a checkpoint in Hugging Face format to the folder `final_hf` of the run.
 
         Args:
             step_folder: The checkpoint.
-            replace: Archive an existing export. If False, keep it.
+            can_keep: Whether to keep an existing export instead of archiving it.
 
         Returns:
             Whether the run now has an export. A failure to write it is logged.
@@ -207,7 +208,7 @@ class SavedFolders:
         checkpoint_folder = step_folder.parent
         out = checkpoint_folder.with_name("final_hf")
         try:
-            if self.prepare_output(out, replace):
+            if not self.keep_or_archive(out, can_keep):
                 self._write_export(step_folder, out)
         except (OSError, UserError) as error:
             self._log(f"Could not export the checkpoint: {error}")

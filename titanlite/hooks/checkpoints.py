@@ -249,10 +249,8 @@ class Checkpointer(Hook):
         Return an error message, or None on success.
         """
         self._saver.wait_until_saved()
-        is_saved_and_exported = self._saver.has_saved(step)
-        if is_saved_and_exported:
+        if self._saver.has_saved(step):  # false if the export has failed
             return None
-
         if self._saver.failed_export is not None:
             return (
                 f"{self._saver.failed_export} is saved, but exporting it in Hugging Face format "

@@ -336,9 +336,9 @@ class SpikeGuard(Hook):
         self._num_spikes = 0
         self._num_roll_backs = 0
         self._needs_roll_back = False
-        # Tensors that `_read_values` has not read yet, by step number. Reading waits for the GPU.
-        self._unread_comparisons: dict[int, Tensor] = {}  # with "skip"
-        self._unread_values: dict[int, Tensor] = {}  # without "skip"
+        # Results of `before_update` that the CPU has not read yet, by step number: with "skip", the
+        # result of `_compare`, and otherwise the loss, the gradient norm and whether to skip.
+        self._unread: dict[int, Tensor] = {}
 
         device = torch.device("cpu")
         if self._should_skip:
@@ -384,14 +384,14 @@ class SpikeGuard(Hook):
         """
         values = torch.stack([sums.loss, sums.grad_norm.double()])
         if not self._should_skip:
-            self._unread_values[step] = torch.stack([*values, skip.double()])
+            self._unread[step] = torch.stack([*values, skip.double()])
             return
 
         comparison = self._compare(values, skip)
         is_spike = comparison[0]
         skip.copy_(torch.maximum(skip, is_spike.max()))
         self._add_to_history(step, values, skip)
-        self._unread_comparisons[step] = comparison
+        self._unread[step] = comparison
 
     def _compare(self, values: Tensor, skip: Tensor) -> Tensor:
         """Compare the loss and the gradient norm of a step with the history.
@@ -474,15 +474,12 @@ class SpikeGuard(Hook):
 
         This waits for the GPU, so call it only at logged steps, saves and validations.
         """
-        # With guards.on_spike = "skip", the GPU has already compared the values.
-        for step, comparison in _move_to_cpu(self._unread_comparisons).items():
-            self._report_spike(step, comparison)
-
-        # Otherwise, compare them now.
-        for step, (loss, grad_norm, skip) in _move_to_cpu(self._unread_values).items():
-            values = torch.stack([loss, grad_norm])
-            comparison = self._compare(values, skip)
-            self._add_to_history(step, values, skip)
+        for step, result in _move_to_cpu(self._unread).items():
+            comparison = result
+            if not self._should_skip:  # otherwise, the GPU has already compared the values
+                values, skip = result[:2], result[2]
+                comparison = self._compare(values, skip)
+                self._add_to_history(step, values, skip)
             self._report_spike(step, comparison)
 
     def _report_spike(self, step: int, comparison: Tensor) -> None:
@@ -526,7 +523,8 @@ class SpikeGuard(Hook):
             self._trainer.log(f"Step {step}: no checkpoint to roll back to. Training continues.")
             return
 
-        # The rollback has also loaded the history, possibly with another length.
+        # The rollback has also replaced `self._history`. Its length differs from the current one if
+        # the checkpoint is from before guards.spike_history was changed.
         self._convert_history(restored_step)
         self._num_roll_backs += 1
         text = (

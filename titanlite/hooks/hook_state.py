@@ -138,7 +138,8 @@ def prepare_hooks(
         names = ", ".join(sorted(ignored_hooks))
         warn(f"Ignoring the saved state of hooks that this run does not have: {names}")
 
-    missing_hooks = _find_missing_hooks(hooks, saved_names={*sizes_by_hook, *states})
+    saved_hooks = {*sizes_by_hook, *states}
+    missing_hooks = {hook.name for hook in hooks if _is_always_saved(hook)} - saved_hooks
     if missing_hooks:
         names = ", ".join(sorted(missing_hooks))
         warn(f"The checkpoint has no state of these hooks, which start without it: {names}")
@@ -156,21 +157,10 @@ def _group_by_hook(sizes: Mapping[str, torch.Size]) -> dict[str, dict[str, torch
     return sizes_by_hook
 
 
-def _find_missing_hooks(hooks: Sequence[Hook], saved_names: set[str]) -> set[str]:
-    """Return the names of the hooks that need saved state but have none in a checkpoint.
+def _is_always_saved(hook: Hook) -> bool:
+    """Return whether each checkpoint of a run with this hook has a tensor or state of the hook.
 
-    The run that saved the checkpoint did not have these hooks.
-
-    Args:
-        hooks: Hooks of this run.
-        saved_names: Names of the hooks that have a tensor or a `state_dict`, possibly an empty one,
-            in the checkpoint.
+    titanlite 0.2 and earlier did not save the state of built-in hooks if it was empty.
     """
-    missing = set()
-    for hook in hooks:
-        # titanlite 0.2 did not save the state of built-in hooks if it was empty.
-        may_be_absent = hook.name in OLD_HOOK_NAMES.values()
-        is_always_saved = hook.tensors() or (keeps_state(hook) and not may_be_absent)
-        if is_always_saved and hook.name not in saved_names:
-            missing.add(hook.name)
-    return missing
+    is_built_in = hook.name in OLD_HOOK_NAMES.values()
+    return bool(hook.tensors()) if is_built_in else keeps_state(hook)

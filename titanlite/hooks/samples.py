@@ -118,12 +118,13 @@ class Samples(Hook):
         shape = (len(microbatches), batch_size, self._run.arch.vocab_size)
         all_logits = torch.full(shape, -torch.inf, device=self._trainer.device)
 
-        # Only the last token of each sequence has a label. Its logits are stored on the ranks that
-        # hold this token. They stay -inf on all other ranks, so the maximum combines the ranks.
+        # Only the last token of each sequence has a label, so this stores one row per sequence, on
+        # the ranks that hold its last token. `indices` are the sequences in the microbatch.
         def store(microbatch: int, indices: Tensor, labels: Tensor, logits: Tensor) -> None:
             all_logits[microbatch, indices] = logits
 
         process_logits(self._trainer, microbatches, store)
+        # The logits are still -inf on all other ranks, so the maximum combines the ranks.
         dist.all_reduce(all_logits, op=dist.ReduceOp.MAX)
         # The last microbatch may be padded with empty sequences.
         return all_logits.flatten(0, 1)[: len(sequences)].cpu()

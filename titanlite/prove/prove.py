@@ -411,7 +411,8 @@ def _compare_steps(
     """
     before = tested_steps[0]
     yield from compare_bitwise("initial weights", 0, before.weights, reference.initial)
-    yield from compare_replicas(run, 0, "replicas of weights", before, kind="state")
+    states = [record.state for record in before.ranks]
+    yield from compare_replicas(run, 0, "replicas of weights", states)
 
     for step in range(1, run.job.training.steps + 1):
         after = tested_steps[step]
@@ -461,7 +462,8 @@ def compare_step(
         hints = filter(None, (explain_ratio(record.loss / loss, run), hint))
         error = abs(record.loss - loss) / abs(loss)
         yield Check("loss", step, f"rank {rank}", error, tolerance, "; ".join(hints))
-    yield from compare_replicas(run, step, "replicas of gradients", after, kind="gradients")
+    gradients_of_ranks = [record.gradients for record in after.ranks]
+    yield from compare_replicas(run, step, "replicas of gradients", gradients_of_ranks)
     for check in checks:
         yield check._replace(hint=hint) if check in failed else check
     for name in reference.trainable:
@@ -471,7 +473,8 @@ def compare_step(
 
     norm = max(total_norm(after.gradients.values()), sys.float_info.min)
     yield from _compare_norms(run, step, after, norm)
-    yield from compare_replicas(run, step, "replicas of weights", after, kind="state")
+    states_of_ranks = [record.state for record in after.ranks]
+    yield from compare_replicas(run, step, "replicas of weights", states_of_ranks)
     yield from compare_update(run, step, before, after, one_rank.state, norm)
     yield from compare_scales(step, after)
 
@@ -533,32 +536,31 @@ def _describe_wrong_part(sequences: NamedTensors, parts: list[NamedTensors], dat
 
 
 def compare_replicas(
-    run: Run, step: int, name: str, tested_step: TestedStep, kind: str
+    run: Run, step: int, name: str, snapshots: Sequence[Snapshot]
 ) -> Iterator[Check]:
     """Check that all replicas of a shard are bitwise equal.
 
-    Yield one check for each tensor that differs, or a single check if all replicas are equal.
+    Yield one failed check for each tensor that differs, or a single passed check if all replicas
+    are equal. If no shard has replicas, yield nothing.
 
     Args:
         run: The tested run on several ranks.
         step: Number of the step.
         name: Name of the yielded checks, such as "replicas of gradients".
-        tested_step: Records of all ranks.
-        kind: Recorded tensors to compare: "gradients" or "state".
+        snapshots: Recorded tensors of each rank, in rank order.
     """
-    snapshots = [getattr(record, kind) for record in tested_step.ranks]
     comparisons = list(_compare_with_first_replicas(snapshots))
-    first_differences: dict[str, ReplicaComparison] = {}  # by tensor name
-    for comparison in comparisons:
-        if not comparison.is_equal:
-            first_differences.setdefault(comparison.tensor, comparison)
+    differences = [comparison for comparison in comparisons if not comparison.is_equal]
+    if comparisons and not differences:
+        yield Check(name, step, f"{len(comparisons)} shards", error=0.0, tolerance=0.0)
 
+    first_differences: dict[str, ReplicaComparison] = {}  # by tensor name
+    for difference in differences:
+        first_differences.setdefault(difference.tensor, difference)
     for tensor, difference in first_differences.items():
         hint = _describe_ranks(run, difference.first_rank, difference.rank)
-        # Digests do not show how many elements differ, so the error is always 1.
+        # Only digests are compared, so the size of the error is unknown. Report 1, which fails.
         yield Check(name, step, tensor, error=1.0, tolerance=0.0, hint=hint)
-    if comparisons and not first_differences:
-        yield Check(name, step, f"{len(comparisons)} shards", error=0.0, tolerance=0.0)
 
 
 class ReplicaComparison(NamedTuple):
@@ -720,7 +722,8 @@ def compare_resumed(run: Run, folder: Path, tested_steps: TestedSteps) -> Iterat
     loaded = resumed_steps[save_step]
     saved = tested_steps[save_step]
     yield from compare_bitwise("resume: loaded state", save_step, loaded.state, saved.state)
-    yield from compare_replicas(run, save_step, "resume: replicas", loaded, kind="state")
+    states = [record.state for record in loaded.ranks]
+    yield from compare_replicas(run, save_step, "resume: replicas", states)
 
     for step in range(save_step + 1, run.job.training.steps + 1):
         yield from _compare_resumed_step(step, resumed_steps[step], tested_steps[step])
@@ -758,13 +761,16 @@ def compare_resumed_on_one_rank(
         one_rank_steps: Records of the same steps on one rank.
     """
     records = _resume_and_train_one_step(run, device)
-    loaded_step, trained_step = records  # numbers of the two steps, in order
+    loaded_step, trained_step = sorted(records)
     save_step = find_save_step(run)
 
-    # If the run has resumed from a wrong step, the loaded state differs from the saved state.
-    loaded = records[loaded_step].state.unsharded
-    saved = tested_steps[save_step].state
-    yield from compare_bitwise("resume on one rank: loaded state", loaded_step, loaded, saved)
+    # If `loaded_step` is not `save_step`, because the run resumed from another checkpoint, this
+    # comparison fails.
+    loaded_state = records[loaded_step].state.unsharded
+    saved_state = tested_steps[save_step].state  # also unsharded
+    yield from compare_bitwise(
+        "resume on one rank: loaded state", loaded_step, loaded_state, saved_state
+    )
 
     trained = records[trained_step]
     expected = one_rank_steps[save_step + 1]

@@ -138,7 +138,8 @@ def list_changes(original: Run, small: Run) -> list[str]:
 def shrink_degrees(job: JobConfig, world_size: int | None) -> dict[str, int]:
     """Return small parallel degrees: 2 for each dimension that a job uses, and 1 for the others.
 
-    If the job uses FSDP and `world_size` is set, choose the FSDP degree that uses all ranks.
+    If the job uses FSDP and `world_size` is set, choose the FSDP degree so that the small job uses
+    all ranks.
 
     Args:
         job: The original job.
@@ -148,7 +149,7 @@ def shrink_degrees(job: JobConfig, world_size: int | None) -> dict[str, int]:
         Degrees by option name, such as "tensor_parallel_degree".
 
     Raises:
-        UserError: If no FSDP degree uses exactly `world_size` ranks.
+        UserError: If the small job cannot use exactly `world_size` ranks.
     """
     names = (
         "data_parallel_replicate_degree",
@@ -159,15 +160,12 @@ def shrink_degrees(job: JobConfig, world_size: int | None) -> dict[str, int]:
     degrees = {name: min(2, getattr(job.parallelism, name)) for name in names}
     num_other_ranks = math.prod(degrees.values())
     has_fsdp = job.parallelism.data_parallel_shard_degree != 1
-    num_ranks = world_size
-    if num_ranks is None:
-        num_ranks = 2 * num_other_ranks if has_fsdp else num_other_ranks
+    fsdp_degree = 2 if has_fsdp else 1
+    if has_fsdp and world_size is not None:
+        # For example, 8 ranks with tensor and pipeline parallelism have an FSDP degree of 8 // 4.
+        fsdp_degree = max(1, world_size // num_other_ranks)
 
-    # The FSDP degree is the remaining factor: for example, 2 if 8 ranks use tensor and pipeline
-    # parallelism as well. Without FSDP, it must be 1.
-    fsdp_degree, num_unused_ranks = divmod(num_ranks, num_other_ranks)
-    is_valid_degree = fsdp_degree >= 1 if has_fsdp else fsdp_degree == 1
-    if num_unused_ranks or not is_valid_degree:
+    if world_size not in (None, fsdp_degree * num_other_ranks):
         needed = f"a multiple of {num_other_ranks}" if has_fsdp else str(num_other_ranks)
         raise UserError(
             f"--world-size {world_size}: the small job needs {needed}, 2 ranks along each "
@@ -351,12 +349,17 @@ def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
     problem = _find_data_problem(dataset)
     if problem:
         notes.append(f"[dataset]: a toy text is read instead, because {problem}.")
-        write_output(out / TOY_TEXT, _make_toy_text().encode())
-        # [dataset] has all options of a source. Set them, and remove other sources and any limit on
-        # the number of epochs.
-        toy_source = TextSource(source="jsonl", path=str(out / TOY_TEXT))
-        small = small.with_section("dataset", **dict(toy_source), sources=(), max_epochs=0)
+        toy_text = out / TOY_TEXT
+        write_output(toy_text, _make_toy_text().encode())
+        small = _replace_data(small, toy_text)
     return small, notes
+
+
+def _replace_data(job: JobConfig, path: Path) -> JobConfig:
+    """Return a job that reads only the JSON Lines file `path`, for any number of epochs."""
+    # [dataset] also has the options of a source, so a job with one source needs no `sources`.
+    source_options = dict(TextSource(source="jsonl", path=str(path)))
+    return job.with_section("dataset", **source_options, sources=(), max_epochs=0)
 
 
 def _find_data_problem(dataset: Dataset) -> str:

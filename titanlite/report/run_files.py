@@ -196,9 +196,9 @@ def read_json_lines(
 
 
 def _read_finished_lines(path: Path, tail: int | None) -> Iterator[bytes]:
-    """Yield the lines of a file that end with a newline.
+    """Yield the lines of a file, except for a last line that does not end with a newline yet.
 
-    Lines longer than 4 MiB are yielded in parts.
+    To limit memory, yield lines longer than 4 MiB in parts, even if they are unfinished.
 
     Args:
         path: Path of the file.
@@ -215,11 +215,10 @@ def _read_finished_lines(path: Path, tail: int | None) -> Iterator[bytes]:
             # Skip to the next start of a line. If a line starts exactly at the tail, keep it.
             file.seek(size - tail - 1)
             file.readline()
+
         while line := file.readline(MAX_LINE_BYTES):
-            is_part_of_long_line = len(line) == MAX_LINE_BYTES
-            is_unfinished = not line.endswith(b"\n") and not is_part_of_long_line
-            if is_unfinished:
-                return
+            if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
+                return  # The run may still be writing this line.
             yield line
 
 
@@ -315,21 +314,32 @@ def read_status(folder: Path) -> RunStatus:
 
     last_update = _find_last_update(numbers, events)
     state, exit_reason = _find_state(numbers, events, starts_and_ends, last_update)
-    if starts_and_ends and starts_and_ends[-1]["time"] > numbers.get("time", 0.0):
-        # The run started or ended after it logged the ETA, so the ETA is outdated.
-        numbers = {name: number for name, number in numbers.items() if name != "eta"}
     return RunStatus(
         title=_make_title(folder, config),
         total_steps=_get_total_steps(config),
         state=state,
         exit_reason=exit_reason,
         step=_find_step(numbers, events),
-        numbers=numbers,
+        numbers=_drop_outdated_eta(numbers, starts_and_ends),
         losses=[entry["loss"] for entry in metrics if "loss" in entry],
         events=_list_shown_events(events),
         problems=problems,
         last_update=last_update,
     )
+
+
+def _drop_outdated_eta(
+    numbers: dict[str, float], starts_and_ends: Sequence[JsonObject]
+) -> dict[str, float]:
+    """Return the metrics of the last log step, without an ETA from before the last start or end.
+
+    Args:
+        numbers: Metrics of the last log step.
+        starts_and_ends: Events that record a start or an end of the run, oldest first.
+    """
+    if starts_and_ends and starts_and_ends[-1]["time"] > numbers.get("time", 0.0):
+        return {name: number for name, number in numbers.items() if name != "eta"}
+    return numbers
 
 
 def _make_title(folder: Path, config: dict[str, JsonObject]) -> str:
@@ -417,8 +427,8 @@ def _find_state(
     if last_kind in ENDS:
         return _describe_end(starts_and_ends)
 
-    age = time.time() - (last_update or 0.0)  # seconds
-    if last_kind == "restart" and age < STALE_SECONDS:
+    age = None if last_update is None else time.time() - last_update  # seconds
+    if last_kind == "restart" and age is not None and age < STALE_SECONDS:
         # New processes are starting, so do not check the old one.
         return "running", "its launcher is restarting it"
 
@@ -429,10 +439,22 @@ def _find_state(
             return "running", ""
         return "crashed", "its process was killed, or the node went down"
 
-    # The process cannot be checked on another node. The run is stale after five minutes or, if
-    # longer, ten steps without an update.
-    ten_steps = 10 * numbers.get("step_time", 0.0)
-    if age < max(STALE_SECONDS, ten_steps):
+    return _judge_by_age(age, numbers.get("step_time", 0.0))
+
+
+def _judge_by_age(age: float | None, step_time: float) -> StateAndReason:
+    """Return whether a run is "running" or "stale", and the reason, if its process is unknown.
+
+    For example, the process of a run on another node cannot be checked. A run is stale after five
+    minutes or, if longer, ten steps without an update.
+
+    Args:
+        age: Seconds since the last update, or None if unknown.
+        step_time: Seconds per step, or 0 if unknown.
+    """
+    if age is None:
+        return "stale", "no end was recorded, and the time of the last update is unknown"
+    if age < max(STALE_SECONDS, 10 * step_time):
         return "running", ""
     rounded_age = timedelta(seconds=round(age))
     return "stale", f"no end was recorded, and the last update was {rounded_age} ago"

@@ -105,7 +105,7 @@ def _read_events(folder: Path) -> tuple[list[JsonObject], list[int]]:
             roll_backs.append(step)
         elif event.get("event") == "start" and "record" in event:
             # The run resumed from `step`, so all later steps were trained again. An earlier start
-            # from `step` has trained only such steps.
+            # from the same step trained only later steps, so it is left out as well.
             roll_backs = [roll_back for roll_back in roll_backs if roll_back <= step]
             start_events = [start for start in start_events if start["step"] < step]
             start_events.append(event)
@@ -232,8 +232,8 @@ class ReplayTrainer(Trainer):
             UserError: If the steps since the checkpoint cannot be reproduced: the run rolled back
                 in between, had other options, or used hooks that may have changed the weights.
         """
-        # The resumer loads state into this trainer, after it has compared the job of the checkpoint
-        # with the original job of the run.
+        # Load the state into this trainer. Before that, `load_before` compares the job of the
+        # checkpoint with the original job of the run.
         resumer = build_resumer(self, self._saved_job)
         rank_group = resumer.context.ranks
         self._resources.callback(rank_group.close)  # called when the trainer is closed
@@ -244,7 +244,8 @@ class ReplayTrainer(Trainer):
         else:
             self.load_state_dict(state)
 
-        # The first replayed step is known only now, because invalid checkpoints are skipped.
+        # Check that all steps from here on can be reproduced. The first of them is known only now,
+        # because invalid checkpoints are skipped.
         history = rank_group.run_on_rank0(lambda: read_history(self.run.dump_folder))
         check_history(history, self._saved_job, self.steps_done, self._last_step)
 

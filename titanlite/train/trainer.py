@@ -12,7 +12,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from types import TracebackType
@@ -323,7 +323,7 @@ class Trainer:
         Raises:
             UserError: If the data ends before the first step.
         """
-        data_error = self._read_ahead(self.steps_done + 1)
+        data_error = self._try_to_read_ahead(self.steps_done + 1)
         request = Request(stop=self.stop_signals.stop_signal, data_fails=data_error is not None)
         return self._find_end(combine_requests(request))
 
@@ -591,7 +591,7 @@ class Trainer:
             return Request()  # the run ends before this step
 
         # If a rank cannot read the data of the next step, all ranks must stop after `step`.
-        data_error = self._read_ahead(step + 1)
+        data_error = self._try_to_read_ahead(step + 1)
 
         should_save = self.checkpointer is not None and step % self.job.checkpoint.interval == 0
         should_validate = self.validator is not None and step % self.job.validation.freq == 0
@@ -602,8 +602,10 @@ class Trainer:
             request |= hook.wants(step)
         return request
 
-    def _read_ahead(self, step: int) -> Exception | None:
+    def _try_to_read_ahead(self, step: int) -> Exception | None:
         """Wait until this rank has read the data up to `step`, or up to the last step of the run.
+
+        Return an error while reading the data instead of raising it.
 
         Returns:
             The first exception raised while reading the data, such as `OutOfData`, or None. If a
@@ -646,11 +648,10 @@ class Trainer:
         Raises:
             UserError: If the data ends before the first step.
         """
-        errors_of_ranks = gathered(self._read_ahead(self.steps_done + 1))
-        data_errors = [error for error in errors_of_ranks if error is not None]
-        if not data_errors:
+        error = self._try_to_read_ahead(self.steps_done + 1)
+        data_error = _find_first_error(gathered(error))
+        if data_error is None:
             return None
-        data_error = data_errors[0]
         if not isinstance(data_error, OutOfData):
             return _LoopEnd(request, has_finished=False, data_error=data_error)
 
@@ -733,7 +734,10 @@ class Trainer:
         return request._replace(save=should_save, validate=should_validate, last=end.has_finished)
 
     def _finish(self, end: _LoopEnd) -> None:
-        """End all hooks, which also completes the last save, close the trainer, and log the end.
+        """End all hooks, close the trainer, and log that the run has finished.
+
+        Ending the hooks also completes the last save. If there was an error, or a signal stopped
+        the run early, raise an exception after closing, instead of logging.
 
         Raises:
             Exception: The error of the training data, or else the first error of a hook.
@@ -744,22 +748,27 @@ class Trainer:
         """
         stop_message = self._describe_stop(end.request.stop)
         hook_error = self._end_hooks(stop_message)
-        stop_error = None
-        if stop_message and not end.has_finished:  # a signal at the last step is not an error
-            stop_error = self._create_stop_error(stop_message, end.request.stop)
-        errors = (end.data_error, hook_error, stop_error)
-        error = next((error for error in errors if error is not None), None)
+        stop_error = self._create_stop_error(end, stop_message)
+        error = _find_first_error([end.data_error, hook_error, stop_error])
 
         self._is_closed = True
-        with self._locks:  # the next run must not write to the log before the end is logged
+        # Unlock the output folder last, so that the next run cannot write to the log before this
+        # run has logged its end.
+        with self._locks:
             self._resources.close()
             if error is not None:
                 raise error
+            self._log_finish(end.request.finish)
 
-            step = self.steps_done
-            reason = end.request.finish  # empty unless a hook has finished the run early
-            ending = f": {reason}" if reason else "."
-            self.log(Event(f"Finished after step {step}{ending}", "finish", step))
+    def _log_finish(self, reason: str) -> None:
+        """Log that the run has finished.
+
+        Args:
+            reason: Why a hook has finished the run early, or "".
+        """
+        step = self.steps_done
+        ending = f": {reason}" if reason else "."
+        self.log(Event(f"Finished after step {step}{ending}", "finish", step))
 
     def _describe_stop(self, signal_number: int) -> str:
         """Return a message such as "Stopped by SIGTERM after step 12", or "" without a signal.
@@ -772,7 +781,7 @@ class Trainer:
         signal_name = signal.Signals(signal_number).name
         return f"Stopped by {signal_name} after step {self.steps_done}"
 
-    def _end_hooks(self, stop_message: str) -> UserError | None:
+    def _end_hooks(self, stop_message: str) -> Exception | None:
         """Call `Hook.ended` of all hooks, and return the first error that a hook returns, if any.
 
         Args:
@@ -780,19 +789,26 @@ class Trainer:
         """
         # In reverse order, so that the checkpointer comes last and waits for the last save.
         results = [hook.ended(self.steps_done, stop_message) for hook in reversed(self.hooks)]
-        return next((error for error in results if error is not None), None)
+        return _find_first_error(results)
 
-    def _create_stop_error(self, stop_message: str, signal_number: int) -> UserError:
+    def _create_stop_error(self, end: _LoopEnd, stop_message: str) -> UserError | None:
         """Create the error that ends a run after a stop signal. It says whether the run was saved.
 
         Args:
-            stop_message: Start of the message, such as "Stopped by SIGTERM after step 12".
-            signal_number: Number of the signal.
+            end: Why the training loop ended.
+            stop_message: Start of the error message, such as "Stopped by SIGTERM after step 12", or
+                "" without a signal.
+
+        Returns:
+            The error. None without a signal, or if the run has finished, because then there is
+            nothing to resume.
         """
+        if not stop_message or end.has_finished:
+            return None
         if self.job.checkpoint.enable:
             return StoppedBySignal(f"{stop_message}: saved.")
         message = f"{stop_message}: nothing saved, as checkpoint.enable is false."
-        return StoppedUnsaved(message, signal_number)
+        return StoppedUnsaved(message, end.request.stop)
 
 
 class _LoopEnd(NamedTuple):
@@ -808,6 +824,11 @@ class _LoopEnd(NamedTuple):
     request: Request
     has_finished: bool
     data_error: Exception | None = None
+
+
+def _find_first_error(errors: Iterable[Exception | None]) -> Exception | None:
+    """Return the first exception, or None if there are only None values."""
+    return next((error for error in errors if error is not None), None)
 
 
 def _read_numbers(hook: Hook, step: int) -> Mapping[str, Any]:
