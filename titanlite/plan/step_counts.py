@@ -422,8 +422,8 @@ def _list_parts(module: Llama) -> list[tuple[str, nn.Module]]:
 def _mark_parameters_and_gradients(counter: Counter, part: nn.Module) -> None:
     """Register hooks that mark the memory of the parameters and gradients of a module.
 
-    With FSDP, these are unsharded parameters, which FSDP gathers before each forward pass. Without
-    FSDP, they are weights, which were marked before and keep their kind.
+    With FSDP, the module computes with unsharded parameters, which FSDP gathers before each forward
+    pass. Memory that was marked before, such as weights, keeps its kind.
 
     Args:
         counter: Counter of the step.
@@ -532,8 +532,8 @@ def _skip_microbatches(
 ) -> Iterator[None]:
     """Let pipeline stages skip some microbatches within this context, to save time.
 
-    Microbatches are alike. So instead of computing a skipped microbatch, the stages repeat the log
-    entries of the latest microbatch that ran.
+    Microbatches are alike. So instead of computing a skipped microbatch, the stages append the log
+    entries of the latest microbatch that ran to the log again.
 
     Args:
         counter: Counter of the step.
