@@ -189,16 +189,16 @@ def _trace_graph(function: Function, tensors: Sequence[Tensor]) -> Function:
     )
 
     # The first call traces the graphs by running the function on fake tensors. It is not a part of
-    # the training step, so do not count it. All fake tensors of a step have the same mode.
+    # the training step, so hide it from the counter. All fake tensors of a step have the same mode.
     fake_tensor: Any = next(plain_tensors(tensors[0]))
-    with _not_counting(), fake_tensor.fake_mode:
+    with _hiding_operators(), fake_tensor.fake_mode:
         examples = [_empty_like(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors]
         run_graphs(*examples)
     return run_graphs
 
 
 @contextmanager
-def _not_counting() -> Iterator[None]:
+def _hiding_operators() -> Iterator[None]:
     """Hide operators that run within this context from the counter and activation checkpointing.
 
     This disables all dispatch modes, including the mode in which new tensors are fake.
@@ -231,7 +231,7 @@ def _split_passes(
     """Split the traced graph of both passes into a forward and a backward graph, as Inductor does.
 
     The torch partitioner chooses the values that the forward graph saves for the backward graph.
-    Marked values, such as the results of flex attention, are always saved.
+    Values marked `MUST_SAVE`, such as results of flex attention, are always saved.
 
     Args:
         joint: Graph of the forward and the backward pass.
@@ -319,7 +319,7 @@ class _Kernel:
         is_generated: Whether the compiler generates the kernel. If so, the planner only allocates
             its result instead of running it.
         num_bytes: Bytes that a generated kernel reads and writes. 0 for other kernels, and for
-            generated kernels that the compiler fuses into an earlier one at no cost.
+            generated kernels that read or write no further bytes.
         freed: Nodes whose values are freed after the kernel has run.
     """
 
@@ -402,7 +402,7 @@ def _run_kernel(kernel: _Kernel, memory: _GraphMemory) -> Any:
         result = memory.evaluate(target)  # a copy into an existing tensor allocates nothing
     else:
         result = _empty_like(node.meta["val"])
-    if kernel.num_bytes > 0:  # otherwise, it is fused into an earlier kernel
+    if kernel.num_bytes > 0:
         count_generated_kernel(kernel.num_bytes)
     return result
 

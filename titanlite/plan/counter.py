@@ -386,7 +386,8 @@ class Counter(TorchDispatchMode):
         Operators that need neither, such as views, are not logged. Neither are operators that
         DTensor runs only to infer shapes.
         """
-        # If the previous operator added two gradients, the sum has not reused existing memory.
+        # If a sum of two gradients is still postponed, its first gradient was not freed, so the sum
+        # needs new memory.
         self._log_postponed_sum()
         result = _call_operator(func, args, kwargs)
         if self._is_inferring_shape or _is_free(func, args):

@@ -422,8 +422,9 @@ def _list_parts(module: Llama) -> list[tuple[str, nn.Module]]:
 def _mark_parameters_and_gradients(counter: Counter, part: nn.Module) -> None:
     """Register hooks that mark the memory of the parameters and gradients of a module.
 
-    With FSDP, the module computes with unsharded parameters, which FSDP gathers before each forward
-    pass. Memory that was marked before, such as weights, keeps its kind.
+    With FSDP, the module computes with unsharded parameters, which FSDP gathers before the forward
+    pass unless they are still in memory. Memory that was marked before, such as weights, keeps its
+    kind.
 
     Args:
         counter: Counter of the step.
@@ -438,7 +439,8 @@ def _mark_parameters_and_gradients(counter: Counter, part: nn.Module) -> None:
         first_forward_hook.remove()
 
     part.register_forward_pre_hook(mark_parameters)
-    # FSDP creates the unsharded parameters in the first forward pass, and keeps them for all steps.
+    # FSDP creates the unsharded parameters in the first forward pass and keeps the objects for all
+    # steps, so register their gradient hooks once, at that point.
     first_forward_hook = part.register_forward_pre_hook(watch_gradients_once)
 
 
@@ -532,8 +534,8 @@ def _skip_microbatches(
 ) -> Iterator[None]:
     """Let pipeline stages skip some microbatches within this context, to save time.
 
-    Microbatches are alike. So instead of computing a skipped microbatch, the stages append the log
-    entries of the latest microbatch that ran to the log again.
+    Microbatches are alike. So for a skipped microbatch, each method of a stage appends the log
+    entries of its latest call, if any, to the log again.
 
     Args:
         counter: Counter of the step.

@@ -130,14 +130,14 @@ def trace_run(
 
 
 def _choose_ranks(run: Run) -> list[int]:
-    """Choose the ranks to trace: one rank for each kind of pipeline rank."""
+    """Choose the ranks to trace: the first rank of each chosen pipeline rank."""
     # Consecutive ranks have the same pipeline rank. Trace the first of them.
     group_size = run.world_size // run.degrees.pipeline
     return [pipeline_rank * group_size for pipeline_rank in _choose_pipeline_ranks(run)]
 
 
 def _choose_pipeline_ranks(run: Run) -> Iterable[int]:
-    """Choose the pipeline ranks to trace: the first one of each kind.
+    """Choose the pipeline ranks to trace: the first one of each kind, or all if V-shaped.
 
     Pipeline ranks are of the same kind if their stages are alike. The first one needs the most
     memory: in an early stage, a microbatch waits longer for its backward pass, so the activations
