@@ -179,37 +179,34 @@ def _trace_graph(function: Function, tensors: Sequence[Tensor]) -> Function:
     Returns:
         A function that runs the graphs in place of `function`.
     """
-    # In place of a compiler, `_imitate_kernels` converts each graph to a function.
     run_graphs = aot_function(
         function,
-        fw_compiler=_imitate_kernels,
-        bw_compiler=_imitate_kernels,
-        partition_fn=_partition,
+        partition_fn=_split_passes,
+        fw_compiler=_imitate_compiled_code,
+        bw_compiler=_imitate_compiled_code,
         decompositions=select_decomp_table(),
         keep_inference_input_mutations=True,  # as for Inductor
     )
-    # The first call traces both graphs.
-    with _hide_tracing(tensors[0]):
+
+    # The first call traces the graphs by running the function on fake tensors. It is not a part of
+    # the training step, so hide it from the counter. All fake tensors of a step have the same mode.
+    fake_tensor: Any = next(plain_tensors(tensors[0]))
+    with _hiding_operators(), fake_tensor.fake_mode:
         examples = [_empty_like(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors]
         run_graphs(*examples)
     return run_graphs
 
 
 @contextmanager
-def _hide_tracing(example: Tensor) -> Iterator[None]:
+def _hiding_operators() -> Iterator[None]:
     """Hide operators that run within this context from the counter and activation checkpointing.
 
-    Args:
-        example: A fake tensor, or a DTensor that contains one. New tensors are also fake.
+    This disables all dispatch modes, including the mode in which new tensors are fake.
     """
-    fake_tensor: Any = next(plain_tensors(example))
-
     with (
         # Activation checkpointing drops tensors that autograd saves. Save them unchanged.
         torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
-        # Disable the counter. This also disables the mode of fake tensors, so enter it again.
         _disable_current_modes(),
-        fake_tensor.fake_mode,
     ):
         yield
 
@@ -228,30 +225,36 @@ def _empty_like(tensor: Any) -> Any:
     )
 
 
-def _partition(
+def _split_passes(
     joint: GraphModule, inputs: Sequence[Any], **options: Any
 ) -> tuple[GraphModule, GraphModule]:
-    """Split a joint graph into a forward and a backward graph, as Inductor does.
+    """Split the traced graph of both passes into a forward and a backward graph, as Inductor does.
 
-    `aot_function` calls this after it has traced both passes into `joint`. Before the split, mark
-    the results of flex attention to be saved.
+    The torch partitioner chooses the values that the forward graph saves for the backward graph.
+    Values marked `MUST_SAVE`, such as results of flex attention, are always saved.
 
     Args:
         joint: Graph of the forward and the backward pass.
         inputs: Example inputs of the graph.
         options: Further options of the torch partitioner, such as `num_fwd_outputs`.
     """
-    _save_flex_attention(joint.graph)
-    # The torch partitioner rewrites the graphs to store the random state of operators such as
-    # dropout. This needs a GPU, so leave the graphs as they are.
-    with override(
-        partitioners,
-        functionalize_rng_ops=lambda _joint, forward, backward, *_: (forward, backward),
-    ):
+    _mark_flex_attention_as_saved(joint.graph)
+    with override(partitioners, functionalize_rng_ops=_keep_graphs):
         return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
 
 
-def _save_flex_attention(graph: Graph) -> None:
+def _keep_graphs(
+    _joint: GraphModule, forward: GraphModule, backward: GraphModule, *_args: Any
+) -> tuple[GraphModule, GraphModule]:
+    """Return the two graphs unchanged, in place of `partitioners.functionalize_rng_ops`.
+
+    The replaced function needs a GPU. It changes the graphs so that operators such as dropout draw
+    the same random numbers again when they are recomputed, which a trace does not need.
+    """
+    return forward, backward
+
+
+def _mark_flex_attention_as_saved(graph: Graph) -> None:
     """Mark the results of flex attention to be saved for the backward pass.
 
     Calls that activation checkpointing must recompute stay unmarked. The torch partitioner reads
@@ -291,7 +294,7 @@ def _make_policy_context(context_fn: Callable[[], tuple[Any, Any]]) -> Any:
         context_fn: The argument `context_fn` of `torch.utils.checkpoint.checkpoint`.
     """
     # A block that recomputes everything passes an empty list of operators to save. Replace it with
-    # a policy that also recomputes flex attention, which `_partition` would otherwise save.
+    # a policy that also recomputes flex attention, which `_split_passes` would otherwise save.
     saves_nothing = isinstance(context_fn, partial) and context_fn.args == ([],)
     if saves_nothing:
         context_fn = partial(create_selective_checkpoint_contexts, _recompute_all)
@@ -302,7 +305,7 @@ def _make_policy_context(context_fn: Callable[[], tuple[Any, Any]]) -> Any:
 def _recompute_all(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     """Mark the result of an operator to be recomputed, even if the operator is flex attention."""
     if op is FLEX_REPLACEMENT:
-        return CheckpointPolicy.MUST_RECOMPUTE  # otherwise, `_partition` would save it
+        return CheckpointPolicy.MUST_RECOMPUTE  # otherwise, `_split_passes` would save it
     return CheckpointPolicy.PREFER_RECOMPUTE  # the compiler may save it if that is cheaper
 
 
@@ -316,7 +319,7 @@ class _Kernel:
         is_generated: Whether the compiler generates the kernel. If so, the planner only allocates
             its result instead of running it.
         num_bytes: Bytes that a generated kernel reads and writes. 0 for other kernels, and for
-            generated kernels that the compiler fuses into an earlier one at no cost.
+            generated kernels that read or write no further bytes.
         freed: Nodes whose values are freed after the kernel has run.
     """
 
@@ -327,7 +330,7 @@ class _Kernel:
     freed: list[Node] = field(default_factory=list)
 
 
-def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
+def _imitate_compiled_code(gm: GraphModule, example_inputs: Any) -> Function:
     """Return a function that allocates memory like the compiled code of a graph.
 
     `aot_function` calls this in place of a compiler. Operators that the compiler does not fuse,
@@ -342,8 +345,7 @@ def _imitate_kernels(gm: GraphModule, example_inputs: Any) -> Function:
 def _run_kernels(gm: GraphModule, kernels: Sequence[_Kernel], args: list[Any]) -> list[Any]:
     """Run the kernels of a graph in order, and return the results of the graph.
 
-    Each kernel yields the value of one node, which is then in memory. After the last kernel that
-    needs a value, the value is freed.
+    The result of each kernel stays in memory until the last kernel that needs it has run.
 
     Args:
         gm: Module of the graph.
@@ -351,58 +353,58 @@ def _run_kernels(gm: GraphModule, kernels: Sequence[_Kernel], args: list[Any]) -
         args: Inputs of the graph. The list is cleared, so that inputs can be freed during the run.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
-    stored: dict[Node, Any] = dict(zip(inputs, args, strict=True))  # values in memory
+    memory = _GraphMemory(gm, dict(zip(inputs, args, strict=True)))
     args.clear()
-    evaluate = partial(_evaluate, gm, stored)
     for kernel in kernels:
-        stored[kernel.node] = _run_kernel(kernel, evaluate)
-        for freed in kernel.freed:
-            stored.pop(freed, None)
+        memory.values[kernel.node] = _run_kernel(kernel, memory)
+        for node in kernel.freed:
+            memory.values.pop(node, None)
 
-    results: Any = map_arg(gm.graph.output_node().args[0], evaluate)
+    results: Any = map_arg(gm.graph.output_node().args[0], memory.evaluate)
     return list(results)
 
 
-def _run_kernel(kernel: _Kernel, evaluate: Callable[[Node], Any]) -> Any:
+@dataclass
+class _GraphMemory:
+    """Values that are in memory while a graph runs.
+
+    Attributes:
+        gm: Module of the graph, which has the constants of the graph as attributes.
+        values: Values that are in memory, by node.
+    """
+
+    gm: GraphModule
+    values: dict[Node, Any]
+
+    def evaluate(self, node: Node) -> Any:
+        """Return the value of a node. If it is not in memory, run the operator of the node."""
+        if node in self.values:
+            return self.values[node]
+        if node.op == "get_attr":
+            return getattr(self.gm, str(node.target))
+        args = map_arg(node.args, self.evaluate)
+        kwargs = map_arg(node.kwargs, self.evaluate)
+        return node.target(*args, **kwargs)  # pyright: ignore
+
+
+def _run_kernel(kernel: _Kernel, memory: _GraphMemory) -> Any:
     """Run a kernel, count it, and return its result.
 
-    The planner needs no values, so a kernel that the compiler would generate only allocates its
-    result. A copy returns its target. All other kernels are operators, which the counter counts
-    when they run.
-
-    Args:
-        kernel: The kernel.
-        evaluate: Function that returns the value of a node.
+    A kernel that the compiler would generate only allocates its result, because the planner needs
+    no values. All other kernels run as operators, and the counter counts each operator.
     """
     node = kernel.node
     if not kernel.is_generated:
-        return evaluate(node)
+        return memory.evaluate(node)
 
     if _is_copy(node):
-        result = evaluate(node.all_input_nodes[0])  # the tensor into which the kernel copies
+        target = node.all_input_nodes[0]
+        result = memory.evaluate(target)  # a copy into an existing tensor allocates nothing
     else:
         result = _empty_like(node.meta["val"])
-    if kernel.num_bytes:
+    if kernel.num_bytes > 0:
         count_generated_kernel(kernel.num_bytes)
     return result
-
-
-def _evaluate(gm: GraphModule, stored: Mapping[Node, Any], node: Node) -> Any:
-    """Return the value of a node. If it is not in memory, run the operator of the node.
-
-    Args:
-        gm: Module of the graph, which has the constants of the graph as attributes.
-        stored: Values that are in memory, by node.
-        node: Node of the graph.
-    """
-    if node in stored:
-        return stored[node]
-    if node.op == "get_attr":
-        return getattr(gm, str(node.target))
-    evaluate = partial(_evaluate, gm, stored)
-    args = map_arg(node.args, evaluate)
-    kwargs = map_arg(node.kwargs, evaluate)
-    return node.target(*args, **kwargs)  # pyright: ignore
 
 
 def _schedule_kernels(graph: Graph) -> list[_Kernel]:
@@ -437,7 +439,8 @@ def _find_stored(nodes: Sequence[Node], bases: Mapping[Node, Node]) -> set[Node]
 
     Args:
         nodes: Nodes of the graph in order, without the output node.
-        bases: For each node, the node that allocates its memory (for a view, the viewed node).
+        bases: For each node, the node that allocates its memory: the node itself, unless it is a
+            view or a copy into an existing tensor.
     """
     stored: set[Node] = set()
     for node in nodes:
@@ -503,16 +506,17 @@ def _find_stored_inputs(
 
     Args:
         nodes: Nodes of the graph in order, without the output node.
-        bases: For each node, the node that allocates its memory (for a view, the viewed node).
+        bases: For each node, the node that allocates its memory: the node itself, unless it is a
+            view or a copy into an existing tensor.
         stored: Nodes whose values are in memory, including all inputs of the graph.
     """
     stored_inputs: dict[Node, set[Node]] = {}
     for node in nodes:
         inputs: set[Node] = set()
         for source in node.all_input_nodes:
-            base = bases[source]  # differs from the source if that is a view or a copy
+            base = bases[source]
             if base in stored:
-                inputs.add(base)
+                inputs.add(base)  # the kernel reads the source from memory
             else:
                 inputs |= stored_inputs[source]  # the kernel recomputes the source
         stored_inputs[node] = inputs

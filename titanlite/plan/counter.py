@@ -274,22 +274,29 @@ class Counter(TorchDispatchMode):
     def watching(self) -> Iterator[None]:
         """Count the memory and work of all operators that run within this context.
 
-        As a dispatch mode, the counter receives each operator call. The other contexts follow
-        changes that call no operator, and exclude operators that are not part of the step.
+        Entering `self`, a dispatch mode, lets the counter receive each operator call. The other
+        contexts follow changes that call no operator, and exclude operators that are not part of
+        the step.
         """
         try:
             with (
                 self._following_resizes(),
                 self._following_streams(),
                 self._ignoring_shape_inference(),
-                self,  # enables the dispatch mode
+                self,
             ):
                 yield
         finally:
-            # Weights outlive the step. Otherwise, the callbacks of their references would keep this
-            # counter in memory.
-            self._references.clear()
-            self._records.clear()
+            self._stop_tracking()
+
+    def _stop_tracking(self) -> None:
+        """Discard the references to storages.
+
+        Their callbacks would otherwise keep this counter in memory as long as the storages live,
+        and weights outlive the step.
+        """
+        self._references.clear()
+        self._records.clear()
 
     @contextmanager
     def _following_resizes(self) -> Iterator[None]:
@@ -379,14 +386,15 @@ class Counter(TorchDispatchMode):
         Operators that need neither, such as views, are not logged. Neither are operators that
         DTensor runs only to infer shapes.
         """
+        # If a sum of two gradients is still postponed, its first gradient was not freed, so the sum
+        # needs new memory.
         self._log_postponed_sum()
         result = _call_operator(func, args, kwargs)
         if self._is_inferring_shape or _is_free(func, args):
             return result
 
         signature = _signature(func)
-        # `accesses` has the names of all arguments. `args` may omit optional ones at the end.
-        arguments = {**dict(zip(signature.accesses, args, strict=False)), **kwargs}
+        arguments = signature.name_arguments(args, kwargs)
         self._count_allocations(func, args, result)
         self._mark_fsdp_tensors(signature.name, arguments)
         self._count_work(signature, arguments, result)
@@ -571,6 +579,11 @@ class _Signature(NamedTuple):
     returns_new: bool
     accesses: Mapping[str, int]
 
+    def name_arguments(self, args: tuple[Any, ...], kwargs: OperatorArguments) -> OperatorArguments:
+        """Return the arguments of a call by name. Optional ones that the call omits are missing."""
+        positional = zip(self.accesses, args, strict=False)  # `accesses` has the names in order
+        return {**dict(positional), **kwargs}
+
 
 @cache
 def _signature(func: Any) -> _Signature:
@@ -710,23 +723,25 @@ def _describe_attention(op: str, arguments: OperatorArguments) -> ShapeAndVisibl
     """
     batch, heads, num_queries, head_dim = arguments["query"].shape
     num_keys = arguments["key"].shape[2]
+    shape = (batch, heads, num_queries, num_keys, head_dim)
     if op in FLEX_OPS:
-        # With context parallelism, the queries of a rank are spread over the whole sequence. On
-        # average, they attend to as many keys as all queries of the sequence.
+        # With context parallelism, the queries of a rank are spread over the whole sequence, so
+        # they attend to as many keys on average as all queries of the sequence.
         window = arguments.get(FLEX_WINDOW_ARGUMENT) or num_keys  # 0 means no window
-        mean_visible_keys = _mean_visible_keys(num_keys, int(window))
-    else:
-        mean_visible_keys = _mean_visible_keys_of_chunk(num_queries, num_keys)
-    return (batch, heads, num_queries, num_keys, head_dim), mean_visible_keys
+        return shape, _mean_visible_keys_of_sequence(num_keys, int(window))
+
+    # With context parallelism, each call has the queries of one chunk of the sequence, and all keys
+    # up to the end of the chunk.
+    return shape, _mean_visible_keys_of_chunk(num_queries, num_keys)
 
 
 def _mean_visible_keys_of_chunk(num_queries: int, num_keys: int) -> Fraction:
-    """Return the average number of keys that the queries of a chunk attend to, with a causal mask.
+    """Return the average number of keys that the last `num_queries` tokens of a sequence attend to.
 
-    The keys end where the queries end. Without context parallelism, the chunk is the whole
-    sequence. With it, a rank has the queries of a chunk of the sequence, and the keys of the chunk
-    and of all earlier tokens. For example, if the chunk is the last 4 of 8 tokens, each query
-    attends to all 4 earlier tokens and on average to half of the chunk, so the mean is 6.
+    The mask is causal. Without context parallelism, these queries are the whole sequence. With it,
+    they are a chunk, and the keys are the chunk and all earlier tokens. For example, if the chunk
+    is the last 4 of 8 tokens, each query attends to all 4 earlier tokens and on average to half of
+    the chunk, so the mean is 6.
     """
     return num_keys - Fraction(num_queries, 2)
 
@@ -745,15 +760,15 @@ def _describe_varlen_attention(arguments: OperatorArguments) -> ShapeAndVisibleK
     num_earlier, _ = arguments["window_size"]  # visible tokens before the query, or -1 for all
     window = seq_len if num_earlier == -1 else num_earlier + 1  # a query also attends to itself
     shape = (num_tokens // seq_len, heads, seq_len, seq_len, head_dim)
-    return shape, _mean_visible_keys(seq_len, window)
+    return shape, _mean_visible_keys_of_sequence(seq_len, window)
 
 
-def _mean_visible_keys(num_keys: int, window: int) -> Fraction:
-    """Return the average number of keys that a query attends to, with a causal mask.
+def _mean_visible_keys_of_sequence(num_keys: int, window: int) -> Fraction:
+    """Return the average number of keys that the queries of a whole sequence attend to.
 
-    Queries in the first window attend to half a window on average, and all other queries to a whole
-    window. For example, with 8 keys and a window of 4, half of the queries attend to 2 keys on
-    average, and the other half to 4, so the mean is 3.
+    The mask is causal. Queries in the first window attend to half a window on average, and all
+    other queries to a whole window. For example, with 8 keys and a window of 4, half of the queries
+    attend to 2 keys on average, and the other half to 4, so the mean is 3.
 
     Args:
         num_keys: Number of tokens in the sequence.

@@ -126,8 +126,8 @@ def measure_cpu() -> Gpu:
     """
     num_cores = count_cores()
     data = torch.ones(32 << 20)  # exceeds the caches
-    copied_gigabytes = 2 * data.nbytes / 1e9  # each byte is read and written
-    gigabytes_per_second = copied_gigabytes / _measure_seconds(data.clone, num_cores)
+    moved_gigabytes = 2 * data.nbytes / 1e9  # a copy reads and writes each byte
+    gigabytes_per_second = moved_gigabytes / _measure_seconds(data.clone, num_cores)
 
     matrix = torch.randn(768, 768)
     return Gpu(
@@ -137,6 +137,7 @@ def measure_cpu() -> Gpu:
         bf16=_measure_tflops(matrix.bfloat16(), num_cores),
         fp32=_measure_tflops(matrix, num_cores),
         bandwidth=gigabytes_per_second,
+        # To send a byte to another process, gloo reads and writes it several times.
         link=gigabytes_per_second / GLOO_ACCESSES,
         network=CPU_NETWORK_GB_PER_SECOND,
         cpu_link=gigabytes_per_second,  # between "GPU" and CPU memory, which are the same here

@@ -171,23 +171,30 @@ def _shard_column_cast(_x: Any) -> list[Sharding]:
 def simulate_mxfp8() -> Iterator[None]:
     """Replace the torchao kernels that quantize to MXFP8, so that a trace needs no Blackwell GPU.
 
-    In MXFP8, each block of 32 values has a common scale. torchao has a Triton kernel for blocks
-    within a row and a CUDA kernel for blocks within a column. The replacements allocate the results
-    of the kernels but compute nothing.
+    In MXFP8, each block of 32 values has a common scale. torchao has one kernel for blocks within a
+    row and one for blocks within a column. The replacements allocate the results of the kernels but
+    compute nothing.
     """
     from torchao.prototype.mx_formats import kernels, mx_tensor
 
-    def quantize_columns(x: Tensor, **_options: Any) -> tuple[None, Tensor, None, Tensor]:
-        column_values, column_scales = _cast_columns(x)
-        row_values = row_scales = None  # torchao does not request them
-        return row_values, column_values, row_scales, column_scales
-
-    # torchao looks up the Triton kernel in `mx_tensor`, and the CUDA kernel in `kernels`.
+    # Replace each kernel in the module in which torchao looks it up.
     with (
-        override(mx_tensor, triton_to_mxfp8_dim0=lambda x, **_options: _cast_rows(x)),
-        override(kernels, mxfp8_quantize_cuda=quantize_columns),
+        override(mx_tensor, triton_to_mxfp8_dim0=_quantize_rows),
+        override(kernels, mxfp8_quantize_cuda=_quantize_columns),
     ):
         yield
+
+
+def _quantize_rows(x: Tensor, **_options: Any) -> tuple[Tensor, Tensor]:
+    """Return values and scales of blocks within a row, in place of `triton_to_mxfp8_dim0`."""
+    return _cast_rows(x)
+
+
+def _quantize_columns(x: Tensor, **_options: Any) -> tuple[None, Tensor, None, Tensor]:
+    """Return values and scales of blocks within a column, in place of `mxfp8_quantize_cuda`."""
+    column_values, column_scales = _cast_columns(x)
+    row_values = row_scales = None  # torchao does not request them
+    return row_values, column_values, row_scales, column_scales
 
 
 @contextmanager

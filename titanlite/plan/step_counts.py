@@ -222,34 +222,34 @@ def _describe_groups(mesh: Mesh) -> dict[str, Group]:
         Description of each group, by its group name in torch.
     """
     descriptions = {}
-    for name, group in _name_groups(mesh).items():
+    for group, name in _name_groups(mesh).items():
         ranks = dist.get_process_group_ranks(group)
         span = max(ranks) - min(ranks) + 1  # to decide whether the group fits into one node
         descriptions[group.group_name] = Group(name, len(ranks), span)
     return descriptions
 
 
-def _name_groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
-    """Return the process groups of a mesh by name.
+def _name_groups(mesh: Mesh) -> dict[dist.ProcessGroup, str]:
+    """Return the name of each process group of a mesh.
 
-    Several names can have the same group. For example, if only FSDP is used, then "world" and
-    "fsdp" are the same group with all ranks. The last name then describes the group.
+    A group can have several roles. For example, if only FSDP is used, then one group with all ranks
+    is both "world" and "fsdp". Such a group gets the last of its names below.
     """
-    groups = {
-        "stage": mesh.stage_group,
-        "loss": mesh.loss_group,
-        "world": get_world_group(),
-        "data": mesh.data_group,
-    }
+    names: dict[dist.ProcessGroup, str] = {}
+    names[mesh.stage_group] = "stage"
+    names[mesh.loss_group] = "loss"
+    names[get_world_group()] = "world"
+    names[mesh.data_group] = "data"
+
     submeshes = {"pipeline": mesh.pipeline, "context": mesh.context, "tensor": mesh.tensor}
     for name, submesh in submeshes.items():
         if submesh is not None:
-            groups[name] = submesh.get_group()
+            names[submesh.get_group()] = name
 
     if mesh.degrees.replicate > 1:  # HSDP
-        groups["replicate"] = mesh.fsdp.get_group("dp_replicate")
-    groups["fsdp"] = mesh.fsdp.get_group("dp_shard")
-    return groups
+        names[mesh.fsdp.get_group("dp_replicate")] = "replicate"
+    names[mesh.fsdp.get_group("dp_shard")] = "fsdp"
+    return names
 
 
 def _add_up_work(log: Iterable[LogEntry]) -> dict[Work, np.ndarray]:
@@ -389,22 +389,25 @@ def _add_stage_hooks(counter: Counter, stage: int, module: Llama) -> None:
         module: Part of the model in this stage.
     """
 
-    def start_forward(*_: Any) -> None:
-        counter.forward_starts.append(len(counter.log))
-        counter.location = _get_outer_location(stage)
+    def start_microbatch(*_: Any) -> None:
+        counter.forward_starts.append(len(counter.log))  # to find its work in the log
+        counter.location = _get_location_between_parts(stage)
 
-    module.register_forward_pre_hook(start_forward, prepend=True)
+    module.register_forward_pre_hook(start_microbatch, prepend=True)
 
     for name, part in _list_parts(module):
         _add_location_hooks(counter, part, Location("forward", name, stage))
-        _mark_unsharded_memory(counter, part)
+        _mark_parameters_and_gradients(counter, part)
     # The loss function calls the output layer, so its work is counted at the location "loss".
     if module.output is not None:
-        _mark_unsharded_memory(counter, module.output)
+        _mark_parameters_and_gradients(counter, module.output)
 
 
-def _get_outer_location(stage: int) -> Location:
-    """Return the location of a forward pass outside of the parts that have other locations."""
+def _get_location_between_parts(stage: int) -> Location:
+    """Return the location of operators in a forward pass that belong to no part of the model.
+
+    For example, these operators compute the attention mask.
+    """
     return Location(phase="forward", name="forward", stage=stage)
 
 
@@ -416,10 +419,12 @@ def _list_parts(module: Llama) -> list[tuple[str, nn.Module]]:
     return [(name, part) for name, part in parts if part is not None]
 
 
-def _mark_unsharded_memory(counter: Counter, part: nn.Module) -> None:
-    """Register hooks that mark the memory of the unsharded parameters and gradients of a module.
+def _mark_parameters_and_gradients(counter: Counter, part: nn.Module) -> None:
+    """Register hooks that mark the memory of the parameters and gradients of a module.
 
-    Memory that was marked before, such as weights, keeps its kind.
+    With FSDP, the module computes with unsharded parameters, which FSDP gathers before the forward
+    pass unless they are still in memory. Memory that was marked before, such as weights, keeps its
+    kind.
 
     Args:
         counter: Counter of the step.
@@ -429,23 +434,14 @@ def _mark_unsharded_memory(counter: Counter, part: nn.Module) -> None:
     def mark_parameters(module: nn.Module, _inputs: Any) -> None:
         counter.mark(module.parameters(), "unsharded parameters", overwrite=False)
 
-    def watch_gradients() -> None:
-        _add_gradient_hooks(counter, part.parameters(), "gradients", overwrite=False)
+    def watch_gradients_once(module: nn.Module, _inputs: Any) -> None:
+        _add_gradient_hooks(counter, module.parameters(), "gradients", overwrite=False)
+        first_forward_hook.remove()
 
     part.register_forward_pre_hook(mark_parameters)
-    # FSDP creates the unsharded parameters in the first forward pass and keeps them for all steps,
-    # so add gradient hooks to them only then.
-    _call_in_first_forward(part, watch_gradients)
-
-
-def _call_in_first_forward(module: nn.Module, function: Callable[[], None]) -> None:
-    """Register a hook that calls a function once, when the first forward pass starts."""
-
-    def call_once(*_: Any) -> None:
-        function()
-        handle.remove()
-
-    handle = module.register_forward_pre_hook(call_once)
+    # FSDP creates the unsharded parameters in the first forward pass and keeps the objects for all
+    # steps, so register their gradient hooks once, at that point.
+    first_forward_hook = part.register_forward_pre_hook(watch_gradients_once)
 
 
 def _add_gradient_hooks(
@@ -453,14 +449,9 @@ def _add_gradient_hooks(
 ) -> None:
     """Register hooks that mark the memory of each gradient when it is set.
 
-    Some parameters have no gradient: plugins may freeze a parameter, and without FSDP, the forward
-    pass may compute with copies in another dtype, which are not leaves of the autograd graph. In
-    this case, autograd sets the gradients of the originals.
-
     Args:
         counter: Counter of the step.
-        parameters: Unsharded parameters, whose gradients autograd sets, or sharded parameters,
-            whose gradients FSDP sets.
+        parameters: Sharded or unsharded parameters. Frozen ones are ignored.
         kind: Kind of memory of the gradients.
         overwrite: Also change memory that was marked before.
     """
@@ -469,7 +460,9 @@ def _add_gradient_hooks(
         counter.mark([parameter.grad], kind, overwrite)
 
     for parameter in parameters:
-        if parameter.requires_grad and parameter.is_leaf:
+        # Without FSDP, a module may compute with copies of its weights in another dtype. They are
+        # not leaves of the autograd graph, so only the original weights get a gradient.
+        if parameter.is_leaf and parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(mark_gradient)
 
 
@@ -525,12 +518,11 @@ def _wrap_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> None
     def compute_loss_at_location(
         hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor
     ) -> Tensor:
-        # The scale was allocated before the loss, so it counts as activations until now.
-        counter.mark([scale], "loss")
+        counter.mark([scale], "loss")  # it was allocated earlier, as activations
         counter.location = loss_location
         loss = compute_loss(hidden, weight, labels, scale)
         _add_backward_hook(counter, loss, loss_location)
-        counter.location = _get_outer_location(last_stage)
+        counter.location = _get_location_between_parts(last_stage)
         return loss
 
     forward_backward.loss_fn = compute_loss_at_location
@@ -540,10 +532,10 @@ def _wrap_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> None
 def _skip_microbatches(
     counter: Counter, stages: Sequence[PipelineStage], skipped: range
 ) -> Iterator[None]:
-    """Save time within this context: let pipeline stages skip microbatches that repeat another one.
+    """Let pipeline stages skip some microbatches within this context, to save time.
 
-    A skipped microbatch computes nothing. Instead, the latest recording of each method, if any, is
-    appended to the log again.
+    Microbatches are alike. So for a skipped microbatch, each method of a stage appends the log
+    entries of its latest call, if any, to the log again.
 
     Args:
         counter: Counter of the step.
@@ -585,62 +577,50 @@ class _MicrobatchSkipper:
         # Other ranks do not exist, so they cannot vote.
         replacements = dict(UNANIMOUS_SHAPE_VOTE)
         for name in PIPELINE_ACTIONS:
-            replacements[name] = partial(self._run_action, stage, name, getattr(stage, name))
+            action = _Action(stage, name, getattr(stage, name))
+            replacements[name] = partial(self._run_action, action)
         for name in PIPELINE_RECEIVES:
             replacements[name] = partial(self._run_receive, getattr(stage, name))
         return replacements
 
-    def _run_action(
-        self,
-        stage: PipelineStage,
-        name: str,
-        method: Callable[..., Any],
-        microbatch: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Compute or send a microbatch, or repeat an earlier one if the microbatch is skipped.
+    def _run_action(self, action: _Action, microbatch: int, *args: Any, **kwargs: Any) -> Any:
+        """Run an action for a microbatch and record its log entries.
+
+        If the microbatch is skipped, repeat the entries of an earlier microbatch instead.
 
         Args:
-            stage: The pipeline stage.
-            name: Name of the method, one of `PIPELINE_ACTIONS`.
-            method: The original method.
+            action: The action.
             microbatch: Index of the microbatch.
-            args: Further arguments of the method.
-            kwargs: Keyword arguments of the method.
+            args: Further arguments of the action.
+            kwargs: Keyword arguments of the action.
         """
-        self.counter.location = Location(PIPELINE_ACTIONS[name], "stage", stage.stage_index)
+        self.counter.location = action.location
         if microbatch in self.skipped:
-            return self._repeat_action(stage, name, method)
+            return self._repeat_action(action)
 
-        self._start_recording(method)  # until the next action, so it includes communication
-        result = method(microbatch, *args, **kwargs)
-        if _returns_loss(stage, name):
+        # Record until the next action starts, so that the recording includes communication.
+        self.counter.recording = self._new_recording(action.method)
+        result = action.method(microbatch, *args, **kwargs)
+        if action.returns_loss:
             self.last_loss = result.detach()
         return result
 
-    def _repeat_action(self, stage: PipelineStage, name: str, method: Callable[..., Any]) -> Any:
-        """Repeat the latest recording of a method, and return a placeholder for its result.
-
-        Args:
-            stage: The pipeline stage.
-            name: Name of the method, one of `PIPELINE_ACTIONS`.
-            method: The original method.
-        """
+    def _repeat_action(self, action: _Action) -> Any:
+        """Repeat the latest recording of an action, and return a placeholder for its result."""
         self.counter.recording = None  # the previous action has ended
-        self._repeat_recording(method)
-        if _returns_loss(stage, name):
+        self._repeat_recording(action.method)
+        if action.returns_loss:
             return self.last_loss
-        if name.endswith("send_ops"):
+        if action.name.endswith("send_ops"):
             return []  # there is nothing to send
-        return None  # torch does not use the results of the other methods
+        return None  # torch does not use the results of the other actions
 
     def _run_receive(self, method: Callable[..., Any], microbatch: int) -> list[Any]:
         """Return the receive operations of a microbatch, or an empty list if it is skipped.
 
-        The method may allocate the tensors to receive. Record this only for this method, not for
-        the current action: a skipped microbatch repeats both recordings, so it would otherwise
-        count the tensors twice.
+        The method may allocate the tensors to receive. torch calls it between two actions, so
+        suspend the recording of the previous action. A skipped microbatch repeats the recordings of
+        both, so it would otherwise count the tensors twice.
 
         Args:
             method: The original method, one of `PIPELINE_RECEIVES`.
@@ -650,23 +630,38 @@ class _MicrobatchSkipper:
             self._repeat_recording(method)
             return []
 
-        action_recording = self.counter.recording
-        self._start_recording(method)
-        try:
+        with override(self.counter, recording=self._new_recording(method)):
             return method(microbatch)
-        finally:
-            self.counter.recording = action_recording
 
-    def _start_recording(self, method: Callable[..., Any]) -> None:
-        """Record all log entries from now on as entries of a method."""
+    def _new_recording(self, method: Callable[..., Any]) -> list[LogEntry]:
+        """Return an empty recording, which replaces the latest recording of a method."""
         self.recordings[method] = []
-        self.counter.recording = self.recordings[method]
+        return self.recordings[method]
 
     def _repeat_recording(self, method: Callable[..., Any]) -> None:
         """Append the latest recording of a method to the log again."""
         self.counter.log += self.recordings.get(method, [])
 
 
-def _returns_loss(stage: PipelineStage, name: str) -> bool:
-    """Return whether a method of a pipeline stage returns the loss of a microbatch."""
-    return name == "forward_one_chunk" and stage.is_last
+class _Action(NamedTuple):
+    """A method of a pipeline stage that computes or sends a microbatch.
+
+    Attributes:
+        stage: The pipeline stage.
+        name: Name of the method, one of `PIPELINE_ACTIONS`.
+        method: The original method.
+    """
+
+    stage: PipelineStage
+    name: str
+    method: Callable[..., Any]
+
+    @property
+    def location(self) -> Location:
+        """Return the location of the memory and work of this action."""
+        return Location(PIPELINE_ACTIONS[self.name], "stage", self.stage.stage_index)
+
+    @property
+    def returns_loss(self) -> bool:
+        """Return whether this action returns the loss of a microbatch."""
+        return self.name == "forward_one_chunk" and self.stage.is_last

@@ -24,8 +24,8 @@ from titanlite.observe.flops import num_params
 from titanlite.observe.gpus import Gpu
 from titanlite.parallel import float8
 from titanlite.parallel.memory_savers import SMALL_MODEL_GROUPS
-from titanlite.parallel.mesh import build_mesh
-from titanlite.parallel.parallelize import build_model
+from titanlite.parallel.mesh import Mesh, build_mesh
+from titanlite.parallel.parallelize import ShardedModel, build_model
 from titanlite.plan.allocator import CUBLAS_WORKSPACES
 from titanlite.plan.compiled import simulate_compiler
 from titanlite.plan.counter import KINDS, OFFLOADED, Work
@@ -130,24 +130,27 @@ def trace_run(
 
 
 def _choose_ranks(run: Run) -> list[int]:
-    """Choose the ranks to trace: the first pipeline rank of each kind.
+    """Choose the ranks to trace: the first rank of each chosen pipeline rank."""
+    # Consecutive ranks have the same pipeline rank. Trace the first of them.
+    group_size = run.world_size // run.degrees.pipeline
+    return [pipeline_rank * group_size for pipeline_rank in _choose_pipeline_ranks(run)]
 
-    Pipeline ranks are of the same kind if their stages are alike. The first rank of a kind holds
-    the most microbatches at a time, so it needs the most memory.
+
+def _choose_pipeline_ranks(run: Run) -> Iterable[int]:
+    """Choose the pipeline ranks to trace: the first one of each kind, or all if V-shaped.
+
+    Pipeline ranks are of the same kind if their stages are alike. The first one needs the most
+    memory: in an early stage, a microbatch waits longer for its backward pass, so the activations
+    of more microbatches are in memory at the same time.
     """
-    num_pipeline_ranks = run.degrees.pipeline
-    # Consecutive ranks hold the same pipeline stages. Only the first of them is traced.
-    ranks_per_stage = run.world_size // num_pipeline_ranks
-    first_ranks = [rank * ranks_per_stage for rank in range(num_pipeline_ranks)]
+    pipeline_ranks = range(run.degrees.pipeline)
     if run.job.parallelism.pipeline_parallel_schedule in V_SHAPED:
-        # Each rank also has a stage from the end of the model, which holds few microbatches. So the
-        # first rank of a kind need not hold the most. Trace every rank.
-        return first_ranks
+        return pipeline_ranks  # each rank has an early and a late stage, so any can need the most
 
     first_of_kind: dict[Hashable, int] = {}
-    for pipeline_rank, rank in enumerate(first_ranks):
-        first_of_kind.setdefault(_describe_stages(run, pipeline_rank), rank)
-    return list(first_of_kind.values())
+    for pipeline_rank in pipeline_ranks:
+        first_of_kind.setdefault(_describe_stages(run, pipeline_rank), pipeline_rank)
+    return first_of_kind.values()
 
 
 def _describe_stages(run: Run, pipeline_rank: int) -> Hashable:
@@ -204,18 +207,18 @@ def _may_shard_differently(run: Run, num_blocks: int) -> bool:
         run: The validated job of the full model, and the number of ranks.
         num_blocks: Number of blocks of the smaller model.
     """
-    # The mean size of a block would be too high, because it includes the embedding and the output
-    # layer. Half of it is a low estimate, which makes the result True in case of doubt.
-    block_size = num_params(run.arch) // run.arch.n_layers / 2
     min_group_size = run.job.parallelism.fsdp_min_num_params
-    joins_blocks = block_size < min_group_size  # FSDP combines several small blocks into one group
+    # The mean per block includes the embedding and the output layer, so half of it is a low
+    # estimate of the parameters in a block.
+    low_block_size = num_params(run.arch) // run.arch.n_layers / 2
+    if low_block_size < min_group_size:
+        return True  # FSDP may combine several small blocks into one group
 
     # On a single rank, or with only replicas, FSDP keeps the blocks of a small model unsharded
     # after the forward pass. The full model may be too large for that.
-    num_shards = run.degrees.shard * run.degrees.context
-    is_small = num_blocks * block_size < SMALL_MODEL_GROUPS * min_group_size
-    may_stay_unsharded = num_shards == 1 and is_small
-    return joins_blocks or may_stay_unsharded
+    has_one_shard = run.degrees.shard * run.degrees.context == 1
+    low_model_size = num_blocks * low_block_size
+    return has_one_shard and low_model_size < SMALL_MODEL_GROUPS * min_group_size
 
 
 def _remove_blocks(run: Run, num_removed: int) -> Run:
@@ -243,18 +246,27 @@ def _count_rank(run: Run, rank: int, on_gpu: bool, has_float8: bool) -> StepCoun
     """
     with _simulate_rank(run, rank, on_gpu):
         mesh = build_mesh(run.degrees, DEVICE.type)
-        meta = torch.device("meta")
-        sharded = build_model(run, mesh, meta, log=lambda _: None, has_float8=has_float8)
-
-        # As in training, allocate the weights after the model is built. They are then fake, but
-        # inputs that are not fake are needed as well: meta weights and the constants of AdamW8bit.
+        # Inputs that are not fake are needed as well, such as the constants of AdamW8bit.
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with fake_mode:
-            sharded.whole.to_empty(device=DEVICE)
-        # Outside of the fake mode, because AdamW8bit reads its constants here.
+        sharded = _build_fake_model(run, mesh, has_float8, fake_mode)
+        # Not in the fake mode, in which AdamW8bit could not read the values of its constants.
         train_step = TrainStep(run, mesh, sharded, DEVICE)
         with fake_mode:
             return count_step(run, mesh, sharded, train_step)
+
+
+def _build_fake_model(
+    run: Run, mesh: Mesh, has_float8: bool, fake_mode: FakeTensorMode
+) -> ShardedModel:
+    """Build this rank's part of the model with fake weights, which have no data.
+
+    As in training, first build the model on the meta device, and then allocate the weights.
+    """
+    meta = torch.device("meta")
+    sharded = build_model(run, mesh, meta, log=lambda _: None, has_float8=has_float8)
+    with fake_mode:
+        sharded.whole.to_empty(device=DEVICE)
+    return sharded
 
 
 @contextmanager
@@ -310,13 +322,13 @@ def _summarize(rank: int, counts: StepCounts) -> RankTrace:
         rank: The traced rank.
         counts: Counts for all blocks of the rank.
     """
-    location = max(counts.peaks, key=lambda location: counts.peaks[location].sum())
-    sizes_at_peak = counts.peaks[location]
-    is_in_block = location.name == "block"
+    peak_location = max(counts.peaks, key=lambda location: counts.peaks[location].sum())
+    sizes_at_peak = counts.peaks[peak_location]  # bytes of each of `KINDS`
+    is_in_block = peak_location.name == "block"
     return RankTrace(
         rank=rank,
         peak=int(sizes_at_peak.sum()),
-        moment=f"{location.phase} of a block" if is_in_block else location.name,
+        moment=f"{peak_location.phase} of a block" if is_in_block else peak_location.name,
         kinds=dict(zip(KINDS, sizes_at_peak.tolist(), strict=True)),
         cpu_peak=_find_step_peaks(counts).get(OFFLOADED, 0),
         work=tuple(_list_work(counts)),
