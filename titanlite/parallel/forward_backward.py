@@ -197,16 +197,16 @@ class ForwardBackward:
                 loss = self._forward(microbatch, loss_fn)
 
             if self.offloaded_gradients is not None:
-                # The CPU adds up the gradients of the previous microbatch, if there is one, while
-                # the GPU computes the forward pass of this one.
-                self.offloaded_gradients.take_from_parameters()
+                # The parameters still have the gradients of the previous microbatch, if any. The
+                # CPU adds them to its sums now, while the GPU computes this forward pass.
+                self.offloaded_gradients.move_gradients_to_sums()
 
             with record_function("backward"):
                 loss.backward()
             total_loss += loss.detach()
 
         if self.offloaded_gradients is not None:
-            self.offloaded_gradients.move_sums_to_parameters()
+            self.offloaded_gradients.move_sums_to_parameters()  # with the last microbatch
         return total_loss
 
     def _configure_fsdp(self, is_last: bool) -> None:
@@ -334,14 +334,13 @@ class PipelineForwardBackward(ForwardBackward):
 
         losses: list[Tensor] = []  # the schedule appends the loss of each microbatch
         run_schedule(
-            # Arguments of `Llama.forward`, which the schedule splits into microbatches.
+            # Arguments of `Llama.forward`, which the schedule splits into microbatches. With a
+            # `LossHead`, the last stage returns the loss instead of logits.
             *stage_inputs,
             head=head,
             **inputs.attention,
-            # torch requires a target to compute losses. The loss does not use it, because the head
-            # already has the labels.
             losses=losses,
-            target=inputs.labels,
+            target=inputs.labels,  # unused by the head, but torch computes no losses without it
             return_outputs=False,
         )
         if not losses:  # another rank has the last stage
@@ -401,22 +400,40 @@ def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh, run: Run) -> Lo
         mesh: Layout of the ranks. With `mesh.context`, this rank has two chunks of each sequence.
         run: The run, whose attention backend and sliding windows determine the masks.
     """
-    batch = _join(microbatches)
-    if batch.positions is None and (mesh.context is not None or mesh.pipeline is not None):
-        # The model cannot derive positions from a chunk of a sequence. A later pipeline stage
-        # cannot derive them from its input, which may be sharded along T.
-        batch = replace(batch, positions=_default_positions(batch.input_ids))
-    local_batch = batch
-    if mesh.context is not None:
-        local_batch = _select_local_chunks(batch, mesh.context)
+    batch = _add_needed_positions(_join(microbatches), mesh)
+    local_batch = batch if mesh.context is None else _select_local_chunks(batch, mesh.context)
 
     # Masks depend on whole sequences, because this rank's queries attend to the keys of all ranks.
-    build_mask = partial(_build_mask, microbatches, batch, mesh.context, run)
-    attention = {"mask": build_mask(run.arch.sliding_window), "positions": local_batch.positions}
-    if run.arch.full_attention_interval > 0:  # some layers have no sliding window
-        attention["full_mask"] = build_mask(window=0)
+    masks = _build_masks(microbatches, batch, mesh.context, run)
+    attention = {**masks, "positions": local_batch.positions}
     needed = {name: value for name, value in attention.items() if value is not None}
     return LocalInputs(local_batch.input_ids, local_batch.labels, needed)
+
+
+def _add_needed_positions(batch: Microbatch, mesh: Mesh) -> Microbatch:
+    """Return a batch with default positions, if it has no positions and the model needs them.
+
+    The model cannot derive positions from a chunk of a sequence. A later pipeline stage cannot
+    derive them from its input, which may be sharded along T.
+    """
+    needs_positions = mesh.context is not None or mesh.pipeline is not None
+    if needs_positions and batch.positions is None:
+        return replace(batch, positions=_default_positions(batch.input_ids))
+    return batch
+
+
+def _build_masks(
+    microbatches: Sequence[Microbatch], batch: Microbatch, context: DeviceMesh | None, run: Run
+) -> dict[str, Mask | None]:
+    """Build the masks of all layers, as arguments of `Llama.forward`.
+
+    See `_build_mask` for the arguments.
+    """
+    build_mask = partial(_build_mask, microbatches, batch, context, run)
+    masks = {"mask": build_mask(run.arch.sliding_window)}
+    if run.arch.full_attention_interval > 0:  # some layers have no sliding window
+        masks["full_mask"] = build_mask(window=0)
+    return masks
 
 
 def _build_mask(
@@ -429,8 +446,9 @@ def _build_mask(
     """Build an attention mask in the format of the attention backend.
 
     Args:
-        microbatches: Microbatches with whole sequences.
-        batch: The same sequences, concatenated by `_join`.
+        microbatches: Microbatches with whole sequences. Variable-length attention needs the bounds
+            of documents per microbatch.
+        batch: The same sequences, concatenated by `_join`, for all other masks.
         context: Mesh of the context parallel ranks, or None.
         run: The run, which selects the attention backend.
         window: Number of tokens that a token attends to, including itself. 0 means all.
