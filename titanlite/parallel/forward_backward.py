@@ -425,42 +425,27 @@ def _add_needed_positions(batch: Microbatch, mesh: Mesh) -> Microbatch:
 def _build_masks(
     microbatches: Sequence[Microbatch], batch: Microbatch, context: DeviceMesh | None, run: Run
 ) -> dict[str, Mask | None]:
-    """Build the masks of all layers, as arguments of `Llama.forward`.
-
-    See `_build_mask` for the arguments.
-    """
-    build_mask = partial(_build_mask, microbatches, batch, context, run)
-    masks = {"mask": build_mask(run.arch.sliding_window)}
-    if run.arch.full_attention_interval > 0:  # some layers have no sliding window
-        masks["full_mask"] = build_mask(window=0)
-    return masks
-
-
-def _build_mask(
-    microbatches: Sequence[Microbatch],
-    batch: Microbatch,
-    context: DeviceMesh | None,
-    run: Run,
-    window: int,
-) -> Mask | None:
-    """Build an attention mask in the format of the attention backend.
+    """Build the attention masks of all layers in the format of the attention backend.
 
     Args:
-        microbatches: Microbatches with whole sequences. Variable-length attention needs the bounds
-            of documents per microbatch.
-        batch: The same sequences, concatenated by `_join`, for all other masks.
+        microbatches: Microbatches with whole sequences.
+        batch: The same sequences, concatenated by `_join`.
         context: Mesh of the context parallel ranks, or None.
         run: The run, which selects the attention backend.
-        window: Number of tokens that a token attends to, including itself. 0 means all.
 
     Returns:
-        The mask, or None if plain causal attention is enough.
+        Arguments of `Llama.forward`: "mask", and "full_mask" if some layers have no sliding window.
+        A mask is None if plain causal attention is enough.
     """
+    windows = {"mask": run.arch.sliding_window}
+    if run.arch.full_attention_interval > 0:
+        windows["full_mask"] = 0
+
     if run.job.model.uses_document_bounds:  # variable-length attention
-        return _build_bounds(microbatches, window)
-    if run.job.model.attention_backend == "flex":
-        return _build_flex_mask(batch, context, window)
-    return _build_boolean_mask(batch, context, window)
+        return {name: _build_bounds(microbatches, window) for name, window in windows.items()}
+    uses_flex = run.job.model.attention_backend == "flex"
+    build_mask = _build_flex_mask if uses_flex else _build_boolean_mask
+    return {name: build_mask(batch, context, window) for name, window in windows.items()}
 
 
 def _join(microbatches: Sequence[Microbatch]) -> Microbatch:
