@@ -98,7 +98,7 @@ def without_call(owner: Any, method: str, caller: str) -> Any:
 
 
 # Results of reduce-scatters are in the main stream although FSDP2 frees them early.
-ALWAYS_FINAL = patch.object(memory_savers, "are_reductions_final", lambda run: True)
+ALWAYS_FINAL = patch.object(memory_savers, "keeps_reduced_gradients", lambda run: True)
 UNCHANGED = nullcontext()
 Stream = torch.cuda.Stream
 Event = torch.cuda.Event
