@@ -198,13 +198,13 @@ class AdamW(torch.optim.Optimizer):
         step_seed = _hash32(step.to(torch.int64))  # different random bits in each step
 
         if self.rule == "AdamW":
-            # Moments start at zero, so in the first steps, both are too small by these factors.
+            # Moments start at zero, so in the first steps, both are too small by a bias factor. The
+            # corrected update is lr * (first / first_bias) / (sqrt(second / second_bias) + eps)
+            # = step_size * first / (root_correction * sqrt(second) + eps).
             beta1, beta2 = group["betas"]
             first_bias = 1 - beta1**step
-            second_bias = 1 - beta2**step
-            # The corrected update is lr * (first / first_bias) / (sqrt(second / second_bias) + eps)
-            # = step_size * first / (root_correction * sqrt(second) + eps).
             step_size = lr / first_bias
+            second_bias = 1 - beta2**step
             root_correction = second_bias.rsqrt()
         else:
             step_size = lr
