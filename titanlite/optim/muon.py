@@ -238,16 +238,18 @@ class _Transfer:
     Attributes:
         result: Received elements, which are valid after `wait`.
         source: Elements to send, kept in memory until the collective has read them.
-        work: Handle of the collective.
+        work: Handle of the collective. With gloo, it also keeps the sent elements in memory.
     """
 
     result: Tensor
     source: Tensor | None
-    work: dist.Work
+    work: dist.Work | None
 
     def wait(self) -> Tensor:
-        """Wait for the collective, drop the sent elements, and return the received elements."""
+        """Wait for the collective, free the sent elements, and return the received elements."""
+        assert self.work is not None
         self.work.wait()
+        self.work = None
         self.source = None
         return self.result
 
