@@ -199,13 +199,13 @@ class AdamW(torch.optim.Optimizer):
 
         if self.rule == "AdamW":
             # Moments start at zero, so in the first steps, both are too small by a bias factor. The
-            # corrected update is lr * (first / first_bias) / (sqrt(second / second_bias) + eps)
-            # = step_size * first / (root_correction * sqrt(second) + eps).
+            # corrected update is lr * (mean / mean_bias) / (sqrt(square / square_bias) + eps)
+            # = step_size * mean / (root_correction * sqrt(square) + eps).
             beta1, beta2 = group["betas"]
-            first_bias = 1 - beta1**step
-            step_size = lr / first_bias
-            second_bias = 1 - beta2**step
-            root_correction = second_bias.rsqrt()
+            mean_bias = 1 - beta1**step
+            step_size = lr / mean_bias
+            square_bias = 1 - beta2**step
+            root_correction = square_bias.rsqrt()
         else:
             step_size = lr
             root_correction = torch.ones_like(lr)

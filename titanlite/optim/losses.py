@@ -251,8 +251,9 @@ def tokens_per_chunk(num_tokens: int, fewer_launches: bool) -> int:
 class Targets(NamedTuple):
     """The labels of n tokens, converted to the form that `softmax_loss` needs.
 
-    The loss of a token is `loss_factor * (logsumexp(logits) - logits[column])`. Its gradient is
-    `loss_factor * softmax(logits)`, plus `label_grad` at `column`. Labels are converted once for
+    Without z-loss and softcap, the loss of a token is `loss_factor * (logsumexp(logits) -
+    logits[column])`. Its gradient is `loss_factor * softmax(logits)`, plus `label_grad` at
+    `column`. Labels are converted once for
     all tokens, and the result is then split into chunks.
 
     Attributes:
@@ -288,7 +289,8 @@ def prepare_targets(labels: Tensor, scale: Tensor, first_class: int, num_classes
     is_local = (column >= 0) & (column < num_classes)
     valid_column = column.clamp(0, num_classes - 1)  # `gather` fails for any other column
 
-    # The gradient of the logits is loss_factor * softmax(logits), plus label_grad at `column`.
+    # Without z-loss and softcap, the gradient of the logits is loss_factor * softmax(logits), plus
+    # label_grad at `valid_column`.
     loss_factor = torch.where(labels == IGNORE_INDEX, 0.0, scale)
     label_grad = torch.where(is_local, -loss_factor, 0.0)
     return Targets(valid_column[:, None], is_local, loss_factor, label_grad[:, None])

@@ -143,7 +143,8 @@ class Muon(torch.optim.Optimizer):
         """Update this rank's momentum shards, and start to send Nesterov directions to the owners.
 
         The owner of a matrix is the rank that orthogonalizes its direction. The direction combines
-        the new momentum with the gradient, and is orthogonalized instead of the momentum.
+        the new momentum with the gradient, and is orthogonalized instead of the momentum. The rest
+        of this module calls the directions momentum.
 
         Args:
             plan: Communication plan of the round.
@@ -187,17 +188,18 @@ class Muon(torch.optim.Optimizer):
         sent_to_ranks = [_cut_shards(directions, plan.owned, rank) for rank in range(num_ranks)]
         return self._start_transfer(sent_to_ranks, plan.return_sizes)
 
-    def _update(self, plan: _RoundPlan, result: _Transfer, skip: Tensor) -> None:
+    def _update(self, plan: _RoundPlan, pending_return: _Transfer, skip: Tensor) -> None:
         """Wait for the orthogonalized momentum of a round, and apply it to this rank's shards.
 
         Args:
             plan: Communication plan of the round.
-            result: Transfer from `_orthogonalize_and_return`.
+            pending_return: Transfer from `_orthogonalize_and_return`.
             skip: Scalar tensor, 1 to leave the parameters unchanged.
         """
         matrices = list(chain.from_iterable(plan.matrices_of_owner))
         shards = [local_shard(matrix).view(-1) for matrix in matrices]
-        directions = result.wait().to(shards[0].device).split([len(shard) for shard in shards])
+        directions = pending_return.wait().to(shards[0].device)
+        directions = directions.split([len(shard) for shard in shards])
         for matrix, shard, direction in zip(matrices, shards, directions, strict=True):
             group = self._group_of_matrix[matrix]
             lr = torch.tensor(group["lr"], dtype=torch.float32)  # a new float would recompile

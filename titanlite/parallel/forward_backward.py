@@ -206,7 +206,7 @@ class ForwardBackward:
             total_loss += loss.detach()
 
         if self.offloaded_gradients is not None:
-            self.offloaded_gradients.move_sums_to_parameters()  # with the last microbatch
+            self.offloaded_gradients.move_sums_to_parameters()  # first adds the last microbatch
         return total_loss
 
     def _configure_fsdp(self, is_last: bool) -> None:
@@ -339,8 +339,10 @@ class PipelineForwardBackward(ForwardBackward):
             *stage_inputs,
             head=head,
             **inputs.attention,
+            # torch requires a target to compute losses. The loss function of the schedule ignores
+            # it, because the head has the labels.
             losses=losses,
-            target=inputs.labels,  # unused by the head, but torch computes no losses without it
+            target=inputs.labels,
             return_outputs=False,
         )
         if not losses:  # another rank has the last stage

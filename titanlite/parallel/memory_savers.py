@@ -124,7 +124,7 @@ def regroup_norm(
         [block 0]  [block 1]        [norm]  [projection]  if `separates_norm`, to save more memory
         [block 0]  [block 1, norm]  [projection]          otherwise, with fewer collectives
 
-    Without blocks, as in some pipeline stages, the norm is also separate.
+    Without blocks, as in some pipeline stages, the second layout replaces the third.
 
     Args:
         block_groups: FSDP groups of the blocks, in forward order.
@@ -322,7 +322,8 @@ def find_unneeded_matmul(block: nn.Module) -> int | None:
     Tests: test_each_saver_lowers_reserved_memory, test_safe_savers_compute_nothing_again
 
     Returns:
-        Number of the last matmul of a linear layer, counted from 1. None if its output is needed.
+        Number of the last matmul among the matmuls of linear layers, counted from 1. None if its
+        output is needed.
     """
     if isinstance(block, TransformerBlock) and block.norm_after:
         return None  # the norm follows the last matmul, and its backward pass reads the output

@@ -73,7 +73,7 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     rank_grid = torch.arange(degrees.world).view(astuple(degrees))
     data_group = _create_group(rank_grid, REPLICATE, SHARD)  # read different data
     loss_group = _create_group(rank_grid, PIPELINE, REPLICATE, SHARD, CONTEXT)  # add up the loss
-    stage_group = _create_group(rank_grid, REPLICATE, SHARD, CONTEXT, TENSOR)  # same weights
+    stage_group = _create_group(rank_grid, REPLICATE, SHARD, CONTEXT, TENSOR)  # same stage
     groups = [get_world_group(), *shard_mesh.get_all_groups(), data_group, loss_group, stage_group]
 
     context_mesh = None

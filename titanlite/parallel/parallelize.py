@@ -74,7 +74,7 @@ def build_model(
         # On the meta device, parameters have no memory. Shard them before they are allocated.
         with torch.device("meta"):
             model = model_class(run.arch, blocks)
-        model.to(init_dtype)  # the dtype of the random initial values
+        model.to(init_dtype)  # the dtype in which the initial shards are stored
         num_unsharded_parameters = len(list(model.parameters()))
         parallelize(model, mesh, run, log, has_float8)
         _materialize(model, device, training)
@@ -184,7 +184,9 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
         for block in model.layers.values():
             block.forward = torch.compile(block.forward, **compile_options)
 
-    apply_activation_checkpointing(model, config, compiles_recomputation, uses_savers)
+    apply_activation_checkpointing(
+        model, config, is_compiled=compiles_recomputation, uses_savers=uses_savers
+    )
 
     if compiles_recomputation:
         # Compile each block together with its checkpointing, so that the compiler optimizes both.

@@ -211,7 +211,7 @@ class Migration:
         return size if self.model == "llama3" else f"{self.model}-{size}"
 
     def _convert_model(self) -> None:
-        """Set the titanlite flavor, and keep the torchtitan values of sizes in which it differs."""
+        """Set the titanlite flavor, and keep torchtitan sizes that differ from this flavor."""
         old_flavor = self._old.get("model.flavor", "debugmodel")
         new_flavor = self._convert_flavor(old_flavor)
         self._set_default("model.flavor", new_flavor, reason=DEFAULT)
@@ -345,13 +345,13 @@ class Migration:
         if self._get_integer("training.global_batch_size", -1) == -1:  # not set
             self._set_global_batch_size(sequences_per_step, microbatch_size)
 
-    def _set_global_batch_size(self, sequences_per_rank: int, microbatch_size: int) -> None:
+    def _set_global_batch_size(self, sequences_per_step: int, microbatch_size: int) -> None:
         """Set the global batch size to one torchtitan local batch for each data-parallel rank.
 
         If the number of ranks depends on the world size, report how to compute the size instead.
 
         Args:
-            sequences_per_rank: The torchtitan local batch size.
+            sequences_per_step: The torchtitan local batch size.
             microbatch_size: Number of sequences per microbatch, for the report.
         """
         global_key = "training.global_batch_size"
@@ -359,12 +359,12 @@ class Migration:
         num_shards = self._get_integer("parallelism.data_parallel_shard_degree", -1)
         if num_shards > 0:
             num_replicas = self._get_integer("parallelism.data_parallel_replicate_degree", 1)
-            self._set(global_key, sequences_per_rank * num_shards * num_replicas, local_key)
+            self._set(global_key, sequences_per_step * num_shards * num_replicas, reason=local_key)
         else:
             self._report_lost(
                 local_key,
-                f"Each data-parallel rank trains on {sequences_per_rank} sequences per step, in "
-                f"microbatches of {microbatch_size}. Set {global_key} to {sequences_per_rank} "
+                f"Each data-parallel rank trains on {sequences_per_step} sequences per step, in "
+                f"microbatches of {microbatch_size}. Set {global_key} to {sequences_per_step} "
                 "times the number of data-parallel ranks.",
             )
 
