@@ -98,7 +98,7 @@ def without_call(owner: Any, method: str, caller: str) -> Any:
 
 
 # Results of reduce-scatters are in the main stream although FSDP2 frees them early.
-ALWAYS_FINAL = patch.object(memory_savers, "are_reductions_final", lambda run: True)
+ALWAYS_KEPT = patch.object(memory_savers, "keeps_reduced_gradients", lambda run: True)
 UNCHANGED = nullcontext()
 Stream = torch.cuda.Stream
 Event = torch.cuda.Event
@@ -119,14 +119,14 @@ REMOVED_WAITS = {
         "none": (UNCHANGED, f"{ALL_SAVES} --optimizer.name Muon"),
         "none, compiled": (UNCHANGED, f"{ALL_SAVES} {COMPILED}"),
         "cast reduction": (
-            ALWAYS_FINAL,
+            ALWAYS_KEPT,
             "--training.dtype bfloat16 --optimizer.stochastic_rounding",
         ),
         "reduction of each microbatch": (
-            ALWAYS_FINAL,
+            ALWAYS_KEPT,
             "--training.global_batch_size 16 --parallelism.fsdp_reduce microbatch",
         ),
-        "offloaded reduction": (ALWAYS_FINAL, OFFLOAD),
+        "offloaded reduction": (ALWAYS_KEPT, OFFLOAD),
         "wait before reduction": (WITHOUT_WAIT_BEFORE_REDUCTION, ""),
         "wait before reduction, compiled": (WITHOUT_WAIT_BEFORE_REDUCTION, COMPILED),
         "wait for asynchronous all-gather": (

@@ -355,7 +355,7 @@ def _rope_fields(table: _AnyRope, config: HFConfig) -> dict[str, Any]:
         config: All other settings, which provide values that are missing in `table`.
 
     Raises:
-        UserError: If the high frequency factor is not greater than the low one.
+        UserError: From `import_fields`, if the settings contradict each other.
     """
     rope_theta = table.rope_theta or config.rope_theta
     if isinstance(table, _DefaultRope) or table.rope_scaling_factor == 1.0:

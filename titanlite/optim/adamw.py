@@ -195,15 +195,17 @@ class AdamW(torch.optim.Optimizer):
         """
         lr = torch.as_tensor(group["lr"], dtype=torch.float32)
         decay = 1 - lr * group["weight_decay"]
-        step_seed = _hash32(step.to(torch.int64))
+        step_seed = _hash32(step.to(torch.int64))  # different random bits in each step
 
         if self.rule == "AdamW":
-            # Moments start at zero, so they are too small in the first steps. To correct this,
-            # divide the first moment by 1 - beta1**step, and the second by 1 - beta2**step:
-            #     update = step_size * mean / (root_correction * sqrt(square) + eps)
+            # Moments start at zero, so in the first steps, both are too small by a bias factor. The
+            # corrected update is lr * (mean / mean_bias) / (sqrt(square / square_bias) + eps)
+            # = step_size * mean / (root_correction * sqrt(square) + eps).
             beta1, beta2 = group["betas"]
-            step_size = lr / (1 - beta1**step)
-            root_correction = (1 - beta2**step).rsqrt()
+            mean_bias = 1 - beta1**step
+            step_size = lr / mean_bias
+            square_bias = 1 - beta2**step
+            root_correction = square_bias.rsqrt()
         else:
             step_size = lr
             root_correction = torch.ones_like(lr)
@@ -287,9 +289,10 @@ def shard_slices(tensor: DTensor, rank: int | None = None) -> tuple[slice, ...]:
     For example, if the rows of a (10, 4) matrix are sharded over 2 ranks, rank 1 holds
     (slice(5, 10), slice(0, 4)).
 
-    If tensor parallelism and FSDP shard the same dimension, tensor parallelism divides it first.
-    For example, if both divide 8 rows over 2 ranks each, the second tensor parallel rank of the
-    first FSDP rank holds rows 4 and 5.
+    If several mesh dimensions shard the same tensor dimension, the last one divides it first. For
+    example, 8 rows are sharded over a (2, 2) mesh with the dimensions (FSDP, tensor parallel).
+    Tensor parallelism divides them into rows 0-3 and 4-7, and FSDP divides rows 4-7 into rows 4-5
+    and 6-7.
 
     Args:
         tensor: DTensor whose device mesh and placements define the layout.
@@ -299,7 +302,6 @@ def shard_slices(tensor: DTensor, rank: int | None = None) -> tuple[slice, ...]:
     coordinates = mesh.get_coordinate() if rank is None else np.unravel_index(rank, mesh.shape)
     assert coordinates is not None  # this rank is in the mesh
     slices = [slice(0, size) for size in tensor.shape]
-    # Divide along the last mesh dimension, such as tensor parallelism, first.
     for mesh_dim in reversed(range(mesh.ndim)):
         placement: Any = tensor.placements[mesh_dim]
         if not placement.is_replicate():

@@ -111,13 +111,11 @@ class CrossEntropy(Loss):
         if mesh is None:
             return compute_loss(hidden, weight)
 
-        # With tensor parallelism, each rank computes the logits of all tokens for its classes. The
-        # backward pass of `_gather_sequence` sums the gradients of all ranks. `to_local` needs no
-        # sum, because each rank computes the whole gradient of its rows.
+        # With tensor parallelism, each rank computes the logits of all tokens for its classes.
         assert isinstance(weight, DTensor)
         return compute_loss(
-            _gather_sequence(hidden),
-            weight.to_local(),
+            _gather_sequence(hidden),  # its backward pass sums the gradients of all ranks
+            weight.to_local(),  # this rank computes the whole gradient of its rows
             first_class=_find_first_class(weight, mesh),
             group=mesh.get_group(),
         )
@@ -253,8 +251,9 @@ def tokens_per_chunk(num_tokens: int, fewer_launches: bool) -> int:
 class Targets(NamedTuple):
     """The labels of n tokens, converted to the form that `softmax_loss` needs.
 
-    The loss of a token is `loss_factor * (logsumexp(logits) - logits[column])`. Its gradient is
-    `loss_factor * softmax(logits)`, plus `label_grad` at `column`. Labels are converted once for
+    Without z-loss and softcap, the loss of a token is `loss_factor * (logsumexp(logits) -
+    logits[column])`. Its gradient is `loss_factor * softmax(logits)`, plus `label_grad` at
+    `column`. Labels are converted once for
     all tokens, and the result is then split into chunks.
 
     Attributes:
@@ -290,7 +289,8 @@ def prepare_targets(labels: Tensor, scale: Tensor, first_class: int, num_classes
     is_local = (column >= 0) & (column < num_classes)
     valid_column = column.clamp(0, num_classes - 1)  # `gather` fails for any other column
 
-    # `softmax_loss` adds the gradient of `logsumexp` to `label_grad`.
+    # Without z-loss and softcap, the gradient of the logits is loss_factor * softmax(logits), plus
+    # label_grad at `valid_column`.
     loss_factor = torch.where(labels == IGNORE_INDEX, 0.0, scale)
     label_grad = torch.where(is_local, -loss_factor, 0.0)
     return Targets(valid_column[:, None], is_local, loss_factor, label_grad[:, None])
@@ -503,6 +503,8 @@ def _convert_logits_grad(logits_grad: Tensor, dtype: torch.dtype) -> Tensor:
     num_tokens, num_classes = logits_grad.shape
     if logits_grad.dtype == dtype or logits_grad.is_cuda or num_classes <= VOCAB_BLOCK:
         return logits_grad.to(dtype)
+    # Do not convert each row in its place, which would leave old values between the rows of the
+    # result. On CPUs with AMX, the bf16 matmul of oneDNN 3.12 reads them, and they can be NaN.
     return _convert_in_place(logits_grad, dtype, num_tokens * VOCAB_BLOCK)
 
 
@@ -555,13 +557,11 @@ def _add_rounded_weight_grad(
 
 
 def _convert_in_place(x: Tensor, dtype: torch.dtype, block_size: int) -> Tensor:
-    """Convert a matrix to a smaller dtype, and store the result in the memory of the matrix.
+    """Convert a matrix to a smaller dtype, and store the result at the start of its memory.
 
-    The result takes the first part of the memory. Blocks of values are converted in order, so a
-    block only overwrites values that have already been converted. For example, converting 8 values
-    from fp32 to bfloat16 in blocks of 4 reads the bytes 0-15 and writes the bytes 0-7, then reads
-    the bytes 16-31 and writes the bytes 8-15. The result has no gaps between rows: on CPUs
-    with AMX, the bf16 matmul of oneDNN 3.12 would read old values there, which can be NaN.
+    Blocks of values are converted in order, so a block only overwrites values that have already
+    been converted. For example, converting 8 values from fp32 to bfloat16 in blocks of 4 reads the
+    bytes 0-15 and writes the bytes 0-7, then reads the bytes 16-31 and writes the bytes 8-15.
 
     Args:
         x: Contiguous matrix. Overwritten.

@@ -102,7 +102,7 @@ class Muon(torch.optim.Optimizer):
         if skip is None:
             skip = torch.zeros((), device=self._shard_device)
 
-        first_gather = self._start_gather(self._rounds[0], skip)
+        first_gather = self._update_momenta_and_start_gather(self._rounds[0], skip)
         self._adamw.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
         self._adamw.step()
         self._run_rounds(first_gather, skip)
@@ -121,28 +121,30 @@ class Muon(torch.optim.Optimizer):
                           | return 2                 | round 2
 
         Args:
-            first_gather: Transfer of the first round, from `_start_gather`.
+            first_gather: Transfer of the first round, from `_update_momenta_and_start_gather`.
             skip: Scalar tensor, 1 to leave the parameters unchanged.
         """
-        gather = first_gather
-        previous_round: tuple[_RoundPlan, _Transfer] | None = None
+        pending_gather = first_gather
+        pending_update: tuple[_RoundPlan, _Transfer] | None = None
         for plan, next_plan in zip_longest(self._rounds, self._rounds[1:]):
-            momenta = gather.wait()
+            momenta = pending_gather.wait()
             if next_plan is not None:
-                gather = self._start_gather(next_plan, skip)
+                pending_gather = self._update_momenta_and_start_gather(next_plan, skip)
 
-            result = self._orthogonalize_and_return(plan, momenta)
-            if previous_round is not None:
-                self._update(*previous_round, skip)
-            previous_round = plan, result
+            pending_return = self._orthogonalize_and_return(plan, momenta)
+            if pending_update is not None:
+                self._update(*pending_update, skip)
+            pending_update = plan, pending_return
 
-        assert previous_round is not None
-        self._update(*previous_round, skip)
+        assert pending_update is not None
+        self._update(*pending_update, skip)
 
-    def _start_gather(self, plan: _RoundPlan, skip: Tensor) -> _Transfer:
-        """Update this rank's momentum shards, and start sending them to the owners of the matrices.
+    def _update_momenta_and_start_gather(self, plan: _RoundPlan, skip: Tensor) -> _Transfer:
+        """Update this rank's momentum shards, and start to send Nesterov directions to the owners.
 
-        The owner of a matrix is the rank that orthogonalizes it.
+        The owner of a matrix is the rank that orthogonalizes its direction. The direction combines
+        the new momentum with the gradient, and is orthogonalized instead of the momentum. The rest
+        of this module calls the directions momentum.
 
         Args:
             plan: Communication plan of the round.
@@ -157,7 +159,7 @@ class Muon(torch.optim.Optimizer):
             sent_directions: list[Tensor] = []
             for matrix in matrices:
                 direction = self._update_momentum(matrix, skip)
-                # With HSDP several ranks hold and update the same shard, but only one sends it.
+                # With HSDP, several ranks hold and update the same shard, but only one sends it.
                 if matrix in plan.sent:
                     sent_directions.append(direction)
             directions_by_owner.append(sent_directions)
@@ -175,7 +177,7 @@ class Muon(torch.optim.Optimizer):
 
         Args:
             plan: Communication plan of the round.
-            gathered: Result of the transfer from `_start_gather`.
+            gathered: Result of the transfer from `_update_momenta_and_start_gather`.
 
         Returns:
             The all-to-all in progress. Its result holds this rank's shards, ordered by owner.
@@ -186,17 +188,18 @@ class Muon(torch.optim.Optimizer):
         sent_to_ranks = [_cut_shards(directions, plan.owned, rank) for rank in range(num_ranks)]
         return self._start_transfer(sent_to_ranks, plan.return_sizes)
 
-    def _update(self, plan: _RoundPlan, result: _Transfer, skip: Tensor) -> None:
+    def _update(self, plan: _RoundPlan, pending_return: _Transfer, skip: Tensor) -> None:
         """Wait for the orthogonalized momentum of a round, and apply it to this rank's shards.
 
         Args:
             plan: Communication plan of the round.
-            result: Transfer from `_orthogonalize_and_return`.
+            pending_return: Transfer from `_orthogonalize_and_return`.
             skip: Scalar tensor, 1 to leave the parameters unchanged.
         """
         matrices = list(chain.from_iterable(plan.matrices_of_owner))
         shards = [local_shard(matrix).view(-1) for matrix in matrices]
-        directions = result.wait().to(shards[0].device).split([len(shard) for shard in shards])
+        directions = pending_return.wait().to(shards[0].device)
+        directions = directions.split([len(shard) for shard in shards])
         for matrix, shard, direction in zip(matrices, shards, directions, strict=True):
             group = self._group_of_matrix[matrix]
             lr = torch.tensor(group["lr"], dtype=torch.float32)  # a new float would recompile
@@ -237,16 +240,18 @@ class _Transfer:
     Attributes:
         result: Received elements, which are valid after `wait`.
         source: Elements to send, kept in memory until the collective has read them.
-        work: Handle of the collective.
+        work: Handle of the collective. With gloo, it also keeps the sent elements in memory.
     """
 
     result: Tensor
     source: Tensor | None
-    work: dist.Work
+    work: dist.Work | None
 
     def wait(self) -> Tensor:
-        """Wait for the collective, drop the sent elements, and return the received elements."""
+        """Wait for the collective, free the sent elements, and return the received elements."""
+        assert self.work is not None
         self.work.wait()
+        self.work = None
         self.source = None
         return self.result
 
@@ -262,14 +267,13 @@ def _assemble_owned(plan: _RoundPlan, gathered: Tensor) -> list[Tensor]:
         matrix: torch.empty(matrix.shape, dtype=gathered.dtype, device=gathered.device)
         for matrix in plan.owned
     }
-    # These are views, so copying the received shards into them fills the momenta.
-    shards: list[Tensor] = []
+    start = 0  # index of the next shard in `gathered`
     for rank, matrices in enumerate(plan.received_from_rank):
-        shards += [momenta[matrix][shard_slices(matrix, rank)] for matrix in matrices]
-
-    received_shards = gathered.split([shard.numel() for shard in shards])
-    for shard, received_shard in zip(shards, received_shards, strict=True):
-        shard.copy_(received_shard.view_as(shard))
+        for matrix in matrices:
+            shard = momenta[matrix][shard_slices(matrix, rank)]  # a view of the whole momentum
+            end = start + shard.numel()
+            shard.copy_(gathered[start:end].view_as(shard))
+            start = end
     return list(momenta.values())
 
 
@@ -408,10 +412,8 @@ def _assign_owners(matrices: Sequence[DTensor], num_ranks: int) -> list[list[lis
 def _plan_round(matrices_of_owner: Sequence[list[DTensor]], this_rank: int) -> _RoundPlan:
     """Plan what this rank sends and receives in one round of a step.
 
-    In a round, the owner of each matrix gathers the momentum from the ranks in its replica of the
-    matrix, and sends the result back to all ranks. With HSDP on 4 ranks, for example, ranks 0 and 1
-    hold one replica, and ranks 2 and 3 hold another. If rank 3 is the owner, ranks 2 and 3 send
-    their shards.
+    In a round, the owner of each matrix gathers the momentum shards of the matrix, and then returns
+    to every rank its shard of the result.
 
     Args:
         matrices_of_owner: The matrices of the round, indexed by owner.
@@ -419,20 +421,22 @@ def _plan_round(matrices_of_owner: Sequence[list[DTensor]], this_rank: int) -> _
     """
     sent: set[DTensor] = set()
     for owner, matrices in enumerate(matrices_of_owner):
-        sent.update(_select_in_same_replica(matrices, this_rank, owner))
+        sent.update(_select_sent(matrices, sender=this_rank, owner=owner))
 
     owned = matrices_of_owner[this_rank]
-    num_ranks = len(matrices_of_owner)
-    received_from_rank = [
-        _select_in_same_replica(owned, rank, this_rank) for rank in range(num_ranks)
-    ]
+    ranks = range(len(matrices_of_owner))
+    received_from_rank = [_select_sent(owned, sender=rank, owner=this_rank) for rank in ranks]
+
+    # As an owner, gather shards from their senders. Then get back shards from all owners.
+    gather_sizes = [_numel_on_rank(received_from_rank[sender], sender) for sender in ranks]
+    return_sizes = [_numel_on_rank(matrices, this_rank) for matrices in matrices_of_owner]
     return _RoundPlan(
         matrices_of_owner=matrices_of_owner,
         sent=sent,
         owned=owned,
         received_from_rank=received_from_rank,
-        gather_sizes=[_numel_on_rank(part, rank) for rank, part in enumerate(received_from_rank)],
-        return_sizes=[_numel_on_rank(matrices, this_rank) for matrices in matrices_of_owner],
+        gather_sizes=gather_sizes,
+        return_sizes=return_sizes,
     )
 
 
@@ -450,15 +454,14 @@ def _numel_on_rank(matrices: Sequence[DTensor], rank: int) -> int:
     return numel
 
 
-def _select_in_same_replica(
-    matrices: Sequence[DTensor], rank: int, other_rank: int
-) -> list[DTensor]:
-    """Return the matrices for which two ranks hold shards of the same replica.
+def _select_sent(matrices: Sequence[DTensor], sender: int, owner: int) -> list[DTensor]:
+    """Return the matrices whose momentum shard `sender` sends to `owner`.
 
-    Some of the matrices can have replicas and others none, for example if a plugin replicates its
-    matrices under tensor parallelism.
+    If a matrix has replicas, only the ranks in the replica of its owner send their shards. With
+    HSDP on 4 ranks, for example, ranks 0 and 1 hold one replica, and ranks 2 and 3 hold another. If
+    rank 3 is the owner, ranks 2 and 3 send their shards.
     """
-    return [matrix for matrix in matrices if _are_in_same_replica(matrix, rank, other_rank)]
+    return [matrix for matrix in matrices if _are_in_same_replica(matrix, sender, owner)]
 
 
 def _are_in_same_replica(matrix: DTensor, rank: int, other_rank: int) -> bool:

@@ -197,16 +197,16 @@ class ForwardBackward:
                 loss = self._forward(microbatch, loss_fn)
 
             if self.offloaded_gradients is not None:
-                # The CPU adds up the gradients of the previous microbatch, if there is one, while
-                # the GPU computes the forward pass of this one.
-                self.offloaded_gradients.take_from_parameters()
+                # The parameters still have the gradients of the previous microbatch, if any. The
+                # CPU adds them to its sums now, while the GPU computes this forward pass.
+                self.offloaded_gradients.move_gradients_to_sums()
 
             with record_function("backward"):
                 loss.backward()
             total_loss += loss.detach()
 
         if self.offloaded_gradients is not None:
-            self.offloaded_gradients.move_sums_to_parameters()
+            self.offloaded_gradients.move_sums_to_parameters()  # first adds the last microbatch
         return total_loss
 
     def _configure_fsdp(self, is_last: bool) -> None:
@@ -334,12 +334,13 @@ class PipelineForwardBackward(ForwardBackward):
 
         losses: list[Tensor] = []  # the schedule appends the loss of each microbatch
         run_schedule(
-            # Arguments of `Llama.forward`, which the schedule splits into microbatches.
+            # Arguments of `Llama.forward`, which the schedule splits into microbatches. With a
+            # `LossHead`, the last stage returns the loss instead of logits.
             *stage_inputs,
             head=head,
             **inputs.attention,
-            # torch requires a target to compute losses. The loss does not use it, because the head
-            # already has the labels.
+            # torch requires a target to compute losses. The loss function of the schedule ignores
+            # it, because the head has the labels.
             losses=losses,
             target=inputs.labels,
             return_outputs=False,
@@ -401,48 +402,52 @@ def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh, run: Run) -> Lo
         mesh: Layout of the ranks. With `mesh.context`, this rank has two chunks of each sequence.
         run: The run, whose attention backend and sliding windows determine the masks.
     """
-    batch = _join(microbatches)
-    if batch.positions is None and (mesh.context is not None or mesh.pipeline is not None):
-        # The model cannot derive positions from a chunk of a sequence. A later pipeline stage
-        # cannot derive them from its input, which may be sharded along T.
-        batch = replace(batch, positions=_default_positions(batch.input_ids))
-    local_batch = batch
-    if mesh.context is not None:
-        local_batch = _select_local_chunks(batch, mesh.context)
+    batch = _add_needed_positions(_join(microbatches), mesh)
+    local_batch = batch if mesh.context is None else _select_local_chunks(batch, mesh.context)
 
     # Masks depend on whole sequences, because this rank's queries attend to the keys of all ranks.
-    build_mask = partial(_build_mask, microbatches, batch, mesh.context, run)
-    attention = {"mask": build_mask(run.arch.sliding_window), "positions": local_batch.positions}
-    if run.arch.full_attention_interval > 0:  # some layers have no sliding window
-        attention["full_mask"] = build_mask(window=0)
+    masks = _build_masks(microbatches, batch, mesh.context, run)
+    attention = {**masks, "positions": local_batch.positions}
     needed = {name: value for name, value in attention.items() if value is not None}
     return LocalInputs(local_batch.input_ids, local_batch.labels, needed)
 
 
-def _build_mask(
-    microbatches: Sequence[Microbatch],
-    batch: Microbatch,
-    context: DeviceMesh | None,
-    run: Run,
-    window: int,
-) -> Mask | None:
-    """Build an attention mask in the format of the attention backend.
+def _add_needed_positions(batch: Microbatch, mesh: Mesh) -> Microbatch:
+    """Return a batch with default positions, if it has no positions and the model needs them.
+
+    The model cannot derive positions from a chunk of a sequence. A later pipeline stage cannot
+    derive them from its input, which may be sharded along T.
+    """
+    needs_positions = mesh.context is not None or mesh.pipeline is not None
+    if needs_positions and batch.positions is None:
+        return replace(batch, positions=_default_positions(batch.input_ids))
+    return batch
+
+
+def _build_masks(
+    microbatches: Sequence[Microbatch], batch: Microbatch, context: DeviceMesh | None, run: Run
+) -> dict[str, Mask | None]:
+    """Build the attention masks of all layers in the format of the attention backend.
 
     Args:
         microbatches: Microbatches with whole sequences.
         batch: The same sequences, concatenated by `_join`.
         context: Mesh of the context parallel ranks, or None.
         run: The run, which selects the attention backend.
-        window: Number of tokens that a token attends to, including itself. 0 means all.
 
     Returns:
-        The mask, or None if plain causal attention is enough.
+        Arguments of `Llama.forward`: "mask", and "full_mask" if some layers have no sliding window.
+        A mask is None if plain causal attention is enough.
     """
+    windows = {"mask": run.arch.sliding_window}
+    if run.arch.full_attention_interval > 0:
+        windows["full_mask"] = 0
+
     if run.job.model.uses_document_bounds:  # variable-length attention
-        return _build_bounds(microbatches, window)
-    if run.job.model.attention_backend == "flex":
-        return _build_flex_mask(batch, context, window)
-    return _build_boolean_mask(batch, context, window)
+        return {name: _build_bounds(microbatches, window) for name, window in windows.items()}
+    uses_flex = run.job.model.attention_backend == "flex"
+    build_mask = _build_flex_mask if uses_flex else _build_boolean_mask
+    return {name: build_mask(batch, context, window) for name, window in windows.items()}
 
 
 def _join(microbatches: Sequence[Microbatch]) -> Microbatch:

@@ -262,8 +262,8 @@ def configure_microbatch(
         return
     model.set_requires_gradient_sync(reduces_gradients)
 
-    # The root module holds the output matrix if `model.output` is not an FSDP module, for example
-    # with tied embeddings.
+    # With tied embeddings or in a small model, the root module holds the output matrix. Otherwise,
+    # `model.output` holds it, and the root module usually has no parameters.
     model.set_reshard_after_backward(frees_output_after_backward, recurse=False)
 
     if isinstance(model.output, FSDPModule):

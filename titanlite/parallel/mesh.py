@@ -71,13 +71,13 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     # `shard_mesh` only has groups of ranks along one dimension. Create the groups along several
     # dimensions separately. The ranks of a group differ only in the dimensions passed here.
     rank_grid = torch.arange(degrees.world).view(astuple(degrees))
-    data_group = _create_group(rank_grid, REPLICATE, SHARD)
-    loss_group = _create_group(rank_grid, PIPELINE, REPLICATE, SHARD, CONTEXT)
-    stage_group = _create_group(rank_grid, REPLICATE, SHARD, CONTEXT, TENSOR)
+    data_group = _create_group(rank_grid, REPLICATE, SHARD)  # read different data
+    loss_group = _create_group(rank_grid, PIPELINE, REPLICATE, SHARD, CONTEXT)  # add up the loss
+    stage_group = _create_group(rank_grid, REPLICATE, SHARD, CONTEXT, TENSOR)  # same stage
     groups = [get_world_group(), *shard_mesh.get_all_groups(), data_group, loss_group, stage_group]
 
     context_mesh = None
-    if degrees.context > 1:
+    if degrees.context > 1:  # `shard_mesh` has no context dimension
         context_mesh = _build_context_mesh(rank_grid, device_type)
         groups.append(context_mesh.get_group())
 

@@ -30,16 +30,17 @@ def cast_weights(model: Llama, dtype: torch.dtype, compiles_blocks: bool) -> Non
         compiles_blocks: Whether the blocks will be compiled.
     """
     names = [name for name, _ in model.named_parameters()]
-    if not compiles_blocks:
+    if compiles_blocks:
+        # Cast all weights outside of the blocks. If a compiled block contained the casts, the
+        # compiler would skip the rounding of some gradients to `dtype`.
+        model_names = names
+    else:
         # Cast in each block, so that activation checkpointing repeats the cast when it recomputes.
         for block in model.layers.values():
             block_names = [name for name, _ in block.named_parameters()]
             block.forward = _ForwardWithCast(block.forward, block, block_names, dtype)
-        names = [name for name in names if not name.startswith("layers.")]
-
-    # The model casts all weights that no block casts. It casts the weights of compiled blocks,
-    # because the compiler skips the rounding of some gradients to `dtype` if a block does it.
-    model.forward = _ForwardWithCast(model.forward, model, names, dtype)
+        model_names = [name for name in names if not name.startswith("layers.")]
+    model.forward = _ForwardWithCast(model.forward, model, model_names, dtype)
 
 
 class FunctionModule(nn.Module):

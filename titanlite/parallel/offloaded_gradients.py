@@ -25,7 +25,7 @@ class OffloadedGradients:
         self._parameters = list(parameters)
         self._sums: dict[nn.Parameter, DTensor] = {}
 
-    def take_from_parameters(self) -> None:
+    def move_gradients_to_sums(self) -> None:
         """Move the gradients of the latest microbatch, if any, from the parameters to the sums."""
         for parameter in self._parameters:
             gradient = cast(DTensor | None, parameter.grad)
@@ -42,7 +42,7 @@ class OffloadedGradients:
 
         Call this after the last microbatch of a step, before gradient clipping.
         """
-        self.take_from_parameters()
+        self.move_gradients_to_sums()
         for parameter, gradient in self._sums.items():
             parameter.grad = gradient
         self._sums.clear()

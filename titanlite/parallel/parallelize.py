@@ -74,13 +74,12 @@ def build_model(
         # On the meta device, parameters have no memory. Shard them before they are allocated.
         with torch.device("meta"):
             model = model_class(run.arch, blocks)
-        model.to(init_dtype)
-        num_parameters = len(list(model.parameters()))
+        model.to(init_dtype)  # the dtype in which the initial shards are stored
+        num_unsharded_parameters = len(list(model.parameters()))
         parallelize(model, mesh, run, log, has_float8)
         _materialize(model, device, training)
-        _check_no_shared_parameters(model, num_parameters, model_class.__name__)
-        # Convert after sharding, so that each rank has only its shards in the dtype `init_dtype`.
-        stages[stage] = model.to(dtype)
+        _check_no_shared_parameters(model, num_unsharded_parameters, model_class.__name__)
+        stages[stage] = model.to(dtype)  # converts only this rank's shards
     return ShardedModel(whole=join_stages(list(stages.values())), stages=stages)
 
 
@@ -176,21 +175,23 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
     """
     config = run.job.activation_checkpoint
     uses_savers = run.job.parallelism.memory_savers != "none"
-    compiles_blocks = run.compiles("model")
     compile_options: dict[str, Any] = {"fullgraph": True, "options": inductor_options(mesh, run)}
+    compiles_blocks = run.compiles("model")
+    compiles_recomputation = compiles_blocks and _can_compile_recomputation(mesh, config)
 
-    if compiles_blocks and _can_compile_recomputation(mesh, config):
-        # Compile each block with its recomputation, so that the compiler optimizes both.
-        apply_activation_checkpointing(model, config, is_compiled=True, uses_savers=uses_savers)
-        for block in model.layers.values():
-            block.compile(**compile_options)
-        return
-
-    # Otherwise, compile only the forward pass of each block, before checkpointing wraps it.
-    if compiles_blocks:
+    if compiles_blocks and not compiles_recomputation:
+        # Compile only the forward pass of each block, before checkpointing wraps it.
         for block in model.layers.values():
             block.forward = torch.compile(block.forward, **compile_options)
-    apply_activation_checkpointing(model, config, uses_savers=uses_savers)
+
+    apply_activation_checkpointing(
+        model, config, is_compiled=compiles_recomputation, uses_savers=uses_savers
+    )
+
+    if compiles_recomputation:
+        # Compile each block together with its checkpointing, so that the compiler optimizes both.
+        for block in model.layers.values():
+            block.compile(**compile_options)
 
 
 def _can_compile_recomputation(mesh: Mesh, config: schema.ActivationCheckpoint) -> bool:
@@ -213,13 +214,13 @@ def inductor_options(mesh: Mesh, run: Run) -> dict[str, Any] | None:
     if not job.float8.enable or mesh.fsdp.device_type != "cuda":
         return None
     return {
-        # Combine independent kernels, such as the casts of all weights of a block. Not with full
-        # activation checkpointing, where combined casts keep five tensors alive at the peak.
+        # Launch fewer kernels: combine independent ones, such as the casts of all weights of a
+        # block. With full activation checkpointing, this would raise the peak memory.
         "combo_kernels": job.activation_checkpoint.mode != "full",
         # Round to bf16 as often as in eager mode. Otherwise, rowwise scales can lead to NaN:
         # https://github.com/pytorch/pytorch/issues/150859
         "emulate_precision_casts": job.float8.recipe_name != "tensorwise",
-        # Fuse up to 100 operations instead of 30 before a result is written to memory. Emulated
-        # casts count, so with 30, three intermediate results of SwiGLU would be written in fp32.
+        # Fuse more operations before a result is written to memory. The emulated casts count, so
+        # with the default of 30, three intermediate results of SwiGLU would be written in fp32.
         "realize_opcount_threshold": 100,
     }

@@ -118,12 +118,12 @@ def build_schedule(
 def forward_only(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> Iterator[None]:
     """Remove the backward passes from a pipeline schedule in a `with` block, for validation.
 
-    Call the `eval` method of the schedule in this block. Up to torch 2.15, `eval` alone runs the
-    backward actions of a schedule with several stages per rank, which reduce FSDP gradients. If
-    consecutive stages are on the same rank, as in ZBVZeroBubble, they fail.
+    Call the `eval` method of the schedule in this block. Up to torch 2.15, `eval` alone also runs
+    backward actions if ranks have several stages. They reduce FSDP gradients, or raise an error if
+    consecutive stages are on the same rank.
     """
     any_schedule: Any = schedule
-    # Actions of each rank, which the schedule runs in this order.
+    # The actions of each rank in the order of execution, a private attribute of torch.
     all_actions = getattr(any_schedule, "pipeline_order_with_comms", None)
     if all_actions is None:
         # Schedules with one stage per rank have no list of actions, and `eval` is correct.

@@ -53,14 +53,7 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, gather_float8: bool) -
             parallelize_module(block, mesh, plan)
 
     if model.tok_embeddings is not None:
-        # Each rank looks up the tokens in its part of the vocabulary, and a reduce-scatter along
-        # the sequence sums up the results.
-        style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-        parallelize_module(model.tok_embeddings, mesh, style)
-        # A compiled block cannot read the result of a collective that is still in progress.
-        model.tok_embeddings.register_forward_hook(
-            lambda _module, _args, output: _WaitForCollective.apply(output)
-        )
+        _shard_embedding(model.tok_embeddings, mesh)
 
     if model.norm is not None:
         parallelize_module(model.norm, mesh, SequenceParallel())
@@ -69,6 +62,18 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, gather_float8: bool) -
         # Shard only the weight, because the loss reads it and communicates by itself.
         vocab_shard = distribute_tensor(model.output.weight, mesh, [Shard(0)])
         model.output.weight = nn.Parameter(vocab_shard)
+
+
+def _shard_embedding(embedding: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard an embedding along the vocabulary, and its output along the sequence, in place.
+
+    Each rank looks up the tokens in its part of the vocabulary, and a reduce-scatter sums up the
+    results.
+    """
+    style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    parallelize_module(embedding, mesh, style)
+    # A compiled block cannot read the result of a collective that is still in progress.
+    embedding.register_forward_hook(lambda _module, _args, output: _WaitForCollective.apply(output))
 
 
 def block_plan(arch: Architecture) -> list[dict[str, ParallelStyle]]:

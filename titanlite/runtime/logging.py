@@ -287,6 +287,7 @@ def log_end(text: str, kind: str, step: int | None = None, log_file: Path | None
             process, if any.
     """
     logger = logging.getLogger(LOGGER_NAME)
+    # New handlers need no `close`, because a `LogHandler` opens its file only to write a line.
     handlers = logger.handlers if log_file is None else _file_handlers(log_file, prefix="")
 
     event = Event(text, kind, step)

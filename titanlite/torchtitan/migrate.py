@@ -24,6 +24,7 @@ from titanlite.torchtitan import resolved, tables
 from titanlite.torchtitan.tables import TORCHTITAN_FLAVORS, Version
 
 DEFAULT = "the torchtitan default"
+C4_DATASETS = ("c4", "c4_validation")
 SMALL_LAYERS = "auto_filter_small_kn"
 """Keyword in filter_fqns that makes torchtitan keep small layers in high precision."""
 SIZES_FROM_OTHER_KEYS = ("vocab_size", "max_seq_len", "head_dim")
@@ -210,16 +211,17 @@ class Migration:
         return size if self.model == "llama3" else f"{self.model}-{size}"
 
     def _convert_model(self) -> None:
-        """Set the model flavor, and the keys whose values differ from the torchtitan flavor."""
+        """Set the titanlite flavor, and keep torchtitan sizes that differ from this flavor."""
         old_flavor = self._old.get("model.flavor", "debugmodel")
         new_flavor = self._convert_flavor(old_flavor)
-        self._set_default("model.flavor", new_flavor, DEFAULT)
+        self._set_default("model.flavor", new_flavor, reason=DEFAULT)
 
-        old_sizes = self._get_old_sizes(old_flavor)
         reason = f"the torchtitan flavor {old_flavor}"
-        for key, new_size in asdict(FLAVORS[new_flavor]).items():
-            if key not in SIZES_FROM_OTHER_KEYS and old_sizes[key] != new_size:
-                self._set_default(f"model.{key}", old_sizes[key], reason)
+        torchtitan_sizes = self._get_old_sizes(old_flavor)
+        titanlite_sizes = asdict(FLAVORS[new_flavor])
+        for key, size in titanlite_sizes.items():
+            if key not in SIZES_FROM_OTHER_KEYS and torchtitan_sizes[key] != size:
+                self._set_default(f"model.{key}", torchtitan_sizes[key], reason)
 
         # torchtitan sets the context length of the model to the sequence length.
         seq_len = self._get_integer("training.seq_len", 2048)
@@ -266,9 +268,6 @@ class Migration:
     def _convert_source(self, section: str, old_section: str, default: str) -> None:
         """Convert the torchtitan dataset to a data section of the new job file.
 
-        torchtitan reads a dataset with a path from this path. Without a path, it reads C4 from the
-        Hub, or the small dataset c4_test from its repository.
-
         Args:
             section: Section of the new job file, "dataset" or "validation".
             old_section: Section of the torchtitan job file that names the dataset.
@@ -280,14 +279,30 @@ class Migration:
         name_key = f"{old_section}.dataset"
         path_key = f"{old_section}.dataset_path"
         dataset = self._old.get(name_key, default)
-        is_c4 = dataset in ("c4", "c4_validation")
         if path_key in self._old:
             self._carry_over(f"{section}.source", "huggingface", old_key=name_key)
             self._carry_over(f"{section}.path", self._old[path_key], old_key=path_key)
-            if is_c4:  # torchtitan streams only the English part of C4, from any path
+            if dataset in C4_DATASETS:  # torchtitan streams the English part of C4 from any path
                 self._set_default(f"{section}.config", "en")
                 self._set_default(f"{section}.streaming", True)
-        elif is_c4:
+        else:
+            self._convert_dataset_without_path(section, name_key, dataset)
+
+        if dataset == "c4_validation":
+            self._set_default(f"{section}.split", "validation")
+
+    def _convert_dataset_without_path(self, section: str, name_key: str, dataset: Any) -> None:
+        """Set the source of a torchtitan dataset without a path: C4 from the Hub, or c4_test.
+
+        Args:
+            section: Section of the new job file, "dataset" or "validation".
+            name_key: Key of the torchtitan job file that names the dataset.
+            dataset: Name of the dataset.
+
+        Raises:
+            UserError: If torchtitan needs a path for this dataset.
+        """
+        if dataset in C4_DATASETS:
             self._carry_over(f"{section}.source", "c4", old_key=name_key)
         elif dataset == "c4_test":
             self._set_default(f"{section}.source", "python_stdlib")
@@ -303,9 +318,6 @@ class Migration:
                 "c4_validation. Add dataset_path, a folder or a name on the Hub."
             )
 
-        if dataset == "c4_validation":
-            self._set_default(f"{section}.split", "validation")
-
     def _shorten_warmup(self) -> None:
         """Shorten a warmup that is longer than the schedule, as torchtitan does."""
         training_steps = self._get_integer("training.steps", 10000)
@@ -319,32 +331,41 @@ class Migration:
 
         In the torchtitan job file, `training.local_batch_size` is the number of sequences that a
         rank trains on per step. In the new job file, it is the number of sequences per microbatch,
-        and `training.global_batch_size` determines the number of microbatches. If the global batch
-        size is unknown, report how to compute it.
+        and `training.global_batch_size` determines the number of microbatches.
         """
         num_stages = self._get_integer("parallelism.pipeline_parallel_degree", 1)
         if num_stages == 1:
             return
 
-        batch_key = "training.local_batch_size"
-        old_size = self._get_integer(batch_key, 8)
-        microbatch_size = self._get_microbatch_size(old_size, num_stages)
-        self._set(batch_key, microbatch_size, "the size of a microbatch")
+        local_key = "training.local_batch_size"
+        sequences_per_step = self._get_integer(local_key, 8)
+        microbatch_size = self._get_microbatch_size(sequences_per_step, num_stages)
+        self._set(local_key, microbatch_size, "the size of a microbatch")
 
+        if self._get_integer("training.global_batch_size", -1) == -1:  # not set
+            self._set_global_batch_size(sequences_per_step, microbatch_size)
+
+    def _set_global_batch_size(self, sequences_per_step: int, microbatch_size: int) -> None:
+        """Set the global batch size to one torchtitan local batch for each data-parallel rank.
+
+        If the number of ranks depends on the world size, report how to compute the size instead.
+
+        Args:
+            sequences_per_step: The torchtitan local batch size.
+            microbatch_size: Number of sequences per microbatch, for the report.
+        """
         global_key = "training.global_batch_size"
-        if self._get_integer(global_key, -1) != -1:
-            return
-        # By default, the global batch has one local batch for each data-parallel rank.
+        local_key = "training.local_batch_size"
         num_shards = self._get_integer("parallelism.data_parallel_shard_degree", -1)
         if num_shards > 0:
             num_replicas = self._get_integer("parallelism.data_parallel_replicate_degree", 1)
-            self._set(global_key, old_size * num_shards * num_replicas, reason=batch_key)
-        else:  # the number of shards depends on the world size
+            self._set(global_key, sequences_per_step * num_shards * num_replicas, reason=local_key)
+        else:
             self._report_lost(
-                batch_key,
-                f"Each data-parallel rank trains on {old_size} sequences per step, in "
-                f"microbatches of {microbatch_size}. Set {global_key} to {old_size} times the "
-                "number of data-parallel ranks.",
+                local_key,
+                f"Each data-parallel rank trains on {sequences_per_step} sequences per step, in "
+                f"microbatches of {microbatch_size}. Set {global_key} to {sequences_per_step} "
+                "times the number of data-parallel ranks.",
             )
 
     def _get_microbatch_size(self, local_size: int, num_stages: int) -> int:
