@@ -198,8 +198,8 @@ class Muon(torch.optim.Optimizer):
         """
         matrices = list(chain.from_iterable(plan.matrices_of_owner))
         shards = [local_shard(matrix).view(-1) for matrix in matrices]
-        directions = pending_return.wait().to(shards[0].device)
-        directions = directions.split([len(shard) for shard in shards])
+        received = pending_return.wait().to(shards[0].device)
+        directions = received.split([len(shard) for shard in shards])
         for matrix, shard, direction in zip(matrices, shards, directions, strict=True):
             group = self._group_of_matrix[matrix]
             lr = torch.tensor(group["lr"], dtype=torch.float32)  # a new float would recompile
