@@ -486,6 +486,7 @@ NGPU=2 NNODES=1:3 MASTER_ADDR=here launch --training.global_batch_size 8 => 6 da
 profile --steps 1e9 => --steps must be an integer, got '1e9'
 prove --out job.toml => --out
 NGPU=two prove => NGPU
+NGPU=0 prove => NGPU
 prove --world-size 500 => --world-size 500
 prove --parallelism.tensor_parallel_degree 3 => parallelism.tensor_parallel_degree
 WORLD_SIZE=3 prove --parallelism.tensor_parallel_degree 2 => --world-size 3

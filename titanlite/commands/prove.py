@@ -140,12 +140,11 @@ def _read_ngpu() -> int | None:
     """Return the environment variable NGPU, or None if it is not set.
 
     Raises:
-        UserError: If its value is not an integer.
+        UserError: If its value is not a positive integer.
     """
     value = os.environ.get("NGPU")
     if not value:
         return None
-    try:
-        return int(value)
-    except ValueError:
-        raise UserError(f"NGPU must be an integer, got {value!r}.") from None
+    if not value.isdecimal() or int(value) == 0:
+        raise UserError(f"NGPU must be a positive integer, got {value!r}.")
+    return int(value)
