@@ -140,7 +140,7 @@ REMOVED_WAITS = {
             patch.object(muon._Transfer, "wait", lambda self: self.result),
             "--optimizer.name Muon",
         ),
-        "wait for requests": (without_call(Event, "synchronize", "receive"), ""),
+        "wait for requests": (without_call(Event, "synchronize", "wait"), ""),
         "wait for offloaded loss": (
             without_call(Event, "synchronize", "_copy_loss_to_device"),
             OFFLOAD,
