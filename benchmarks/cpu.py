@@ -103,8 +103,9 @@ gradient clipping and the same dtypes as titanlite. Unlike titanlite, it keeps a
 - **Threads.** A run with one process uses 2 threads for the debug model and 1 thread for the tiny
   model. In a run with 2 gloo ranks, each rank uses 1 thread.
 
-Each ratio divides our value by the value of the plain loop. We run both programs {pairs} times, in
-pairs, and show the median ratio. It is **bold** if it misses its target.
+A ratio is the result of titanlite divided by the result of the plain loop. We run the two programs
+alternately, {pairs} times each, and show the median of the {pairs} ratios. It is **bold** if it
+misses its target.
 """
 INTRO_TORCHTITAN = """\
 The tables compare titanlite with torchtitan 0.2.2 on a CPU. The program
@@ -119,8 +120,9 @@ The tables compare titanlite with torchtitan 0.2.2 on a CPU. The program
 - **Precision.** In bf16 on one process, torchtitan uses autocast, which keeps the residual stream
   in fp32. On two ranks, FSDP2 casts the weights of both programs.
 
-Each ratio divides our value by the value of torchtitan. We run both programs {pairs} times, in
-pairs, and show the median ratio. It is **bold** if torchtitan is better.
+A ratio is the result of titanlite divided by the result of torchtitan. We run the two programs
+alternately, {pairs} times each, and show the median of the {pairs} ratios. It is **bold** if
+torchtitan is better.
 """
 NOTES = """\
 The following table explains the columns of all tables in this section.

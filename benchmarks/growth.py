@@ -65,9 +65,9 @@ SERIES = {
         linear,
         constant,
         """\
-We expect that longer sequences take more time only in attention, whose time per token grows with
-the sequence length n. Everything else, including the memory, should stay constant, because each
-step processes 8,192 tokens in total.""",
+Each step processes 8,192 tokens, so we expect longer sequences to slow down only attention, whose
+time per token grows with the sequence length n. Everything else, including the memory, should stay
+constant.""",
     ),
     "layers": Series(
         {n: replace(BASE, n_layers=n) for n in (2, 4, 8, 16)},

@@ -53,9 +53,9 @@ The following table explains the columns of all tables in this section.
 | error of the loss | relative difference from a computation in float64, for {errors:,} tokens |
 | error of a gradient | norm of the difference from float64, divided by the norm of the gradient |
 
-Results in **bold** are bad. A time ratio or a memory share is bold if it misses its target. An
-error is bold if it is more than 1.05 times the error of the materialized version, which keeps all
-logits in memory. Errors of at most 2e-7, about the rounding error of fp32, are never bold.
+**Bold** marks results that miss their target. For errors, the target is 1.05 times the error of the
+materialized version, which keeps all logits in memory. Errors of at most 2e-7, roughly the rounding
+error of fp32, always meet it.
 """
 
 

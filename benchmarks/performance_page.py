@@ -20,14 +20,16 @@ PAGE = ROOT / "docs" / "internals" / "performance.md"
 INTRO = """\
 # Performance results
 
-We compare our speed and memory on CPUs with a plain PyTorch loop and with torchtitan. To repeat a
-measurement, run the command below its heading on an idle machine. Then run
-`python benchmarks/performance_page.py` to generate this page again from the files in
-`benchmarks/results/`. [benchmarks/README.md](../../benchmarks/README.md) describes the benchmarks.
+This page compares the speed and memory of titanlite on CPUs with a plain PyTorch loop and with
+torchtitan. Each section names the command that measured it. To repeat a measurement, run this
+command on an idle machine, and then `python benchmarks/performance_page.py`, which generates this
+page from the files in `benchmarks/results/`. [benchmarks/README.md](../../benchmarks/README.md)
+describes the benchmarks.
 
-In the comparison with torchtitan, the rows for 2 ranks and the row "vocabulary 128,256, bf16
-compiled" are from 2026-11-22. They may be different today, because a single rank has trained
-without FSDP2 since then; see [Experiments](experiments.md#memory-and-speed-on-a-cpu).
+Some rows of the comparison with torchtitan are from 2026-11-22: those for 2 ranks, and "vocabulary
+128,256, bf16 compiled". Their results may be outdated, because titanlite has changed since then.
+For example, jobs on a single CPU rank now train [without
+FSDP2](experiments.md#memory-and-speed-on-a-cpu).
 """
 
 # Field of a GPU workload -> its label.
@@ -146,8 +148,8 @@ def page(results: Path) -> str:
         if parts:
             lines += section.tables(parts)
             descriptions = dict.fromkeys(part["about"] for part in parts.values())
-            lines += [describe_measurement(description) for description in descriptions]
-            lines.append("")
+            for description in descriptions:
+                lines += [describe_measurement(description), ""]
         else:
             lines += ["Not measured yet.", ""]
     return "\n".join(lines).rstrip() + "\n"

@@ -320,13 +320,11 @@ columns have these meanings:
 - **kept:** the memory that is still allocated after the model was freed.
 - **error without kept:** the error of the plan without the kept memory.
 
-We ran {run} of the {cases} cases on a CPU. Some memory, shown in the column "kept", is still
-allocated after the model is freed. The measured memory includes it, but the plan does not. The
-table therefore shows the error of the plan with and without the kept memory:
-
-- With the kept memory, the largest error is {largest:.2%}, and the median error is {median:.2%}.
-- Without it, the largest error is {largest_without_kept:.2%}, and the median error is
-  {median_without_kept:.2%}.
+We ran {run} of the {cases} cases on a CPU. In each case, some memory is still allocated after the
+model is freed. The measurement includes this kept memory, but the plan does not. If we count the
+kept memory, the largest error of a plan is {largest:.2%}, and the median error is {median:.2%}. If
+we subtract it, the largest error is {largest_without_kept:.2%}, and the median error is
+{median_without_kept:.2%}.
 """
 GHOST_INTRO = """
 ## On the ghost GPU
@@ -635,7 +633,7 @@ def cpu_page(results: Sequence[Result]) -> str:
         largest_without_kept=max(errors_without_kept),
         median_without_kept=statistics.median(errors_without_kept),
     )
-    return "\n".join([intro, *table(header, rows), *_describe_measurements(results), ""])
+    return "\n".join([intro, *table(header, rows), *_describe_measurements(results)])
 
 
 def ghost_page(results: Sequence[Result]) -> str:
@@ -660,13 +658,15 @@ def ghost_page(results: Sequence[Result]) -> str:
         allocated=max(abs(result.error) for result in results),
         reserved=max(abs(result.error_of_reserved) for result in results),
     )
-    return "\n".join([intro, *table(header, rows), *_describe_measurements(results), ""])
+    return "\n".join([intro, *table(header, rows), *_describe_measurements(results)])
 
 
 def _describe_measurements(results: Sequence[Result]) -> list[str]:
-    """Return a line for each different date, CPU and commit of the results."""
-    descriptions = dict.fromkeys(result.about for result in results)
-    return [describe_measurement(description) for description in descriptions]
+    """Return a paragraph for each different date, CPU and commit of the results."""
+    lines: list[str] = []
+    for description in dict.fromkeys(result.about for result in results):
+        lines += [describe_measurement(description), ""]
+    return lines
 
 
 if __name__ == "__main__":
