@@ -115,7 +115,7 @@ def load_newest(
     path: Path,
     load: Callable[[Path], T],
     *,
-    verified_on_load: bool = False,
+    skip_tensor_checksums: bool = False,
     log: Callable[[str], None] = lambda line: None,
 ) -> T:
     """Verify and load the newest valid checkpoint at a path.
@@ -125,7 +125,8 @@ def load_newest(
     Args:
         path: A path or URL that `find_checkpoints` accepts.
         load: Loads the checkpoint in a step folder, or raises `Damage`. Its result is returned.
-        verified_on_load: Skip the checksums that loading the tensors verifies.
+        skip_tensor_checksums: Verify only the sizes of tensor files before calling `load`. Set this
+            if `load` reads the tensors, because reading them verifies their checksums.
         log: Called with a one-line message before each older checkpoint is tried.
 
     Raises:
@@ -135,7 +136,7 @@ def load_newest(
     """
 
     def check_and_load(step_folder: Path) -> T:
-        check_checkpoint(step_folder, verified_on_load=verified_on_load)
+        check_checkpoint(step_folder, skip_tensor_checksums=skip_tensor_checksums)
         return load(step_folder)
 
     return load_newest_of(find_checkpoints(path), check_and_load, log)

@@ -501,8 +501,11 @@ def verify_on_all_ranks(path: Path, ranks: RankGroup) -> Manifest:
         Damage: On all ranks, if any rank finds damage.
         CheckpointError: On all ranks, if any rank cannot currently read a file.
     """
-    share = (ranks.rank, ranks.size)
-    return ranks.run_together(lambda: check_checkpoint(path, verified_on_load=True, share=share))
+    return ranks.run_together(
+        lambda: check_checkpoint(
+            path, skip_tensor_checksums=True, rank=ranks.rank, num_ranks=ranks.size
+        )
+    )
 
 
 def load_weights(

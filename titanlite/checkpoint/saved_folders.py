@@ -229,7 +229,7 @@ class SavedFolders:
             return self._write_tokenizer(folder)
 
         # Skip the checksums that are verified when the weights are read.
-        check_checkpoint(path, verified_on_load=True)
+        check_checkpoint(path, skip_tensor_checksums=True)
         weights = checkpoint_weights(path)
         dtype = self._config.export_dtype
         export_hf(weights, out, dtype, write_marker_and_tokenizer, tmp_suffix=self._context.token)
