@@ -315,7 +315,7 @@ class Saver:
         if self._ranks.rank == 0:
             self._saved_folders.remove_outdated()
             if self._mirror is not None:
-                self._mirror.notify()
+                self._mirror.start_copying()
         return True
 
     def _write_files_and_publish(self, writer: CheckpointWriter, tensors: Tensors) -> None:
