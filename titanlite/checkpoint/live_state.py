@@ -69,6 +69,14 @@ class LiveState:
             tensors |= _random_states()
         return tensors
 
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights and the averaged weights (EMA), by name in the checkpoint.
+
+        The averages belong to a hook, so they are among the hook tensors.
+        """
+        tensors = self.tensors(optimizer=False)
+        return {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
+
 
 def _random_states() -> dict[str, Tensor]:
     """Return the states of this rank's random number generators by name, such as "rng.cpu.0"."""
