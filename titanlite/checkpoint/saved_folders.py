@@ -69,9 +69,10 @@ class SavedFolders:
         self._own_checkpoints = set[Path]()  # those known to belong to this run
 
     def remove_outdated(self) -> None:
-        """Remove the checkpoints of this run that no option keeps.
+        """Remove the outdated checkpoints of this run.
 
-        If a checkpoint cannot be removed, log this and continue.
+        Keep the checkpoints that `keep_latest_k`, `keep_every_n_steps` or `keep_best` selects. If a
+        checkpoint cannot be removed, log this and continue.
         """
         try:
             outdated = self._find_outdated()
