@@ -160,9 +160,9 @@ class CheckpointWriter(FileSystemWriter):
         with self.fs.create_stream(self.tmp_folder / name, "wb") as file:
             for item in items:
                 tensor = cast(Tensor, planner.resolve_data(item))
-                location = _write_tensor(file, name, tensor)
+                position = _write_tensor(file, name, tensor)
                 results.append(
-                    WriteResult(item.index, size_in_bytes=location.length, storage_data=location)
+                    WriteResult(item.index, size_in_bytes=position.length, storage_data=position)
                 )
             os.fsync(file.fileno())  # `HashingFile.fileno` flushes the buffer first
         return results
@@ -189,7 +189,7 @@ class CheckpointWriter(FileSystemWriter):
 
 
 def _write_tensor(file: HashingFile, file_name: str, tensor: Tensor) -> _StorageInfo:
-    """Append a tensor to an open file and return its location: file, offset, length and checksum.
+    """Append a tensor to an open file and return its position: file, offset, length and checksum.
 
     Args:
         file: The open file.
@@ -202,9 +202,9 @@ def _write_tensor(file: HashingFile, file_name: str, tensor: Tensor) -> _Storage
         tensor = tensor.clone()  # torch.save would write the whole storage of a view
     torch.save(tensor, file)
     offset, length, checksum = file.end_chunk()
-    location = _StorageInfo(file_name, offset, length)
-    vars(location)[CHECKSUM] = checksum  # the dataclass is frozen and lacks this field
-    return location
+    position = _StorageInfo(file_name, offset, length)
+    vars(position)[CHECKSUM] = checksum  # the dataclass is frozen and lacks this field
+    return position
 
 
 def completed_future(result: Any) -> Future[Any]:
@@ -218,7 +218,7 @@ class _RankResult(NamedTuple):
     """Tensors and files that a rank wrote."""
 
     tensors: list[WriteResult]
-    """Location (file, offset, length and checksum) of each tensor, for the DCP index."""
+    """Position (file, offset, length and checksum) of each tensor, for the DCP index."""
     files: dict[str, Entry]
     """Size and checksum of each file, by name, for the manifest."""
 
@@ -594,7 +594,7 @@ def _parse_index(raw: bytes) -> Metadata:
 def _parse_tensors(records: Mapping[str, _Record]) -> dict[str, STORAGE_TYPES]:
     """Convert the unpickled descriptions of saved values, by name, to descriptions of tensors.
 
-    Skip values other than tensors, which only other programs save.
+    Skip all other values. Only other programs save such values.
     """
     tensors: dict[str, STORAGE_TYPES] = {}
     for saved_name, record in records.items():

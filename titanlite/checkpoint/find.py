@@ -135,8 +135,8 @@ def load_newest(
     Args:
         path: A path or URL that `find_checkpoints` accepts.
         load: Loads the checkpoint in a step folder, or raises `Damage`. Its result is returned.
-        skip_tensor_checksums: Verify only the sizes of tensor files before calling `load`. Set this
-            if `load` reads the tensors, because reading them verifies their checksums.
+        skip_tensor_checksums: Skip the checksums that loading the tensors verifies, for example
+            because `load` reads the tensors.
         log: Called with a one-line message before each older checkpoint is tried.
 
     Raises:
@@ -441,7 +441,7 @@ class Progress(NamedTuple):
     Attributes:
         steps: Number of steps whose data the run has read.
         sequences: Number of sequences in these steps, over all ranks.
-        warmup_steps: Length of the learning rate warmup in the job that saved the checkpoint, so
+        warmup_steps: Steps of the learning rate warmup in the job that saved the checkpoint, so
             that a completed warmup can keep its length. None if the job does not set it.
     """
 
@@ -467,8 +467,12 @@ def read_progress(run: Run) -> Progress:
     data_schedule = get_data_state(info).get("schedule")
     if not data_schedule:  # the checkpoint contains only weights
         return Progress(warmup_steps=warmup_steps)
-    sequences_of_sources = data_schedule["rows"]
-    return Progress(data_schedule["step"], sum(sequences_of_sources), warmup_steps)
+    sequences_per_source = data_schedule["rows"]
+    return Progress(
+        steps=data_schedule["step"],
+        sequences=sum(sequences_per_source),
+        warmup_steps=warmup_steps,
+    )
 
 
 def _read_manifest_to_resume(run: Run) -> Manifest:

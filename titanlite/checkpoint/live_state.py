@@ -70,11 +70,8 @@ class LiveState:
         return tensors
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights and the averaged weights (EMA), by name in the checkpoint.
-
-        The averages belong to a hook, so they are among the hook tensors.
-        """
-        tensors = self.tensors(optimizer=False)
+        """Return the weights and the averaged weights (EMA), by name in the checkpoint."""
+        tensors = self.tensors(optimizer=False)  # with hooks, because a hook holds the averages
         return {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
 
 

@@ -531,8 +531,8 @@ def check_checkpoint(
 
     Args:
         path: The step folder.
-        skip_tensor_checksums: Check only the sizes of tensor files. Set this if you load the
-            tensors next, because loading verifies their checksums.
+        skip_tensor_checksums: Skip the checksums that loading the tensors verifies, for example
+            because you load the tensors next.
         rank: Rank that calls this function.
         num_ranks: Number of ranks that share the work.
 

@@ -105,7 +105,7 @@ class Mirror:
         self.num_failed = 0
         self._failed = set[str]()  # names of the checkpoints that could not be copied
         self._copied = set[str]()  # names of the checkpoints known to be on the mirror
-        # Set by `_list_mirror`: all files on the mirror by path, and the manifests of complete
+        # Set by `_update_listing`: all files on the mirror by path, and the manifests of complete
         # checkpoints by checkpoint name.
         self._files: dict[str, Any] = {}
         self._manifests: dict[str, Manifest] = {}
@@ -136,10 +136,10 @@ class Mirror:
         self._run_on_rank0(self._restore)
 
     def begin(self, step: int) -> None:
-        """Start copying the checkpoints of the run to the mirror in the background.
+        """Archive later checkpoints of this run on the mirror, then start copying.
 
-        First archive later checkpoints of this run on the mirror, because their steps will be
-        trained again. Call this on all ranks, once the run has loaded its checkpoint.
+        The steps of later checkpoints will be trained again. Call this on all ranks, once the run
+        has loaded its checkpoint.
 
         Args:
             step: Step of the loaded checkpoint, or 0.
@@ -147,7 +147,7 @@ class Mirror:
 
         def archive_and_start_copying() -> None:
             run_id = self._find_run_id()
-            self._list_mirror()
+            self._update_listing()
             for mirrored_step, name in self._names_by_step().items():
                 if mirrored_step > step and belongs_to_run(self._manifests[name], run_id):
                     self._set_aside(name, "archived")
@@ -215,10 +215,10 @@ class Mirror:
 
     # Files on the mirror and in the local folder
 
-    def _list_mirror(self) -> None:
-        """List the files on the mirror and read the manifests of its complete checkpoints.
+    def _update_listing(self) -> None:
+        """Update `_files` and `_manifests`, which describe the files on the mirror.
 
-        Set `_files` and `_manifests`. Omit checkpoints with a damaged manifest from `_manifests`.
+        Omit checkpoints with a damaged manifest from `_manifests`.
         """
         self._files = list_files(self._storage, self._root)
         # Add the weights in `final` last. If losses are equal, `_find_best` prefers the first name.
@@ -316,7 +316,7 @@ class Mirror:
 
     def _restore(self) -> None:
         """Download the checkpoints that the run needs (see `restore`). Call this on rank 0."""
-        self._list_mirror()
+        self._update_listing()
         names = self._names_by_step()
         run_id = self._find_run_id()
         self._check_run(run_id)
@@ -554,7 +554,7 @@ class Mirror:
         entries = parse_manifest(manifest, path / MANIFEST)["files"]
         folder = f"{self._root}/{name}"
         run_id = self._find_run_id()
-        self._list_mirror()
+        self._update_listing()
         self._check_run(run_id)
 
         is_mirrored = name in self._manifests
@@ -587,7 +587,7 @@ class Mirror:
             # write the small file that tests the access.
             if error.errno in DISK_FULL:
                 with suppress(OSError):  # the first error is more important
-                    self._list_mirror()
+                    self._update_listing()
                     self._delete(name, [*entries, MANIFEST])
             raise
         self._storage.rm_file(f"{folder}/{INCOMPLETE}")
@@ -702,7 +702,7 @@ class Mirror:
         remove the files that interrupted copies and removals left on the mirror.
         """
         run_id = self._find_run_id()
-        self._list_mirror()
+        self._update_listing()
         self._remove_leftovers(run_id)
         names_by_step = {
             step: name

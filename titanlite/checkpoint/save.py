@@ -127,7 +127,7 @@ class Saver:
             is_last: Whether the run ends with this step. If so, apply the `checkpoint.last_save_*`
                 options, such as saving only the weights, and wait until the checkpoint is complete.
         """
-        # The previous save calls `on_saved` when it ends, which may change the state.
+        # This calls `on_saved` for the previous save, which may change the state.
         self._wait_for_previous_save()
         train_state = collect_state()
         # After this save, only checkpoints with this run ID may be removed.
@@ -258,7 +258,7 @@ class Saver:
         try:
             return self._thread.submit(function, *args)
         except Exception:
-            # The function is still queued, so the next `submit` would run it as well. Discard it.
+            # Discard the function, because it may be queued, and the next `submit` would run it.
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = ThreadPoolExecutor(1, "checkpoint")
             raise
@@ -284,7 +284,7 @@ class Saver:
     def _write_and_publish(
         self,
         writer: CheckpointWriter,
-        copies: Future[Tensors],
+        tensors_to_write: Future[Tensors],
         seconds_blocked: float | None = None,
     ) -> bool:
         """Write and publish a checkpoint, log the result, and remove outdated checkpoints.
@@ -294,7 +294,7 @@ class Saver:
 
         Args:
             writer: Writer of the checkpoint.
-            copies: Future with the tensors to write by name, which training will not change.
+            tensors_to_write: Future with the tensors by name, which training will not change.
             seconds_blocked: Seconds from the creation of the writer until training could continue.
                 None if training waits for the whole save.
 
@@ -302,7 +302,7 @@ class Saver:
             Whether the checkpoint is complete.
         """
         try:
-            tensors = self._ranks.run_together(lambda: _wait_for_copies(copies))
+            tensors = self._ranks.run_together(lambda: _wait_for_tensors(tensors_to_write))
             self._write_files_and_publish(writer, tensors)
         except Exception as error:
             if self._ranks.rank == 0:
@@ -388,10 +388,8 @@ class Saver:
         if not self._config.last_save_in_hf or not self.has_saved(step):
             return
         # If no step was trained since the run resumed, an export that exists has these weights.
-        can_keep_existing = step == self.loaded_step
-        is_exported = self._ranks.run_on_rank0(
-            lambda: self._saved_folders.export(path, can_keep_existing)
-        )
+        can_keep = step == self.loaded_step
+        is_exported = self._ranks.run_on_rank0(lambda: self._saved_folders.export(path, can_keep))
         if not is_exported:
             self.failed_export = path
             self._success_by_step[step] = False
@@ -452,14 +450,15 @@ def _completed(result: T) -> Future[T]:
     return future
 
 
-def _wait_for_copies(copies: Future[Tensors]) -> Tensors:
-    """Wait until the tensors are copied to CPU memory, and return the copies by name.
+def _wait_for_tensors(tensors_to_write: Future[Tensors]) -> Tensors:
+    """Return the tensors by name. During an async save, first wait until they are copied.
 
     Raises:
-        CheckpointError: If copying failed for any reason. `RankGroup.run_together` raises only such
-            errors on all ranks; after any other error, the other ranks would wait for this rank.
+        CheckpointError: If copying failed for any reason, even an interrupt. This is one of the
+            errors that `RankGroup.run_together` raises on all ranks. After other errors, the other
+            ranks would wait for this rank forever.
     """
     try:
-        return copies.result()
+        return tensors_to_write.result()
     except BaseException as error:
         raise CheckpointError(f"copying the tensors failed: {describe_error(error)}") from None

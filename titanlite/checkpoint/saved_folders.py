@@ -71,7 +71,8 @@ class SavedFolders:
     def remove_outdated(self) -> None:
         """Remove the outdated checkpoints of this run.
 
-        Keep the checkpoints that `keep_latest_k`, `keep_every_n_steps` or `keep_best` selects. If a
+        Keep the checkpoints that `keep_latest_k`, `keep_every_n_steps` or `keep_best` selects, the
+        target of the link `best`, and the checkpoint that is being copied to the mirror. If a
         checkpoint cannot be removed, log this and continue.
         """
         try:
