@@ -41,14 +41,17 @@ def split_from_option(argv: Sequence[str]) -> tuple[str | None, list[str]]:
         UserError: If `--from` has no value or is given twice.
     """
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(FROM_OPTION, dest="values", action="append", nargs="?")
+    # The value is "" if the option ends the command line or another option follows it.
+    parser.add_argument(
+        FROM_OPTION, dest="values", action="append", default=[], nargs="?", const=""
+    )
     options, other_words = parser.parse_known_args(argv)
-    if options.values is None:
+    if not options.values:
         return None, other_words
 
     value = options.values[0]
-    # argparse takes the next option as the value if that option contains a space.
-    is_missing = not value or value.startswith("--")
+    # argparse takes an option that contains a space, such as "--job.description=my run", as value.
+    is_missing = value == "" or value.startswith("--")
     if is_missing or len(options.values) > 1:
         raise UserError(
             f"{FROM_OPTION}: takes one folder, or OWNER/NAME of a model on the Hugging Face Hub."

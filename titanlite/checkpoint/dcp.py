@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -148,22 +149,21 @@ class CheckpointWriter(FileSystemWriter):
     def _write_file(
         self, name: str, items: list[WriteItem], planner: SavePlanner
     ) -> list[WriteResult]:
-        """Write tensors to a new file and flush it to disk.
+        """Write tensors to a new file, flush it to disk, and return where DCP finds each tensor.
 
         Args:
             name: Name of the file in the step folder.
             items: Tensors to write, as planned by DCP.
             planner: Returns the values of a planned tensor.
-
-        Returns:
-            The position and checksum of each tensor.
         """
         results: list[WriteResult] = []
         with self.fs.create_stream(self.tmp_folder / name, "wb") as file:
             for item in items:
                 tensor = cast(Tensor, planner.resolve_data(item))
                 position = _write_tensor(file, name, tensor)
-                results.append(WriteResult(item.index, position.length, position))
+                results.append(
+                    WriteResult(item.index, size_in_bytes=position.length, storage_data=position)
+                )
             os.fsync(file.fileno())  # `HashingFile.fileno` flushes the buffer first
         return results
 
@@ -189,7 +189,7 @@ class CheckpointWriter(FileSystemWriter):
 
 
 def _write_tensor(file: HashingFile, file_name: str, tensor: Tensor) -> _StorageInfo:
-    """Append a tensor to an open file and return its offset and length in bytes and its checksum.
+    """Append a tensor to an open file and return its position: file, offset, length and checksum.
 
     Args:
         file: The open file.
@@ -218,7 +218,7 @@ class _RankResult(NamedTuple):
     """Tensors and files that a rank wrote."""
 
     tensors: list[WriteResult]
-    """Position and checksum of each tensor, for the DCP index."""
+    """Position (file, offset, length and checksum) of each tensor, for the DCP index."""
     files: dict[str, Entry]
     """Size and checksum of each file, by name, for the manifest."""
 
@@ -574,8 +574,7 @@ def _parse_index(raw: bytes) -> Metadata:
     """Parse the pickled index of a checkpoint without running code from it.
 
     The index is a `Metadata` object of DCP. It contains the shapes of all tensors and the positions
-    of their chunks (saved shards) in files. Ignore values other than tensors. Only other programs
-    save such values.
+    of their chunks (saved shards) in files.
 
     Args:
         raw: Content of the index file.
@@ -585,16 +584,24 @@ def _parse_index(raw: bytes) -> Metadata:
             outside the checkpoint folder.
         Exception: Any other exception, if the content is damaged.
     """
-    index_record = _IndexUnpickler(io.BytesIO(raw)).load()
-    fields = index_record.state  # attributes of the pickled `Metadata` object, by name
-    tensors = {}
-    for saved_name, record in fields["state_dict_metadata"].items():
-        if _is_tensor_record(record):
-            name = _current_tensor_name(saved_name)
-            tensors[name] = _parse_tensor(name, record)
-
-    positions = _parse_chunk_positions(fields["storage_data"], tensors)
+    # Instead of the `Metadata` object, the unpickler returns a placeholder with its attributes.
+    attributes = _IndexUnpickler(io.BytesIO(raw)).load().state
+    tensors = _parse_tensors(attributes["state_dict_metadata"])
+    positions = _parse_chunk_positions(attributes["storage_data"], tensors)
     return Metadata(tensors, storage_data=positions, storage_meta=StorageMeta())
+
+
+def _parse_tensors(records: Mapping[str, _Record]) -> dict[str, STORAGE_TYPES]:
+    """Convert the unpickled descriptions of saved values, by name, to descriptions of tensors.
+
+    Skip all other values. Only other programs save such values.
+    """
+    tensors: dict[str, STORAGE_TYPES] = {}
+    for saved_name, record in records.items():
+        if _is_tensor_record(record):
+            name = _update_tensor_name(saved_name)
+            tensors[name] = _parse_tensor(name, record)
+    return tensors
 
 
 def _is_tensor_record(value: object) -> bool:
@@ -616,7 +623,7 @@ def _parse_chunk_positions(
     """
     positions = {}
     for chunk_record, position_record in records.items():
-        name = _current_tensor_name(chunk_record.state["fqn"])
+        name = _update_tensor_name(chunk_record.state["fqn"])
         if name in tensor_names:
             offset = _to_size(chunk_record.state["offset"])
             chunk = MetadataIndex(name, offset)
@@ -664,17 +671,17 @@ def _parse_tensor(name: str, record: _Record) -> TensorStorageMetadata:
 
 
 def _parse_dtype(record: _Record) -> torch.dtype:
-    """Return the dtype in the placeholder for the properties of a tensor.
+    """Extract the dtype from the unpickled `TensorProperties` of a tensor.
 
-    DCP pickles the properties as a tuple that starts with the dtype. Unpickling replaces a dtype,
-    such as torch.float32, with a class of the same name.
+    DCP pickles the properties as a tuple that starts with the dtype. `_IndexUnpickler` replaces a
+    dtype, such as torch.float32, with a class of the same name.
     """
     dtype_class = record.state[0]
     return _DTYPES[dtype_class.__name__]
 
 
 def _parse_chunk(record: _Record) -> ChunkStorageMetadata:
-    """Convert the placeholder for the offsets and sizes of a chunk to `ChunkStorageMetadata`."""
+    """Convert the unpickled offsets and sizes of a chunk to a `ChunkStorageMetadata`."""
     fields = record.state
     return ChunkStorageMetadata(_to_size(fields["offsets"]), _to_size(fields["sizes"]))
 
@@ -684,7 +691,7 @@ def _to_size(record: _Record) -> torch.Size:
     return torch.Size(*record.args)
 
 
-def _current_tensor_name(name: str) -> str:
+def _update_tensor_name(name: str) -> str:
     """Convert a tensor name in a checkpoint from titanlite 0.2 or earlier to its current name.
 
     For example, "hooks.Ema.weight" becomes "hooks.ema.weight". All other names stay the same.

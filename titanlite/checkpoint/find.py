@@ -55,7 +55,22 @@ def find_checkpoints(path: Path) -> list[Path]:
         CheckpointError: If the folder contains no checkpoint, or only damaged ones that a run
             renamed.
     """
-    path = download_if_url(path)
+    local_path = download_if_url(path)
+    _check_is_folder(local_path)
+
+    folder = local_path.resolve()
+    is_step_folder = get_step(folder) >= 0
+    if is_step_folder:
+        return [folder]
+    # In an output folder, the step folders are in subfolders such as "checkpoint".
+    checkpoints = list_checkpoints(folder) or list_checkpoints(*folder.glob("*"))
+    if not checkpoints:
+        raise _no_checkpoint_error(folder)
+    return checkpoints
+
+
+def _check_is_folder(path: Path) -> None:
+    """Check that a path is an existing folder, and raise a UserError otherwise."""
     if not os.path.isdir(path):  # Path.is_dir would raise OSError if the name is too long
         problem = "is a file" if os.path.isfile(path) else "does not exist"
         raise UserError(
@@ -63,22 +78,17 @@ def find_checkpoints(path: Path) -> list[Path]:
             "Pass a step folder, a checkpoint folder, or the output folder of a run."
         )
 
-    path = path.resolve()
-    is_step_folder = get_step(path) >= 0
-    if is_step_folder:
-        return [path]
-    # In an output folder, the step folders are in subfolders such as "checkpoint".
-    checkpoints = list_checkpoints(path) or list_checkpoints(*path.glob("*"))
-    if checkpoints:
-        return checkpoints
-    damaged = [folder.name for folder in _list_renamed(path)]
+
+def _no_checkpoint_error(folder: Path) -> CheckpointError:
+    """Create the error for a folder without checkpoints, or with only damaged ones."""
+    damaged = [path.name for path in _list_set_aside_in(folder)]
     if damaged:
-        raise CheckpointError(
-            f"{path} contains only damaged checkpoints, which a run has renamed: "
+        return CheckpointError(
+            f"{folder} contains only damaged checkpoints, which a run has renamed: "
             f"{', '.join(damaged)}. Move them away, or choose another folder."
         )
-    raise CheckpointError(
-        f"{path} contains no checkpoint. A run saves one every checkpoint.interval steps."
+    return CheckpointError(
+        f"{folder} contains no checkpoint. A run saves one every checkpoint.interval steps."
     )
 
 
@@ -115,7 +125,7 @@ def load_newest(
     path: Path,
     load: Callable[[Path], T],
     *,
-    verified_on_load: bool = False,
+    skip_tensor_checksums: bool = False,
     log: Callable[[str], None] = lambda line: None,
 ) -> T:
     """Verify and load the newest valid checkpoint at a path.
@@ -125,7 +135,8 @@ def load_newest(
     Args:
         path: A path or URL that `find_checkpoints` accepts.
         load: Loads the checkpoint in a step folder, or raises `Damage`. Its result is returned.
-        verified_on_load: Skip the checksums that loading the tensors verifies.
+        skip_tensor_checksums: Skip the checksums that loading the tensors verifies, for example
+            because `load` reads the tensors.
         log: Called with a one-line message before each older checkpoint is tried.
 
     Raises:
@@ -135,7 +146,7 @@ def load_newest(
     """
 
     def check_and_load(step_folder: Path) -> T:
-        check_checkpoint(step_folder, verified_on_load=verified_on_load)
+        check_checkpoint(step_folder, skip_tensor_checksums=skip_tensor_checksums)
         return load(step_folder)
 
     return load_newest_of(find_checkpoints(path), check_and_load, log)
@@ -200,7 +211,7 @@ def verify(folder: str | Path) -> dict[str, Any]:
         - "checkpoints": list of dictionaries with "name", "step", "bytes", "state" ("good",
           "damaged" or "unreadable") and "damage", a list of messages
         - "unfinished": names of interrupted saves and removals
-        - "set_aside": names of damaged checkpoints that a run renamed
+        - "set_aside": names of damaged checkpoints that a run renamed, so that it never loads them
 
     Raises:
         UserError: If the folder does not exist.
@@ -214,24 +225,28 @@ def verify(folder: str | Path) -> dict[str, Any]:
         "unfinished": [],
         "set_aside": [],
     }
-    is_step_folder = local_folder in step_folders
-    if is_step_folder:  # a single checkpoint, which contains no other folders
-        return report
-
-    renamed = _list_renamed(local_folder)
-    report["set_aside"] = [path.name for path in renamed]
-    checkpoint_folders = {path.parent for path in [*step_folders, *renamed]}
-    for checkpoint_folder in sorted(checkpoint_folders):
-        report["unfinished"] += [path.name for path in list_unfinished(checkpoint_folder)]
+    is_single_checkpoint = local_folder in step_folders
+    if not is_single_checkpoint:
+        set_aside = _list_set_aside_in(local_folder)
+        report["set_aside"] = [path.name for path in set_aside]
+        report["unfinished"] = _list_unfinished_beside([*step_folders, *set_aside])
     return report
 
 
-def _list_renamed(folder: Path) -> list[Path]:
-    """Return the damaged checkpoints that a run renamed, in a checkpoint folder or output folder.
+def _list_set_aside_in(folder: Path) -> list[Path]:
+    """List the damaged checkpoints in a folder and its subfolders that a run has renamed.
 
-    An output folder contains them in subfolders such as "checkpoint" and "final".
+    In an output folder, they are in subfolders such as "checkpoint" and "final".
     """
     return list_set_aside(folder, *folder.glob("*"))
+
+
+def _list_unfinished_beside(checkpoints: Sequence[Path]) -> list[str]:
+    """List the names of interrupted saves and removals in the parent folders of checkpoints."""
+    names: list[str] = []
+    for folder in sorted({path.parent for path in checkpoints}):
+        names += [path.name for path in list_unfinished(folder)]
+    return names
 
 
 def _verify_step_folders(paths: Sequence[Path], folder: Path) -> list[dict[str, Any]]:
@@ -300,32 +315,25 @@ def read_job(step_folder: Path, tokenizer_path: Path | None = None) -> JobConfig
         NoTokenizerError: If the checkpoint has no tokenizer and `tokenizer_path` is None.
     """
     manifest = read_manifest(step_folder)
-    info = manifest["info"]
-    if tokenizer_path is not None:
-        job = _read_saved_job(step_folder, info)
-        return set_tokenizer_path(job, tokenizer_path)
+    if tokenizer_path is None:
+        _check_has_tokenizer(step_folder, manifest["info"])
 
-    _check_has_tokenizer(step_folder, info)
-    job = _read_saved_job(step_folder, info)
-    if job.tokenizer.path in manifest["files"]:
+    job = _read_saved_job(step_folder, manifest["info"])
+    if tokenizer_path is not None:
+        return set_tokenizer_path(job, tokenizer_path)
+    is_tokenizer_in_checkpoint = job.tokenizer.path in manifest["files"]
+    if is_tokenizer_in_checkpoint:
         return set_tokenizer_path(job, step_folder / job.tokenizer.path)
     return job
 
 
 def _check_has_tokenizer(step_folder: Path, info: dict[str, Any]) -> None:
-    """Check that a checkpoint does not contain weights that were imported without a tokenizer.
-
-    Args:
-        step_folder: Folder of the checkpoint.
-        info: Entry "info" of its manifest.
-
-    Raises:
-        NoTokenizerError: If it contains such weights.
-    """
-    if info["job"] is None:  # an old import, whose config.toml sets the tokenizer
-        return
+    """Raise a NoTokenizerError if the weights were imported without a tokenizer."""
+    is_old_import = info["job"] is None  # its config.toml sets the tokenizer
     has_only_weights = info.get("weights_only", False)
-    if has_only_weights and not get_data_state(info).get("tokenizer"):
+    if is_old_import or not has_only_weights:
+        return
+    if not get_data_state(info).get("tokenizer"):
         raise NoTokenizerError(
             f"{step_folder} has no tokenizer, because its weights were imported without one. "
             "Add --tokenizer.path FILE, or import them again with --tokenizer FILE."
@@ -338,9 +346,9 @@ def set_tokenizer_path(job: JobConfig, path: str | Path) -> JobConfig:
 
 
 def _read_saved_job(step_folder: Path, info: dict[str, Any]) -> JobConfig:
-    """Validate the job configuration in the manifest of a checkpoint and return it.
+    """Return the job configuration that a checkpoint was saved with.
 
-    The manifests of old imports do not contain it, so read it from a file instead.
+    Ignore options that titanlite has removed since then, because they do not change the model.
 
     Args:
         step_folder: Folder of the checkpoint.
@@ -354,13 +362,19 @@ def _read_saved_job(step_folder: Path, info: dict[str, Any]) -> JobConfig:
     if info["job"] is None:
         return _read_job_of_old_import(step_folder)
 
-    job, mistakes = JobConfig.read(info["job"])
+    job, mistakes = JobConfig.read(info["job"])  # the job without its invalid options
+    # Options of a missing plugin are invalid, so report the missing plugin first.
     require_plugins(job.job.plugins, step_folder)
-    unreadable_keys = [mistake.name for mistake in mistakes if not _was_removed(mistake)]
-    if unreadable_keys:
-        keys = "; ".join(unreadable_keys)
-        raise CheckpointError(f"{step_folder}: this version cannot read keys of its job: {keys}")
+    _check_can_read(step_folder, mistakes)
     return job
+
+
+def _check_can_read(step_folder: Path, mistakes: Sequence[Mistake]) -> None:
+    """Raise a CheckpointError if a saved job has mistakes other than removed options."""
+    unreadable = [mistake.name for mistake in mistakes if not _was_removed(mistake)]
+    if unreadable:
+        keys = "; ".join(unreadable)
+        raise CheckpointError(f"{step_folder}: this version cannot read keys of its job: {keys}")
 
 
 def _was_removed(mistake: Mistake) -> bool:
@@ -403,12 +417,8 @@ def read_compute_dtype(run: Run) -> ComputeDtype | None:
     """
     if not run.job.checkpoint.enable:
         return None
-    mirror = run.job.checkpoint.mirror
     try:
-        if mirror is not None and not is_saved(run):
-            manifest = _read_newest_manifest_at(mirror)
-        else:
-            manifest = load_newest_of(list_checkpoints(run.checkpoint_folder), read_manifest)
+        manifest = _read_newest_manifest_of(run)
     except UserError:  # loading the checkpoint later reports the error
         return None
 
@@ -417,14 +427,22 @@ def read_compute_dtype(run: Run) -> ComputeDtype | None:
     return dtype if dtype in get_args(ComputeDtype) else None
 
 
+def _read_newest_manifest_of(run: Run) -> Manifest:
+    """Return the manifest of the newest checkpoint of a run, which may be only on the mirror."""
+    mirror = run.job.checkpoint.mirror
+    if mirror is not None and not is_saved(run):
+        return _read_newest_manifest_at(mirror)
+    return load_newest_of(list_checkpoints(run.checkpoint_folder), read_manifest)
+
+
 class Progress(NamedTuple):
     """How far a run has trained, according to the checkpoint from which it will resume.
 
     Attributes:
         steps: Number of steps whose data the run has read.
         sequences: Number of sequences in these steps, over all ranks.
-        warmup_steps: Number of warmup steps in the job that saved the checkpoint. None if the job
-            does not set it.
+        warmup_steps: Steps of the learning rate warmup in the job that saved the checkpoint, so
+            that a completed warmup can keep its length. None if the job does not set it.
     """
 
     steps: int = 0
@@ -433,7 +451,7 @@ class Progress(NamedTuple):
 
 
 def read_progress(run: Run) -> Progress:
-    """Return how far a run has trained, according to the checkpoints in its output folder.
+    """Return how far a run has trained, according to the checkpoint from which it will resume.
 
     If there is no readable checkpoint, return a progress of 0 steps.
     """
@@ -441,7 +459,7 @@ def read_progress(run: Run) -> Progress:
         return Progress()
     try:
         manifest = _read_manifest_to_resume(run)
-    except UserError:  # loading the checkpoint later raises the error
+    except UserError:  # the run reports the unreadable checkpoint later, when it loads it
         return Progress()
 
     info = manifest["info"]
@@ -449,9 +467,10 @@ def read_progress(run: Run) -> Progress:
     data_schedule = get_data_state(info).get("schedule")
     if not data_schedule:  # the checkpoint contains only weights
         return Progress(warmup_steps=warmup_steps)
+    sequences_per_source = data_schedule["rows"]
     return Progress(
         steps=data_schedule["step"],
-        sequences=sum(data_schedule["rows"]),  # one number for each data source
+        sequences=sum(sequences_per_source),
         warmup_steps=warmup_steps,
     )
 

@@ -312,22 +312,27 @@ def hf_weights(folder: str | Path) -> Weights:
             results for this model than transformers. The message lists all reasons.
     """
     folder = Path(folder)
-    if exists(folder / _ADAPTER_CONFIG):
-        raise UserError(
-            f"{folder} contains an adapter ({_ADAPTER_CONFIG}), which would be ignored. "
-            "Merge it into the model first."
-        )
+    _reject_adapter(folder)
     config = read_json_object(find_file_inside(folder, "config.json"), _MAX_JSON_BYTES)
     arch = formats.architecture_from_hf(config)
 
     parameters = _open_safetensors(folder)
     # With tied embeddings, the output matrix is not a parameter, but some models store a copy.
-    stored_copy = parameters.pop(HF_OUTPUT, None) if arch.tied_embeddings else None
+    output_copy = parameters.pop(HF_OUTPUT, None) if arch.tied_embeddings else None
     to_hf_name = partial(hf_name, arch)
     dtypes = check_tensors(folder, arch, parameters, "config.json", to_hf_name)
-    if stored_copy is not None:
-        _check_equals_embedding(folder, stored_copy, parameters[HF_EMBEDDING])
+    if output_copy is not None:
+        _check_equals_embedding(folder, output_copy, parameters[HF_EMBEDDING])
     return Weights(arch, dtypes, lambda name: parameters[to_hf_name(name)])
+
+
+def _reject_adapter(folder: Path) -> None:
+    """Raise a UserError if a folder contains an adapter, such as LoRA weights."""
+    if exists(folder / _ADAPTER_CONFIG):
+        raise UserError(
+            f"{folder} contains an adapter ({_ADAPTER_CONFIG}), which would be ignored. "
+            "Merge it into the model first."
+        )
 
 
 def _check_equals_embedding(folder: Path, output: Tensor, embedding: Tensor) -> None:

@@ -69,6 +69,11 @@ class LiveState:
             tensors |= _random_states()
         return tensors
 
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights and the averaged weights (EMA), by name in the checkpoint."""
+        tensors = self.tensors(optimizer=False)  # with hooks, because a hook holds the averages
+        return {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
+
 
 def _random_states() -> dict[str, Tensor]:
     """Return the states of this rank's random number generators by name, such as "rng.cpu.0"."""
@@ -104,17 +109,27 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
         for key, value in state.items():
             name = f"optimizer.{parameter_names[parameter]}.{key}"
             assert isinstance(value, Tensor), f"{name} is not a tensor: {type(value)}"
-            if _is_empty_quantized_shard(value, optimizer):
-                tensors |= _split_empty(name, value)
-            elif _is_quantized(value):
+            if _is_quantized(value) or _is_empty_quantized_shard(value, optimizer):
                 tensors |= _split_quantized(name, value)
             else:
                 tensors[name] = to_plain(value)
     return tensors
 
 
+def _is_quantized(tensor: Tensor) -> bool:
+    """Return whether an optimizer state is a DTensor whose shard torchao stores in 8 bits.
+
+    Detect the torchao class of the shard by its attribute `codes`, because importing torchao takes
+    a second.
+    """
+    return isinstance(tensor, DTensor) and hasattr(tensor.to_local(), "codes")
+
+
 def _is_empty_quantized_shard(tensor: Tensor, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether this rank has an empty shard of a moment that other ranks store in 8 bits."""
+    """Return whether this rank's shard of a quantized (8-bit) optimizer moment is empty.
+
+    Unlike other shards of the moment, it is an ordinary tensor (see `AdamW8bit`).
+    """
     shard = to_local(tensor)
     if shard.dtype != torch.uint8 or shard.numel() > 0:
         return False
@@ -122,27 +137,6 @@ def _is_empty_quantized_shard(tensor: Tensor, optimizer: torch.optim.Optimizer) 
     from titanlite.optim.adamw8bit import AdamW8bit  # torchao takes a second to import
 
     return isinstance(optimizer, AdamW8bit)
-
-
-def _split_empty(name: str, tensor: Any) -> dict[str, Tensor]:
-    """Return empty shards of the tensors that `_split_quantized` returns on ranks with elements."""
-    from titanlite.optim.adamw8bit import BLOCK_SIZE
-
-    codes = tensor.to_local()
-    scale = codes.new_empty(0, codes.shape[1] // BLOCK_SIZE, dtype=torch.float32)
-    return {
-        f"{name}.codes": _create_dtensor_like(tensor, codes),
-        f"{name}.scale": _create_dtensor_like(tensor, scale),
-    }
-
-
-def _is_quantized(tensor: Tensor) -> bool:
-    """Return whether torchao stores an optimizer state in 8 bits, as `_split_quantized` expects.
-
-    The titanlite 8-bit optimizer quantizes only the shards of DTensors. Detect the torchao class by
-    its attribute, because importing torchao takes a second.
-    """
-    return isinstance(tensor, DTensor) and hasattr(tensor.to_local(), "codes")
 
 
 def _split_quantized(name: str, tensor: Any) -> dict[str, Tensor]:
@@ -154,16 +148,23 @@ def _split_quantized(name: str, tensor: Any) -> dict[str, Tensor]:
 
     Args:
         name: Name of the state.
-        tensor: DTensor whose shard is not empty and has the attributes `codes` and `scale`.
+        tensor: DTensor whose shard has the attributes `codes` and `scale`, or is empty.
 
     Returns:
         "<name>.codes" and "<name>.scale", sharded by rows in the same way as `tensor`.
     """
     shard = tensor.to_local()
-    num_rows = shard.shape[0]
-    scale = shard.scale.view(num_rows, -1)
+    if hasattr(shard, "codes"):
+        num_rows = shard.shape[0]
+        codes = shard.codes
+        scale = shard.scale.view(num_rows, -1)
+    else:  # an empty shard, which is not quantized
+        from titanlite.optim.adamw8bit import BLOCK_SIZE
+
+        codes = shard
+        scale = codes.new_empty(0, codes.shape[1] // BLOCK_SIZE, dtype=torch.float32)
     return {
-        f"{name}.codes": _create_dtensor_like(tensor, shard.codes),
+        f"{name}.codes": _create_dtensor_like(tensor, codes),
         f"{name}.scale": _create_dtensor_like(tensor, scale),
     }
 

@@ -7,7 +7,7 @@ name and shape, all weights are finite, and no tensor of the saved model or opti
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -272,7 +272,7 @@ class Resumer:
         report_changes(path, changes, self._log)  # raises the UserError
 
     def _compare_with_saved_job(self, job: dict[str, Any], info: dict[str, Any]) -> list[Change]:
-        """Return the effect and description of each difference from the job in a checkpoint.
+        """Describe each difference from the job in a checkpoint and its effect on resuming.
 
         Args:
             job: Job of the run.
@@ -320,6 +320,7 @@ class Resumer:
         manifest = verify_on_all_ranks(path, self._ranks)
         info = manifest["info"]
         _check_has_run_state(path, info)
+        _check_data_position(info)
         parts_to_reset = self._find_parts_to_reset(info)
         self._log_parts_to_reset(path, parts_to_reset)
         self.check_job(path, manifest)
@@ -345,38 +346,25 @@ class Resumer:
             parts_to_reset: Parts of the state, such as "optimizer", to reset instead of loading
                 them.
         """
-        parts = self._find_parts_to_load(reader, info) - parts_to_reset
-        self._prepare_state(parts, reader, info)
-        tensors = self._select_tensors(parts, reader)
-        required_prefixes = _list_required_prefixes(parts, self._live.model)
-        _load_and_check(tensors, self._live.model.arch, reader, self._ranks, required_prefixes)
-        _set_random_state(tensors)
-
-    def _prepare_state(self, parts: set[str], reader: SafeReader, info: dict[str, Any]) -> None:
-        """Create the tensors to load into, and reset the hook tensors and an unloaded optimizer.
-
-        Loading fills these tensors in place. After a rollback, hook tensors and an optimizer that
-        are not loaded must not keep their values from later steps.
-
-        Args:
-            parts: Parts to load besides the weights: any of "hooks", "optimizer" and "rng".
-            reader: Reader of the checkpoint.
-            info: Entry "info" of its manifest.
-        """
-        if "hooks" in parts:
+        parts_to_load = self._find_parts_to_load(reader, info) - parts_to_reset
+        if "hooks" in parts_to_load:
             self._resize_hook_tensors(reader, info["train_state"])
-        self._reset_hook_tensors()
-
-        if "optimizer" in parts:
+        self._reset_hook_tensors()  # the checkpoint may lack some of them
+        if "optimizer" in parts_to_load:
             _create_optimizer_state(self._live)
         else:
             _reset_optimizer(self._live)
 
-    def _select_tensors(self, parts: set[str], reader: SafeReader) -> dict[str, Tensor]:
-        """Return the tensors to load into, by name: the weights and the given other parts.
+        tensors = self._select_tensors(parts_to_load, reader)
+        prefixes_to_load = _list_prefixes_to_load(parts_to_load, self._live.model)
+        _load_and_check(tensors, self._live.model.arch, reader, self._ranks, prefixes_to_load)
+        _set_random_state(tensors)
 
-        Omit tensors that the checkpoint lacks because a hook is new in this job, and the random
-        states of GPUs if the checkpoint was saved on CPUs.
+    def _select_tensors(self, parts: set[str], reader: SafeReader) -> dict[str, Tensor]:
+        """Return the tensors in memory to fill from a checkpoint, by name.
+
+        Omit tensors that the checkpoint lacks: tensors of hooks that were added since it was saved,
+        and the random states of GPUs if it was saved on CPUs.
 
         Args:
             parts: Parts to load besides the weights: any of "hooks", "optimizer" and "rng".
@@ -427,6 +415,7 @@ class Resumer:
     def _reset_hook_tensors(self) -> None:
         """Reset hook tensors to their values at the start of the process.
 
+        After a rollback, tensors that the checkpoint lacks must not keep values from later steps.
         Tensors that had no value or a different shape at that time are filled with NaN, or with 0
         if they contain integers.
         """
@@ -441,8 +430,8 @@ class Resumer:
     def _log_parts_to_reset(self, path: Path, parts_to_reset: set[str]) -> None:
         """Log which parts of the state are reset because of `checkpoint.exclude_from_loading`.
 
-        Also log the parts in this option that are nevertheless loaded, because they were already
-        reset before the checkpoint was saved.
+        Also log the other parts in this option. They are loaded, because an earlier start of the
+        run has already reset them.
 
         Args:
             path: The step folder.
@@ -474,10 +463,10 @@ class Resumer:
         return self._compare_data(data_state)
 
     def _find_parts_to_reset(self, info: dict[str, Any]) -> set[str]:
-        """Return the parts of the state, such as "optimizer", to reset instead of loading them.
+        """Return the parts of the state, such as "optimizer", to reset rather than load.
 
-        These are the parts in `checkpoint.exclude_from_loading`, except for parts that the job that
-        saved the checkpoint already excluded.
+        These are the parts in `checkpoint.exclude_from_loading`. Omit parts that this option
+        already contained when the checkpoint was saved, because they have been reset before.
 
         Args:
             info: Entry "info" of the manifest.
@@ -501,8 +490,11 @@ def verify_on_all_ranks(path: Path, ranks: RankGroup) -> Manifest:
         Damage: On all ranks, if any rank finds damage.
         CheckpointError: On all ranks, if any rank cannot currently read a file.
     """
-    share = (ranks.rank, ranks.size)
-    return ranks.run_together(lambda: check_checkpoint(path, verified_on_load=True, share=share))
+    return ranks.run_together(
+        lambda: check_checkpoint(
+            path, skip_tensor_checksums=True, rank=ranks.rank, num_ranks=ranks.size
+        )
+    )
 
 
 def load_weights(
@@ -556,7 +548,7 @@ def _load_and_check(
     arch: Architecture,
     reader: SafeReader,
     ranks: RankGroup,
-    required_prefixes: Sequence[str] = ("model.",),
+    prefixes_to_load: tuple[str, ...] = ("model.",),
 ) -> None:
     """Check the shapes of saved tensors, load them in place, and check that the weights are finite.
 
@@ -567,14 +559,14 @@ def _load_and_check(
         arch: Architecture of the model.
         reader: Reader of the checkpoint.
         ranks: The ranks that load together.
-        required_prefixes: Saved tensors with these name prefixes must all be loaded.
+        prefixes_to_load: Name prefixes of saved tensors that must all be loaded.
 
     Raises:
         UserError: If the names or shapes of the saved tensors differ from the expected ones.
         Damage: If the tensors are damaged.
         CheckpointError: If the weights are not finite or currently unreadable.
     """
-    ranks.run_together(lambda: _check_shapes(tensors, arch, reader, required_prefixes))
+    ranks.run_together(lambda: _check_shapes(tensors, arch, reader, prefixes_to_load))
     load_tensors(reader, tensors, ranks.group)
     ranks.run_together(lambda: _check_finite(reader.path, tensors))
 
@@ -588,17 +580,18 @@ def _check_has_run_state(path: Path, info: dict[str, Any]) -> None:
 
     Raises:
         CheckpointError: If the checkpoint contains only weights.
-        Damage: If its data position is later than its step.
     """
-    train_state = info["train_state"]
-    if info.get("weights_only") or "step" not in train_state:
+    if info.get("weights_only") or "step" not in info["train_state"]:
         raise CheckpointError(
             f"{path} contains weights only, so a run cannot resume from it. Start a new run with "
             f'another checkpoint.folder and checkpoint.initial_load_path = "{path}".'
         )
 
+
+def _check_data_position(info: dict[str, Any]) -> None:
+    """Raise Damage if the data position in a manifest is later than the step of the checkpoint."""
     data_schedule = get_data_state(info).get("schedule")
-    if data_schedule is not None and data_schedule["step"] > train_state["step"]:
+    if data_schedule is not None and data_schedule["step"] > info["train_state"]["step"]:
         raise Damage(f"{MANIFEST}: no run can reach this data position")
 
 
@@ -606,21 +599,22 @@ def _check_shapes(
     tensors: dict[str, Tensor],
     arch: Architecture,
     reader: SafeReader,
-    required_prefixes: Sequence[str],
+    prefixes_to_load: tuple[str, ...],
 ) -> None:
-    """Check that the tensors in a checkpoint have the expected names and shapes.
+    """Check that the tensors in a checkpoint have the names and shapes that the run expects.
 
     Args:
         tensors: This rank's tensors to load, by name in the checkpoint.
         arch: Architecture of the whole model. A pipeline rank holds only a part of it.
         reader: Reader of the checkpoint.
-        required_prefixes: Saved tensors with these name prefixes must be expected by the run. All
-            other unexpected tensors are ignored.
+        prefixes_to_load: Name prefixes of saved tensors that must all be loaded, such as "model.".
 
     Raises:
         UserError: If names or shapes differ. The message lists the differences.
     """
-    differences = _compare_with_saved_shapes(tensors, arch, reader, required_prefixes)
+    expected_shapes = _list_expected_shapes(tensors, arch)
+    saved_shapes = _list_saved_shapes(reader, expected_shapes, prefixes_to_load)
+    differences = compare_shapes(expected_shapes, saved_shapes)
     if differences:
         listed = join_lines(differences)
         fix = _suggest_fix(differences)
@@ -642,47 +636,44 @@ def _suggest_fix(differences: list[str]) -> str:
     return f"Restore the options that change the {changed}, or set {exclusion}."
 
 
-def _compare_with_saved_shapes(
-    tensors: dict[str, Tensor],
-    arch: Architecture,
-    reader: SafeReader,
-    required_prefixes: Sequence[str],
-) -> list[str]:
-    """Describe each difference in tensor names or shapes between a checkpoint and a run.
+def _list_expected_shapes(
+    tensors: dict[str, Tensor], arch: Architecture
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that a checkpoint must contain, by name.
 
-    Args:
-        tensors: This rank's tensors to load, by name in the checkpoint.
-        arch: Architecture of the whole model.
-        reader: Reader of the checkpoint.
-        required_prefixes: Saved tensors with these name prefixes must be expected by the run. All
-            other unexpected tensors are ignored.
+    These are this rank's tensors and, with pipeline parallelism, also the weights on other ranks.
     """
-    # With pipeline parallelism, `tensors` lacks the weights on other ranks. Expect these as well,
-    # because otherwise they would be reported as unexpected.
     weights = {f"model.{name}": shape for name, shape in parameter_shapes(arch).items()}
-    expected = weights | {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-    saved = {
-        name: tuple(description.size)
-        for name, description in reader.index.items()
-        if name in expected or name.startswith(tuple(required_prefixes))
-    }
-    return compare_shapes(expected, saved)
+    return weights | {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def _list_required_prefixes(parts: set[str], model: nn.Module) -> list[str]:
-    """Return the name prefixes of the saved tensors that this run must load completely.
+def _list_saved_shapes(
+    reader: SafeReader, expected_names: Container[str], prefixes_to_load: tuple[str, ...]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the saved tensors to compare with the expected ones, by name.
 
-    These are the weights and, if `parts` contains "optimizer", the optimizer state of this rank.
-    For example, a saved moment that the optimizer of this run does not use is an error. Omit frozen
-    weights and weights on other pipeline ranks, whose state this rank need not load.
+    Include unexpected tensors with the given prefixes, because the run would lose them. Omit all
+    others, such as optimizer moments if the run resets the optimizer.
+    """
+    shapes = {}
+    for name, description in reader.index.items():
+        if name in expected_names or name.startswith(prefixes_to_load):
+            shapes[name] = tuple(description.size)
+    return shapes
+
+
+def _list_prefixes_to_load(parts: set[str], model: nn.Module) -> tuple[str, ...]:
+    """Return the name prefixes of the saved tensors that this rank must load completely.
+
+    These are "model." and, if `parts` contains "optimizer", the prefix of the optimizer state of
+    each trainable weight on this rank, such as "optimizer.layers.0.attention.wq.weight.".
     """
     prefixes = ["model."]
     if "optimizer" in parts:
         for name, weight in model.named_parameters():
             if weight.requires_grad:
                 prefixes.append(f"optimizer.{name}.")
-    return prefixes
+    return tuple(prefixes)
 
 
 def _check_finite(path: object, tensors: dict[str, Tensor]) -> None:

@@ -251,7 +251,7 @@ def list_set_aside(*folders: Path) -> list[Path]:
 
 
 def list_unfinished(folder: Path) -> list[Path]:
-    """Return the temporary folders of interrupted or current saves and partly removed folders."""
+    """List the temporary folders of unfinished saves and the folders of unfinished removals."""
     return sorted([*folder.glob(f"{TMP_PREFIX}*"), *_list_half_removed(folder)])
 
 
@@ -438,7 +438,7 @@ def get_run_id(manifest: Manifest) -> str | None:
 
 
 def holds_run_state(manifest: Manifest) -> bool:
-    """Return whether a training run saved a checkpoint, as opposed to an import or an average.
+    """Return whether a checkpoint was saved by a training run, not by an import or averaging.
 
     The manifests of imported weights and averages of checkpoints record an "origin".
     """
@@ -458,7 +458,7 @@ def belongs_to_run(manifest: Manifest, run: str | None) -> bool:
 
 
 def is_titanlite_manifest(raw: bytes) -> bool:
-    """Return whether titanlite wrote a manifest, which may be damaged.
+    """Return whether a manifest was written by titanlite, even if it is damaged.
 
     Other programs may use the same file name.
 
@@ -469,9 +469,10 @@ def is_titanlite_manifest(raw: bytes) -> bool:
 
 
 def is_from_titanlite(folder: Path) -> bool:
-    """Return whether titanlite wrote a checkpoint, whose manifest may be damaged or missing.
+    """Return whether the checkpoint in a folder was written by titanlite.
 
-    Other programs may use the same file names.
+    Recognize it even if its manifest is damaged or missing. Other programs may use the same file
+    names.
     """
     manifest = folder / MANIFEST
     if manifest.is_file() and is_titanlite_manifest(manifest.read_bytes()):
@@ -522,16 +523,18 @@ def select_outdated(steps: list[int], config: schema.Checkpoint) -> list[int]:
 
 
 def check_checkpoint(
-    path: Path, *, verified_on_load: bool = False, share: tuple[int, int] = (0, 1)
+    path: Path, *, skip_tensor_checksums: bool = False, rank: int = 0, num_ranks: int = 1
 ) -> Manifest:
     """Verify the files of a checkpoint against its manifest and return the manifest.
 
+    Several ranks can share the work. For example, rank 1 of 4 checks files 1, 5, 9, ...
+
     Args:
         path: The step folder.
-        verified_on_load: Skip the checksums that loading the tensors verifies. Set this if you load
-            the tensors next.
-        share: Which files to check, as (first, stride), so that several ranks can share the work.
-            For example, (1, 4) checks files 1, 5, 9, ...
+        skip_tensor_checksums: Skip the checksums that loading the tensors verifies, for example
+            because you load the tensors next.
+        rank: Rank that calls this function.
+        num_ranks: Number of ranks that share the work.
 
     Raises:
         Damage: If the manifest is altered or belongs to another step, or if a file is missing or
@@ -543,14 +546,20 @@ def check_checkpoint(
     if manifest["step"] != get_step(path):
         raise Damage(f"{MANIFEST}: belongs to step {manifest['step']}")
 
-    first, stride = share
-    names_to_check = sorted(manifest["files"])[first::stride]
-    for name in names_to_check:
+    names_for_this_rank = sorted(manifest["files"])[rank::num_ranks]
+    for name in names_for_this_rank:
         entry = manifest["files"][name]
-        # Loading verifies the index and each tensor in a file with chunk checksums.
-        can_skip_checksum = name == INDEX or bool(entry.get("chunk_checksums"))
-        _check_file(path, name, entry, only_size=verified_on_load and can_skip_checksum)
+        only_size = skip_tensor_checksums and _is_verified_on_load(name, entry)
+        _check_file(path, name, entry, only_size=only_size)
     return manifest
+
+
+def _is_verified_on_load(name: str, entry: Entry) -> bool:
+    """Return whether loading the tensors also verifies the checksums of a file.
+
+    This is the case for the index and for files in which each tensor has a checksum.
+    """
+    return name == INDEX or entry.get("chunk_checksums", False)
 
 
 def _check_file(folder: Path, name: str, entry: Entry, *, only_size: bool) -> None:
@@ -749,7 +758,8 @@ class CheckpointContext:
     def _remove_leftovers(self, path_hash: str) -> None:
         """Remove the leftovers of interrupted saves, exports and removals of this run.
 
-        Final weights and exports, which are in the output folder, also start with temporary names.
+        This includes temporary folders of final weights and exports, which are in the output
+        folder.
 
         Args:
             path_hash: Hash of the checkpoint folder path, which these temporary names contain.

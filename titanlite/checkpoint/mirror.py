@@ -105,15 +105,16 @@ class Mirror:
         self.num_failed = 0
         self._failed = set[str]()  # names of the checkpoints that could not be copied
         self._copied = set[str]()  # names of the checkpoints known to be on the mirror
-        # Set by `_refresh`: all files on the mirror, and manifests of complete checkpoints by name.
+        # Set by `_update_listing`: all files on the mirror by path, and the manifests of complete
+        # checkpoints by checkpoint name.
         self._files: dict[str, Any] = {}
         self._manifests: dict[str, Manifest] = {}
         # Contents by checkpoint name, which show whether titanlite wrote the manifests.
         self._damaged_manifests: dict[str, bytes] = {}
 
         self._thread = ThreadPoolExecutor(1, "mirror")
-        # Done when all copies that the last `notify` started have ended. Until the first call, this
-        # future is never done.
+        # Done when all copies that the last `start_copying` started have ended. Until the first
+        # call, this future is never done.
         self._last_copies = Future[None]()
         self._is_ending = threading.Event()
         self._throttle_lock = threading.Lock()
@@ -135,26 +136,26 @@ class Mirror:
         self._run_on_rank0(self._restore)
 
     def begin(self, step: int) -> None:
-        """Start copying the checkpoints of the run to the mirror in the background.
+        """Archive later checkpoints of this run on the mirror, then start copying.
 
-        First archive later checkpoints of this run on the mirror, because their steps will be
-        trained again. Call this on all ranks, once the run has loaded its checkpoint.
+        The steps of later checkpoints will be trained again. Call this on all ranks, once the run
+        has loaded its checkpoint.
 
         Args:
             step: Step of the loaded checkpoint, or 0.
         """
 
-        def begin_on_rank0() -> None:
+        def archive_and_start_copying() -> None:
             run_id = self._find_run_id()
-            self._refresh()
+            self._update_listing()
             for mirrored_step, name in self._names_by_step().items():
                 if mirrored_step > step and belongs_to_run(self._manifests[name], run_id):
                     self._set_aside(name, "archived")
-            self.notify()  # starts copying
+            self.start_copying()
 
-        self._run_on_rank0(begin_on_rank0)
+        self._run_on_rank0(archive_and_start_copying)
 
-    def notify(self) -> None:
+    def start_copying(self) -> None:
         """Start copying all checkpoints that are not yet on the mirror, in the background.
 
         Call this on rank 0 after each save.
@@ -174,13 +175,14 @@ class Mirror:
             Whether the newest checkpoint is on the mirror, or there is no checkpoint.
         """
         deadline = time.monotonic() + self._config.timeout_seconds
-        # Only rank 0 copies. It waits in short intervals, after which all ranks report. The result
-        # is the same on all ranks.
-        while not self._run_on_rank0(lambda: self._wait_briefly_for_copies(deadline)):
+        while True:
+            # Only rank 0 copies, so it decides for all ranks whether to continue waiting.
+            is_wait_over = self._run_on_rank0(lambda: self._wait_briefly(deadline))
+            if is_wait_over:
+                return self._run_on_rank0(self._is_newest_copied)
             report_alive()
-        return self._run_on_rank0(self._is_newest_copied)
 
-    def _wait_briefly_for_copies(self, deadline: float) -> bool:
+    def _wait_briefly(self, deadline: float) -> bool:
         """Wait a few seconds for the copies. Return whether they have ended or timed out.
 
         Args:
@@ -213,10 +215,10 @@ class Mirror:
 
     # Files on the mirror and in the local folder
 
-    def _refresh(self) -> None:
-        """List the files on the mirror and read the manifests of its complete checkpoints.
+    def _update_listing(self) -> None:
+        """Update `_files` and `_manifests`, which describe the files on the mirror.
 
-        Set `_files` and `_manifests`. Omit checkpoints with a damaged manifest from `_manifests`.
+        Omit checkpoints with a damaged manifest from `_manifests`.
         """
         self._files = list_files(self._storage, self._root)
         # Add the weights in `final` last. If losses are equal, `_find_best` prefers the first name.
@@ -232,8 +234,9 @@ class Mirror:
     def _read_manifest(self, name: str) -> Manifest | None:
         """Return the manifest of a checkpoint on the mirror, or None if it is damaged.
 
-        Log damage once, and keep the damaged content for `_has_checkpoints`. Do not rename the
-        manifest, because another program may have written it.
+        Log damage once. Store the damaged content in `_damaged_manifests`, so that
+        `_has_checkpoints` can check whether titanlite wrote it. Do not rename the manifest, because
+        another program may have written it.
         """
         path = f"{self._root}/{name}/{MANIFEST}"
         content = self._storage.cat_file(path)
@@ -260,7 +263,7 @@ class Mirror:
         return [path for path in paths if (path / MANIFEST).is_file()]
 
     def _get_name(self, path: Path) -> str:
-        """Return the name of a local checkpoint on the mirror, such as "final/step-00000100"."""
+        """Return the name for a local checkpoint on the mirror, such as "final/step-00000100"."""
         return path.name if path.parent == self._folder else f"final/{path.name}"
 
     def _get_path(self, name: str) -> Path:
@@ -313,7 +316,7 @@ class Mirror:
 
     def _restore(self) -> None:
         """Download the checkpoints that the run needs (see `restore`). Call this on rank 0."""
-        self._refresh()
+        self._update_listing()
         names = self._names_by_step()
         run_id = self._find_run_id()
         self._check_run(run_id)
@@ -475,24 +478,30 @@ class Mirror:
             self._send(path)
 
     def _send(self, path: Path) -> None:
-        """Copy a local checkpoint to the mirror. Log and count a failure once per checkpoint.
-
-        If an access to the storage fails, wait and try again, unless the run ends during the wait.
-        """
-        error = self._try_to_send(path)
-        for pause in _RETRY_PAUSES:
-            if not isinstance(error, CheckpointError):  # only storage failures are temporary
-                break
-            if self._is_ending.wait(pause):  # the run ends
-                break
-            error = self._try_to_send(path)
-
+        """Copy a local checkpoint to the mirror. Log and count a failure once per checkpoint."""
+        error = self._send_with_retries(path)
         name = self._get_name(path)
         if error is not None and name not in self._failed:
             text = f"Could not copy {name} to the mirror: {error}"
             self._log(Event(text, "failed mirror", get_step(path)))
             self._failed.add(name)
             self.num_failed += 1
+
+    def _send_with_retries(self, path: Path) -> UserError | None:
+        """Copy a local checkpoint to the mirror, and try again if the storage cannot be accessed.
+
+        Stop trying when the run ends. Return the error of the last attempt, or None if it succeeded
+        or its failure does not matter (see `_try_to_send`).
+        """
+        for pause in _RETRY_PAUSES:
+            error = self._try_to_send(path)
+            is_storage_failure = isinstance(error, CheckpointError)
+            if not is_storage_failure:
+                return error
+            has_run_ended = self._is_ending.wait(pause)
+            if has_run_ended:
+                return error
+        return self._try_to_send(path)
 
     def _try_to_send(self, path: Path) -> UserError | None:
         """Copy a checkpoint to the mirror and return the error if this fails.
@@ -545,7 +554,7 @@ class Mirror:
         entries = parse_manifest(manifest, path / MANIFEST)["files"]
         folder = f"{self._root}/{name}"
         run_id = self._find_run_id()
-        self._refresh()
+        self._update_listing()
         self._check_run(run_id)
 
         is_mirrored = name in self._manifests
@@ -578,14 +587,14 @@ class Mirror:
             # write the small file that tests the access.
             if error.errno in DISK_FULL:
                 with suppress(OSError):  # the first error is more important
-                    self._refresh()
+                    self._update_listing()
                     self._delete(name, [*entries, MANIFEST])
             raise
         self._storage.rm_file(f"{folder}/{INCOMPLETE}")
         return True
 
     def _copy_files(self, path: Path, folder: str, entries: dict[str, Entry]) -> None:
-        """Copy the files of a step folder except the manifest in parallel.
+        """Copy all files of a step folder in parallel, except the manifest.
 
         Args:
             path: The local step folder.
@@ -687,12 +696,13 @@ class Mirror:
     # Removals, in the thread
 
     def _remove_outdated(self) -> None:
-        """Remove from the mirror the checkpoints of this run that no option keeps.
+        """Remove the outdated checkpoints of this run from the mirror.
 
-        Also remove the files that interrupted copies and removals left there.
+        Keep the checkpoints that `keep_latest_k`, `keep_every_n_steps` or `keep_best` selects. Also
+        remove the files that interrupted copies and removals left on the mirror.
         """
         run_id = self._find_run_id()
-        self._refresh()
+        self._update_listing()
         self._remove_leftovers(run_id)
         names_by_step = {
             step: name

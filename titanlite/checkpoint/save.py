@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,13 +27,13 @@ from titanlite.checkpoint.dcp import (
     manifest_info,
 )
 from titanlite.checkpoint.huggingface import TokenizerWriter
-from titanlite.checkpoint.live_state import WEIGHTS
 from titanlite.checkpoint.manifest import CheckpointContext, step_folder_name
 from titanlite.checkpoint.mirror import Mirror
 from titanlite.checkpoint.saved_folders import SavedFolders
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.runtime.logging import Event
 
+T = TypeVar("T")
 Tensors = dict[str, Tensor]
 """Tensors of a checkpoint by name."""
 
@@ -127,18 +127,22 @@ class Saver:
             is_last: Whether the run ends with this step. If so, apply the `checkpoint.last_save_*`
                 options, such as saving only the weights, and wait until the checkpoint is complete.
         """
-        if self._is_saving():
-            self._num_waits += 1
-        # Complete the previous save first, because it calls `on_saved`, which may change the state.
-        self.wait_until_saved()
+        # This calls `on_saved` for the previous save, which may change the state.
+        self._wait_for_previous_save()
         train_state = collect_state()
-        # Saves remove outdated checkpoints, but only those with this run ID, which is now known.
+        # After this save, only checkpoints with this run ID may be removed.
         self._saved_folders.run_id = train_state.get("run")
 
         if is_last:
             self._save_last(step, train_state)
         else:
             self._save_all(step, train_state)
+
+    def _wait_for_previous_save(self) -> None:
+        """Wait until the previous save has ended. If it is still in progress, count this wait."""
+        if self._is_saving():
+            self._num_waits += 1
+        self.wait_until_saved()
 
     def _save_last(self, step: int, train_state: dict[str, Any]) -> None:
         """Save the last step according to the `checkpoint.last_save_*` options.
@@ -172,16 +176,18 @@ class Saver:
         """
         folder = self._folder.parent / "final"
         path = folder / step_folder_name(step)
-        # If no step was trained since the run resumed, a folder that exists has these weights.
-        can_keep_existing = step == self.loaded_step
+        # Keep an existing folder if no step was trained since the run resumed, because it has these
+        # weights. Otherwise, archive it.
+        can_keep = step == self.loaded_step
         is_kept = self._ranks.run_on_rank0(
-            lambda: self._saved_folders.keep_or_archive(path, can_keep_existing)
+            lambda: self._saved_folders.keep_or_archive(path, can_keep)
         )
-        if not is_kept:
-            tensors = self._live.tensors(optimizer=False)
-            weights = {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
-            writer = self._create_writer(folder, step, train_state, weights_only=True)
-            self._start_save(writer, weights)
+        if is_kept:
+            return path
+
+        weights = self._live.weights()
+        writer = self._create_writer(folder, step, train_state, weights_only=True)
+        self._start_save(writer, weights)
         return path
 
     def _create_writer(
@@ -221,20 +227,16 @@ class Saver:
         """Copy the tensors and let the background thread write them.
 
         If the tensors cannot be copied or the thread cannot start, for example because memory is
-        low, write them while training waits. With pinned memory, the copy is made during the next
-        step. If it fails there, the save fails on all ranks.
+        low, write them while training waits.
 
         Returns:
             A future with a boolean: whether the checkpoint is complete.
         """
         try:
-            wait_for_copies = self._copy(tensors)
+            copies = self._copy(tensors)
             seconds_blocked = time.perf_counter() - writer.started
-            return self._thread.submit(
-                self._write_and_publish, writer, wait_for_copies, seconds_blocked
-            )
+            return self._run_in_thread(self._write_and_publish, writer, copies, seconds_blocked)
         except Exception as error:
-            self._discard_queued_save()  # `submit` may have queued it before it failed
             text = f"Saving step {writer.step} while training waits ({describe_error(error)})"
             self._log(Event(text, "foreground", writer.step))
         return self._write_while_training_waits(writer, tensors)
@@ -249,25 +251,24 @@ class Saver:
         Returns:
             A completed future with a boolean: whether the checkpoint is complete.
         """
-        result = Future[bool]()
-        result.set_result(self._write_and_publish(writer, lambda: tensors))
-        return result
+        return _completed(self._write_and_publish(writer, _completed(tensors)))
 
-    def _discard_queued_save(self) -> None:
-        """Replace the background thread, so that it does not run a save that it could not start.
+    def _run_in_thread(self, function: Callable[..., bool], *args: Any) -> Future[bool]:
+        """Start a function in the background thread and return a future with its result."""
+        try:
+            return self._thread.submit(function, *args)
+        except Exception:
+            # Discard the function, because it may be queued, and the next `submit` would run it.
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread = ThreadPoolExecutor(1, "checkpoint")
+            raise
 
-        `ThreadPoolExecutor.submit` queues a function before it starts the thread. If starting the
-        thread fails, the next `submit` would run this function as well.
-        """
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
-
-    def _copy(self, tensors: Tensors) -> Callable[[], Tensors]:
+    def _copy(self, tensors: Tensors) -> Future[Tensors]:
         """Copy tensors to CPU memory, so that training can change the originals during the save.
 
         Returns:
-            A function that waits for the copies and returns them by name. With pinned memory, the
-            stager copies in the background. Otherwise, the copies are already complete.
+            A future with the copies by name. With pinned memory, the stager copies during the next
+            training step; otherwise, the copies are already complete.
         """
         if self._is_pinned:
             torch.cuda.current_stream().synchronize()  # the stager copies on another stream
@@ -276,46 +277,43 @@ class Saver:
             self._stager = self._create_stager()
         copies = self._stager.stage(tensors)
         if not isinstance(copies, Future):
-            return lambda: copies
+            return _completed(copies)
         self._copies = copies
-        return lambda: _wait_for_copies(copies)
+        return copies
 
     def _write_and_publish(
         self,
         writer: CheckpointWriter,
-        get_tensors: Callable[[], Tensors],
+        tensors_to_write: Future[Tensors],
         seconds_blocked: float | None = None,
     ) -> bool:
         """Write and publish a checkpoint, log the result, and remove outdated checkpoints.
 
-        Call this on all ranks together. An exception is logged and makes only this save fail.
+        Call this on all ranks together. If one rank fails, the save fails on all ranks, but the run
+        continues.
 
         Args:
             writer: Writer of the checkpoint.
-            get_tensors: Waits until this rank can write its tensors, and returns them by name. Any
-                exception that it raises is a CheckpointError.
+            tensors_to_write: Future with the tensors by name, which training will not change.
             seconds_blocked: Seconds from the creation of the writer until training could continue.
                 None if training waits for the whole save.
 
         Returns:
-            Whether the checkpoint is complete. False if any rank failed.
+            Whether the checkpoint is complete.
         """
         try:
-            # If one rank fails, each of these two calls raises an exception on all ranks.
-            tensors = self._ranks.run_together(get_tensors)
+            tensors = self._ranks.run_together(lambda: _wait_for_tensors(tensors_to_write))
             self._write_files_and_publish(writer, tensors)
-        except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        except Exception as error:
             if self._ranks.rank == 0:
-                text = f"Could not save step {writer.step}: {describe_error(error)}"
-                self._log(Event(text, "failed save", writer.step))
-                shutil.rmtree(writer.tmp_folder, ignore_errors=True)
+                self._discard_failed_save(writer, error)
             return False
 
         self._log_success(writer, seconds_blocked)
         if self._ranks.rank == 0:
             self._saved_folders.remove_outdated()
             if self._mirror is not None:
-                self._mirror.notify()
+                self._mirror.start_copying()
         return True
 
     def _write_files_and_publish(self, writer: CheckpointWriter, tensors: Tensors) -> None:
@@ -325,14 +323,23 @@ class Saver:
         calls `writer.finish` on rank 0, which publishes the checkpoint.
 
         Raises:
-            CheckpointException: On all ranks, if any rank fails.
+            CheckpointError: On all ranks, if any rank fails.
         """
-        dcp_save(
-            tensors,
-            storage_writer=writer,
-            planner=ShardSavePlanner(flatten_state_dict=False),
-            process_group=self._ranks.group,
-        )
+        try:
+            dcp_save(
+                tensors,
+                storage_writer=writer,
+                planner=ShardSavePlanner(flatten_state_dict=False),
+                process_group=self._ranks.group,
+            )
+        except CheckpointException as error:  # contains the errors of all ranks
+            raise CheckpointError(describe_error(error)) from None
+
+    def _discard_failed_save(self, writer: CheckpointWriter, error: Exception) -> None:
+        """Log that a save failed, and delete the files that it has written."""
+        text = f"Could not save step {writer.step}: {describe_error(error)}"
+        self._log(Event(text, "failed save", writer.step))
+        shutil.rmtree(writer.tmp_folder, ignore_errors=True)
 
     def _log_success(self, writer: CheckpointWriter, seconds_blocked: float | None) -> None:
         """Log that a save succeeded and how long it took.
@@ -381,10 +388,8 @@ class Saver:
         if not self._config.last_save_in_hf or not self.has_saved(step):
             return
         # If no step was trained since the run resumed, an export that exists has these weights.
-        can_keep_existing = step == self.loaded_step
-        is_exported = self._ranks.run_on_rank0(
-            lambda: self._saved_folders.export(path, can_keep_existing)
-        )
+        can_keep = step == self.loaded_step
+        is_exported = self._ranks.run_on_rank0(lambda: self._saved_folders.export(path, can_keep))
         if not is_exported:
             self.failed_export = path
             self._success_by_step[step] = False
@@ -438,13 +443,22 @@ class Saver:
         self._stager.close()
 
 
-def _wait_for_copies(copies: Future[Tensors]) -> Tensors:
-    """Wait for the copies of the tensors, and convert each error to a CheckpointError.
+def _completed(result: T) -> Future[T]:
+    """Return a future that already has its result."""
+    future = Future[T]()
+    future.set_result(result)
+    return future
 
-    `RankGroup.run_together` raises a CheckpointError on all ranks. After an error that it does not
-    catch, such as an interrupt, the other ranks would wait for this rank.
+
+def _wait_for_tensors(tensors_to_write: Future[Tensors]) -> Tensors:
+    """Return the tensors by name. During an async save, first wait until they are copied.
+
+    Raises:
+        CheckpointError: If copying failed for any reason, even an interrupt. This is one of the
+            errors that `RankGroup.run_together` raises on all ranks. After other errors, the other
+            ranks would wait for this rank forever.
     """
     try:
-        return copies.result()
+        return tensors_to_write.result()
     except BaseException as error:
         raise CheckpointError(f"copying the tensors failed: {describe_error(error)}") from None

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from titanlite.checkpoint.dcp import describe_error
@@ -68,20 +69,15 @@ class SavedFolders:
         self._own_checkpoints = set[Path]()  # those known to belong to this run
 
     def remove_outdated(self) -> None:
-        """Remove the checkpoints of this run that no option keeps.
+        """Remove the outdated checkpoints of this run.
 
-        If a checkpoint cannot be removed, log this and continue.
+        Keep the checkpoints that `keep_latest_k`, `keep_every_n_steps` or `keep_best` selects, the
+        target of the link `best`, and the checkpoint that is being copied to the mirror. If a
+        checkpoint cannot be removed, log this and continue.
         """
         try:
-            checkpoints = self._list_checkpoints_of_run()
-            if self._config.keep_best:
-                self.update_best_link()  # because the target of this link is never removed
-            outdated = self._select_outdated(checkpoints)
-            # The newest checkpoint must survive a power failure before older ones are removed.
-            # `publish_checkpoint` also tries this, but only warns if it fails.
-            sync(self._folder)
-        except Exception as error:
-            # Keep all, because a removal could delete the best or the only durable checkpoint.
+            outdated = self._find_outdated()
+        except Exception as error:  # removals could delete the best or the only durable checkpoint
             self._log(f"Not removing old checkpoints: {describe_error(error)}")
             return
 
@@ -90,6 +86,23 @@ class SavedFolders:
                 remove_checkpoint(path)
             except Exception as error:
                 self._log(f"Could not remove the old {path.name}: {describe_error(error)}")
+
+    def _find_outdated(self) -> list[Path]:
+        """Return the checkpoints of this run that can be removed.
+
+        First, update the link `best` and sync the checkpoint folder, so that removals are safe.
+        """
+        checkpoints = [
+            path for path in list_checkpoints(self._folder) if self._belongs_to_this_run(path)
+        ]
+        if self._config.keep_best:
+            # The target of this link is never removed, so let it point to the best checkpoint.
+            self.update_best_link()
+        outdated = self._select_outdated(checkpoints)
+        # The newest checkpoint must survive a power failure before older ones are removed.
+        # `publish_checkpoint` also syncs the folder, but only warns if this fails.
+        sync(self._folder)
+        return outdated
 
     def is_best(self, loss: float) -> bool:
         """Return whether a validation loss is lower than the loss of every saved checkpoint.
@@ -123,10 +136,6 @@ class SavedFolders:
                 f"{best.name} has the lowest validation loss so far, {loss:.4f}: "
                 f"{link} points to it"
             )
-
-    def _list_checkpoints_of_run(self) -> list[Path]:
-        """Return the step folders in the checkpoint folder that this run saved, sorted by step."""
-        return [path for path in list_checkpoints(self._folder) if self._belongs_to_this_run(path)]
 
     def _select_outdated(self, checkpoints: list[Path]) -> list[Path]:
         """Select the checkpoints that can be removed because no option keeps them.
@@ -184,7 +193,9 @@ class SavedFolders:
         Returns:
             Whether an existing output is kept, so that no new one must be written.
         """
-        if can_keep and path.exists():
+        if not path.exists():
+            return False
+        if can_keep:
             self._log(f"Keeping {path}, which exists already")
             return True
 
@@ -221,16 +232,17 @@ class SavedFolders:
         Read the weights from disk, so that no rank has to gather them in memory.
         """
         step = get_step(path)
-
-        # `export_hf` calls this to write additional files into its temporary folder.
-        def write_marker_and_tokenizer(folder: Path) -> dict[str, int | None]:
-            marker = {"run": self.run_id, "step": step}
-            (folder / EXPORT_MARKER).write_text(json.dumps(marker) + "\n")
-            return self._write_tokenizer(folder)
-
-        # Skip the checksums that are verified when the weights are read.
-        check_checkpoint(path, verified_on_load=True)
-        weights = checkpoint_weights(path)
         dtype = self._config.export_dtype
-        export_hf(weights, out, dtype, write_marker_and_tokenizer, tmp_suffix=self._context.token)
+        # `export_hf` reads the weights from disk, which verifies their checksums.
+        check_checkpoint(path, skip_tensor_checksums=True)
+        weights = checkpoint_weights(path)
+        write_other_files = partial(self._write_marker_and_tokenizer, step)
+        # The next start of the run recognizes leftover temporary folders by this suffix.
+        export_hf(weights, out, dtype, write_other_files, tmp_suffix=self._context.token)
         self._log(f"Exported step {step} to {out} in Hugging Face format ({dtype})")
+
+    def _write_marker_and_tokenizer(self, step: int, folder: Path) -> dict[str, int | None]:
+        """Write the files of an export other than weights, and return the special token IDs."""
+        marker = {"run": self.run_id, "step": step}
+        (folder / EXPORT_MARKER).write_text(json.dumps(marker) + "\n")
+        return self._write_tokenizer(folder)

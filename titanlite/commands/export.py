@@ -118,7 +118,7 @@ def export(
         return step_folder
 
     # `export_step` verifies the checksums of tensors when it reads them.
-    return load_newest(checkpoint, export_step, verified_on_load=True, log=note)
+    return load_newest(checkpoint, export_step, skip_tensor_checksums=True, log=note)
 
 
 def _load_saved_tokenizer(step_folder: Path) -> Tokenizer:
