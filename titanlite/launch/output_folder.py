@@ -69,7 +69,7 @@ def _wait_for_other_runs(run: Run) -> dict[Path, FileId]:
         IDs of the lock files of both folders, keyed by path. A later cleanup removes a lock file
         only if its ID is unchanged.
     """
-    locked_paths = [_lock_name(run)]
+    locked_paths = [_output_lock_path(run)]
     if run.job.checkpoint.enable:
         locked_paths.append(run.checkpoint_folder)
 
@@ -82,8 +82,8 @@ def _wait_for_other_runs(run: Run) -> dict[Path, FileId]:
     return lock_files
 
 
-def _lock_name(run: Run) -> Path:
-    """Return the name of the lock of a whole output folder, whose lock file is .run.lock in it."""
+def _output_lock_path(run: Run) -> Path:
+    """Return the path that a run locks to use its output folder. The lock file is .run.lock."""
     return run.dump_folder / "run"
 
 
@@ -140,7 +140,7 @@ class NewOutput(NamedTuple):
             return
 
         try:
-            with _hold_lock(_lock_name(self.run), timeout=0.0):
+            with _hold_lock(_output_lock_path(self.run), timeout=0.0):
                 self._remove_if_unused()
         except UserError:  # another run has started to use the folder
             return
@@ -150,22 +150,22 @@ class NewOutput(NamedTuple):
 
         It may contain an empty checkpoint folder, which is removed first.
         """
-        unchanged_files = self._list_unchanged_files()
+        created_files = self._list_created_files()
         entries = set(self.run.dump_folder.iterdir())
-        other_entries = entries - unchanged_files
+        other_entries = entries - created_files
         if not all(self._is_empty_checkpoint_folder(entry) for entry in other_entries):
             return
 
         # Stop logging, because the error that ends this process would create train.log again.
         logging.getLogger(LOGGER_NAME).handlers.clear()
-        for file in entries & unchanged_files:
+        for file in entries & created_files:  # keep lock files in other folders
             file.unlink(missing_ok=True)
         with suppress(OSError):  # another process may have put a file into one of the folders
             for folder in (*other_entries, *self.folders):
                 folder.rmdir()
 
-    def _list_unchanged_files(self) -> set[Path]:
-        """Return the files that this process has created and no other process has replaced."""
+    def _list_created_files(self) -> set[Path]:
+        """Return the files that this process has created, unless another process replaced them."""
         return {path for path, file_id in self.file_ids.items() if _file_id(path) == file_id}
 
     def _is_empty_checkpoint_folder(self, path: Path) -> bool:
