@@ -304,7 +304,8 @@ class Ranks:
         """Forward signals received by the launcher to the ranks.
 
         After the first stop signal, the ranks save a checkpoint and end. If Ctrl-C follows, the
-        caller must kill them. Other further signals are ignored, because schedulers repeat SIGTERM.
+        caller must kill them. All other repeated stop signals are ignored, because schedulers send
+        SIGTERM several times.
 
         Returns:
             Whether the user has pressed Ctrl-C after a first stop signal.
@@ -401,10 +402,10 @@ class Ranks:
             killed: Ranks that the launcher killed.
         """
         # A message of a rank also explains how to resume.
-        lines = [cause.message or self.resume_hint()]
+        text = cause.message or self.resume_hint()
         if not _has_known_reason(cause):
-            lines.insert(0, self._describe_failure(cause, killed))
-        return "\n".join(lines).rstrip("\n")
+            text = f"{self._describe_failure(cause, killed)}\n{text}"
+        return text.rstrip("\n")
 
     def _describe_failure(self, cause: RankEnd, killed: Sequence[int]) -> str:
         """Describe in one line which rank failed, or which signal stopped the run.

@@ -376,7 +376,10 @@ def _get_lr_and_decay(run: Run, step: int, name: str, ndim: int) -> tuple[float,
 
 
 def _get_default_decay(run: Run, name: str, ndim: int) -> float:
-    """Return the weight decay of a parameter in no optimizer group. Only matrices have one."""
+    """Return the weight decay of a parameter that belongs to no optimizer group.
+
+    Only matrices have weight decay, and embeddings only with `optimizer.decay_embeddings`.
+    """
     config = run.job.optimizer
     is_exempt = "tok_embeddings" in name and not config.decay_embeddings
     return config.weight_decay if ndim >= 2 and not is_exempt else 0.0
