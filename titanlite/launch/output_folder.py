@@ -92,7 +92,8 @@ def _hold_lock(path: Path, timeout: float) -> Iterator[None]:
     """Hold the lock of a path in a `with` block. Create its lock file if needed.
 
     Raises:
-        UserError: If another run still holds the lock after `timeout` seconds.
+        UserError: If another run still holds the lock after `timeout` seconds, or if the lock file
+            is a symbolic link.
     """
     descriptor = lock_folder(path, timeout, note)
     try:
@@ -139,11 +140,9 @@ class NewOutput(NamedTuple):
         if exit_code not in UNSAVED_EXITS:
             return
 
-        try:
-            with _hold_lock(_output_lock_path(self.run), timeout=0.0):
-                self._remove_if_unused()
-        except UserError:  # another run has started to use the folder
-            return
+        lock_path = _output_lock_path(self.run)
+        with suppress(UserError), _hold_lock(lock_path, timeout=0.0):  # unless another run holds it
+            self._remove_if_unused()
 
     def _remove_if_unused(self) -> None:
         """Remove the folder, unless it contains a file that another process has created.
@@ -161,7 +160,7 @@ class NewOutput(NamedTuple):
         for file in entries & created_files:  # keep lock files in other folders
             file.unlink(missing_ok=True)
         with suppress(OSError):  # another process may have put a file into one of the folders
-            for folder in (*other_entries, *self.folders):
+            for folder in [*other_entries, *self.folders]:  # first the checkpoint folder, if any
                 folder.rmdir()
 
     def _list_created_files(self) -> set[Path]:

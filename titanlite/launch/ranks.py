@@ -133,7 +133,7 @@ class Ranks:
     _folder: Path = field(default=Path(), init=False)
     """Private folder in which the ranks report errors and hangs. Each start creates a new one."""
     _last_poll: float = field(default=0.0, init=False)
-    """Unix time at which the processes were last checked for their end."""
+    """Unix time of the last poll, or of the start before the first poll."""
     _is_stall_reported: bool = field(default=False, init=False)
 
     def run(self) -> int:
@@ -292,7 +292,7 @@ class Ranks:
         return all(_is_stopped(self._processes[rank].pid) for rank in ranks_without_report)
 
     def _report_stall(self, reports: Sequence[RankHang]) -> None:
-        """Print where in the code the ranks wait, and how to resume stopped ranks."""
+        """Print where in the code the ranks wait, and how to continue stopped ranks."""
         lines = ["No step has ended for a while, and all ranks of this node wait:"]
         lines += [report.text for report in reports]
         for rank, process in self._processes.items():

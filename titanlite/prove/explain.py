@@ -219,7 +219,7 @@ def _concatenate(tensors: NamedTensors, names: Sequence[str]) -> Tensor:
 
 def _compute_vector(step: ReferenceStep, names: Sequence[str]) -> Tensor:
     """Compute the gradients of the parameters called `names` in a step, as one vector."""
-    _, gradients = step.trainer.compute_gradients(step)
+    _, gradients = step.compute_gradients()
     return _concatenate(gradients, names)
 
 

@@ -373,13 +373,12 @@ def compare_with_one_rank(run: Run, folder: Path) -> list[Check]:
     one_rank_run = make_one_rank_run(run, folder / "single")
     # The other ranks are done, so a process group of all ranks would wait for them forever.
     _restrict_process_groups_to_this_rank()
-    with (
-        process_group(one_rank_run.job) as device,
-        closing(ReferenceTrainer(one_rank_run, device)) as float64_reference,
-    ):
-        one_rank_steps = repeat_on_one_rank(one_rank_run, device, tested_steps)
+    with process_group(one_rank_run.job) as device:
+        with closing(ReferenceTrainer(one_rank_run, device)) as float64_reference:
+            one_rank_steps = repeat_on_one_rank(one_rank_run, device, tested_steps)
+            checks = list(_compare_steps(run, tested_steps, one_rank_steps, float64_reference))
         return [
-            *_compare_steps(run, tested_steps, one_rank_steps, float64_reference),
+            *checks,
             *compare_resumed(run, folder, tested_steps),
             *compare_resumed_on_one_rank(run, device, tested_steps, one_rank_steps),
             *compare_export(run, folder / "exported", tested_steps),
@@ -471,7 +470,7 @@ def compare_step(
     # Compare the gradients now, because the hints for the loss use the result. Yield the
     # comparisons of the loss first, because a step computes it first.
     reference_step = ReferenceStep(reference, before.weights, sequences)
-    loss, gradients = reference.compute_gradients(reference_step)
+    loss, gradients = reference_step.compute_gradients()
     checks = compare_gradients(step, run, after.gradients, gradients, one_rank.gradients.unsharded)
     failed = [check for check in checks if not check.has_passed]
     hint = ""

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanlite.config.registry import LOSSES, resolve
 from titanlite.config.run import Run
 from titanlite.data.loader import Loader
-from titanlite.model.llama import Llama
+from titanlite.model.llama import Head, Llama
 from titanlite.model.microbatch import IGNORE_INDEX
 from titanlite.optim.losses import LossRecipe
 from titanlite.optim.schedule import learning_rate_at
@@ -61,7 +61,7 @@ class ReferenceStep(NamedTuple):
     For example, `step._replace(use_window=False)` is the step without a sliding window.
 
     Attributes:
-        trainer: Reference model, whose method `compute_gradients` computes the step.
+        trainer: Computes the step.
         weights: Weights before the step in any dtype, by parameter name.
         sequences: Fields of the global batch, such as "input_ids", each of shape (sequences, T).
         indices: Sequences that contribute to the loss. The divisor is always the number of valid
@@ -80,6 +80,10 @@ class ReferenceStep(NamedTuple):
     def with_field(self, name: str, values: Tensor) -> ReferenceStep:
         """Return the same step with other values in a field of the sequences, such as "labels"."""
         return self._replace(sequences=self.sequences | {name: values})
+
+    def compute_gradients(self) -> tuple[float, NamedTensors]:
+        """Compute the loss, and the gradients by parameter name, in float64."""
+        return self.trainer.compute_gradients(self)
 
 
 class ReferenceTrainer:
@@ -149,7 +153,7 @@ class ReferenceTrainer:
         }
         return loss.item(), gradients
 
-    def _make_loss_head(self, step: ReferenceStep, labels: Tensor) -> Callable[..., Tensor]:
+    def _make_loss_head(self, step: ReferenceStep, labels: Tensor) -> Head:
         """Return a function that computes the loss from hidden states and the output weight.
 
         Args:
@@ -376,7 +380,7 @@ def _get_lr_and_decay(run: Run, step: int, name: str, ndim: int) -> tuple[float,
 
 
 def _get_default_decay(run: Run, name: str, ndim: int) -> float:
-    """Return the weight decay of a parameter that belongs to no optimizer group.
+    """Return the weight decay of a parameter, unless its optimizer group sets another one.
 
     Only matrices have weight decay, and embeddings only with `optimizer.decay_embeddings`.
     """

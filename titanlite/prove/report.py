@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def summarize_checks(checks: Sequence[Check]) -> list[Row]:
-    """Return the rows of a certificate, the result of a proof, with one row per kind of check.
+    """Summarize checks in the rows of a certificate, with one row per kind of check.
 
     Each row shows the check with the largest error relative to its tolerance.
     """

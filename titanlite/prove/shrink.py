@@ -77,9 +77,9 @@ def parse_original(argv: Sequence[str]) -> JobConfig:
         raise parsed.error(parsed.mistakes)
 
     run = Run(parsed.job)  # the checks below do not use its number of ranks
-    problems = list(check_tensor_sizes(run))  # heads, channels and sequences per rank
+    problems = list(check_tensor_sizes(run))  # heads, channels and chunks of each sequence
     if run.degrees.pipeline > 1:
-        problems += check_stages(run)  # blocks per pipeline stage
+        problems += check_stages(run)  # blocks per stage, and options without pipeline support
     if problems:
         raise parsed.error([make_mistake(run, problem) for problem in problems])
     return parsed.job
@@ -103,8 +103,8 @@ def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> Sma
     num_ranks = math.prod(degrees.values())
     original = Run(job, num_ranks)
 
-    # Each change depends on the sizes before it. Some functions append to `not_kept`.
-    not_kept: list[str] = []
+    # Keep this order, because later changes depend on earlier sizes.
+    not_kept: list[str] = []  # properties of the original job that the small job lacks
     small = job.with_section("parallelism", **degrees)
     small = _shrink_model(small, original, not_kept)
     small = _shrink_training(small, original, steps)
@@ -175,7 +175,7 @@ def _choose_fsdp_degree(has_fsdp: bool, other_degrees: int, world_size: int | No
     if world_size is None:
         return 2 if has_fsdp else 1
 
-    fsdp_degree = world_size // other_degrees if has_fsdp else 1
+    fsdp_degree = max(1, world_size // other_degrees) if has_fsdp else 1
     if fsdp_degree * other_degrees != world_size:
         needed = f"a multiple of {other_degrees}" if has_fsdp else str(other_degrees)
         raise UserError(
@@ -194,7 +194,7 @@ def _shrink_model(small: JobConfig, original: Run, not_kept: list[str]) -> JobCo
     Args:
         small: Job with the small parallel degrees, which the small sizes must fit.
         original: The run with the original model.
-        not_kept: List to which the properties that the small model lacks are added.
+        not_kept: List to extend with one sentence for each property that the small model lacks.
     """
     arch = original.arch
     job = original.job
@@ -340,7 +340,7 @@ def _shrink_data(small: JobConfig, out: Path, not_kept: list[str]) -> JobConfig:
     Args:
         small: Job with the small model, batch size and sequence length.
         out: Folder in which the toy text is written.
-        not_kept: List to which one sentence each is added if data stages are removed or the
+        not_kept: List to extend with one sentence if data stages are removed, and one if the
             training data is replaced.
     """
     dataset = small.dataset
