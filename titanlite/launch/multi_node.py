@@ -269,7 +269,7 @@ def _forward_signals(signals: set[signal.Signals], folder: Path) -> None:
 
 
 def _leave_after_crash(folder: Path) -> None:
-    """Wait for a crash with no restarts left, then end this process.
+    """Wait until the run crashes with no restarts left, then end this process.
 
     The torch agent in this process first gets `AGENT_SECONDS` to end by itself. It could otherwise
     wait many minutes for a node that is down.

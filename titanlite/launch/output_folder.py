@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from titanlite.config.errors import UserError
 from titanlite.config.run import Run
@@ -51,16 +52,13 @@ def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
         return train()
 
     # Create the log files before training does, to know that no other run has created them.
-    created_files = lock_files | _create_logs(run.dump_folder)
-    exit_code = 1  # any error except UserError keeps the folder
+    output = NewOutput(run, new_folders, lock_files | _create_logs(run.dump_folder))
     try:
         exit_code = train()
     except UserError as error:
-        exit_code = error.exit_code
+        output.remove_if_unsaved(error.exit_code)
         raise
-    finally:
-        if exit_code in UNSAVED_EXITS:
-            _remove_unused(run, new_folders, created_files)
+    output.remove_if_unsaved(exit_code)
     return exit_code
 
 
@@ -71,31 +69,38 @@ def _wait_for_other_runs(run: Run) -> dict[Path, FileId]:
         IDs of the lock files of both folders, keyed by path. A later cleanup removes a lock file
         only if its ID is unchanged.
     """
-    locked_paths = [run.dump_folder / "run"]  # its lock file is .run.lock in the output folder
+    locked_paths = [_output_lock_path(run)]
     if run.job.checkpoint.enable:
         locked_paths.append(run.checkpoint_folder)
 
     lock_files: dict[Path, FileId] = {}
     for path in locked_paths:
-        _wait_for_lock(path)
+        with _hold_lock(path, LOCK_TIMEOUT):
+            pass  # release the lock at once, because rank 0 of the new run acquires it later
         file = lock_file(path)
         lock_files[file] = _file_id(file)
     return lock_files
 
 
-def _wait_for_lock(path: Path) -> None:
-    """Wait until no other run holds the lock of a path, and create its lock file if needed.
+def _output_lock_path(run: Run) -> Path:
+    """Return the path that a run locks to use its output folder. The lock file is .run.lock."""
+    return run.dump_folder / "run"
 
-    Acquire the lock and release it again, because rank 0 of the new run acquires it later.
+
+@contextmanager
+def _hold_lock(path: Path, timeout: float) -> Iterator[None]:
+    """Hold the lock of a path in a `with` block. Create its lock file if needed.
+
+    Raises:
+        UserError: If another run still holds the lock after `timeout` seconds, or if the lock file
+            is a symbolic link.
     """
-    descriptor = lock_folder(path, LOCK_TIMEOUT, note)
-    _release_lock(descriptor)
-
-
-def _release_lock(descriptor: int | None) -> None:
-    """Release the lock of a folder by closing the file descriptor that `lock_folder` returned."""
-    if descriptor is not None:  # None: the file system does not support locks
-        os.close(descriptor)
+    descriptor = lock_folder(path, timeout, note)
+    try:
+        yield
+    finally:
+        if descriptor is not None:  # None: the file system does not support locks
+            os.close(descriptor)
 
 
 def _create_logs(folder: Path) -> dict[Path, FileId]:
@@ -113,62 +118,58 @@ def _create_logs(folder: Path) -> dict[Path, FileId]:
     return file_ids
 
 
-def _remove_unused(
-    run: Run, new_folders: Sequence[Path], created_files: dict[Path, FileId]
-) -> None:
-    """Remove the new output folder of a run that has trained nothing.
+class NewOutput(NamedTuple):
+    """Output folder that this process has created, and can remove if nothing is saved in it.
 
-    The folder is kept if another run has locked it, or if it contains any file that this process
-    has not created.
-
-    Args:
-        run: The run that has ended.
-        new_folders: Folders that this process has created, innermost first.
-        created_files: IDs of the files that this process has created, keyed by path.
+    Attributes:
+        run: The run that trains in the folder.
+        folders: All folders that this process has created, innermost first: the output folder and
+            possibly some of its parents.
+        file_ids: IDs of the files that this process has created, keyed by path.
     """
-    try:
-        descriptor = lock_folder(run.dump_folder / "run", timeout=0.0, log=note)
-    except UserError:  # another run has started to use the folder
-        return
 
-    try:
-        # If the ID of a file has changed, another process has replaced it.
-        files = {path for path, file_id in created_files.items() if _file_id(path) == file_id}
-        _remove_created(run, files, new_folders)
-    finally:
-        _release_lock(descriptor)
+    run: Run
+    folders: Sequence[Path]
+    file_ids: dict[Path, FileId]
 
+    def remove_if_unsaved(self, exit_code: int) -> None:
+        """Remove the folder if the run ended with an exit code after which nothing was saved.
 
-def _remove_created(run: Run, created_files: Set[Path], new_folders: Sequence[Path]) -> None:
-    """Remove the new output folder of a run, unless it contains a file of another process.
+        Keep a folder that another run has locked, or that contains a file of another process.
+        """
+        if exit_code not in UNSAVED_EXITS:
+            return
 
-    It may contain an empty checkpoint folder, which is removed first.
+        lock_path = _output_lock_path(self.run)
+        with suppress(UserError), _hold_lock(lock_path, timeout=0.0):  # unless another run holds it
+            self._remove_if_unused()
 
-    Args:
-        run: The run that has ended.
-        created_files: Files that this process has created, in the output folder or elsewhere.
-        new_folders: Folders that this process has created, innermost first.
-    """
-    entries = set(run.dump_folder.iterdir())
-    folders = list(new_folders)
-    if run.checkpoint_folder in entries and _is_empty_folder(run.checkpoint_folder):
-        folders.insert(0, run.checkpoint_folder)
-    unknown_entries = entries.difference(created_files, folders)
-    if unknown_entries:
-        return
+    def _remove_if_unused(self) -> None:
+        """Remove the folder, unless it contains a file that another process has created.
 
-    # Stop logging, because the error that ends this process would create train.log again.
-    logging.getLogger(LOGGER_NAME).handlers.clear()
-    for file in entries & created_files:
-        file.unlink(missing_ok=True)
-    with suppress(OSError):  # another process may have put a file into one of the folders
-        for folder in folders:
-            folder.rmdir()
+        It may contain an empty checkpoint folder, which is removed first.
+        """
+        created_files = self._list_created_files()
+        entries = set(self.run.dump_folder.iterdir())
+        other_entries = entries - created_files
+        if not all(self._is_empty_checkpoint_folder(entry) for entry in other_entries):
+            return
 
+        # Stop logging, because the error that ends this process would create train.log again.
+        logging.getLogger(LOGGER_NAME).handlers.clear()
+        for file in entries & created_files:  # keep lock files in other folders
+            file.unlink(missing_ok=True)
+        with suppress(OSError):  # another process may have put a file into one of the folders
+            for folder in [*other_entries, *self.folders]:  # first the checkpoint folder, if any
+                folder.rmdir()
 
-def _is_empty_folder(path: Path) -> bool:
-    """Return whether a path is an empty folder."""
-    return path.is_dir() and not any(path.iterdir())
+    def _list_created_files(self) -> set[Path]:
+        """Return the files that this process has created, unless another process replaced them."""
+        return {path for path, file_id in self.file_ids.items() if _file_id(path) == file_id}
+
+    def _is_empty_checkpoint_folder(self, path: Path) -> bool:
+        """Return whether a path is the checkpoint folder of the run, and contains nothing."""
+        return path == self.run.checkpoint_folder and path.is_dir() and not any(path.iterdir())
 
 
 def _file_id(path: Path) -> FileId:

@@ -132,6 +132,8 @@ class Ranks:
     """Process of each rank on this node."""
     _folder: Path = field(default=Path(), init=False)
     """Private folder in which the ranks report errors and hangs. Each start creates a new one."""
+    _last_poll: float = field(default=0.0, init=False)
+    """Unix time of the last poll, or of the start before the first poll."""
     _is_stall_reported: bool = field(default=False, init=False)
 
     def run(self) -> int:
@@ -194,6 +196,7 @@ class Ranks:
             self._processes[rank] = start_python(
                 ["-u", *self.words], variables, start_new_session=True
             )
+        self._last_poll = time.time()
 
     def _common_variables(self) -> dict[str, str]:
         """Return the environment variables that are the same for all ranks of this node."""
@@ -223,37 +226,29 @@ class Ranks:
         running = set(self._processes)
         failed: list[RankEnd] = []
         killed: list[int] = []
-        deadline = math.inf  # on the clock of time.monotonic
-        last_seen = time.time()  # Unix time at which the running ranks were last seen alive
+        kill_time = math.inf  # on the clock of time.monotonic
         while running:
             time.sleep(POLL_SECONDS)
             is_kill_requested = self._forward_signals()
-
-            poll_time = time.time()
-            ends = self._collect_ends(running, last_seen)
-            last_seen = poll_time
+            ends = self._poll(running)
             running -= {end.rank for end in ends}
             failed += [end for end in ends if end.code != 0]
 
-            # A later failure can make the deadline earlier, but not later.
-            deadline = min(deadline, self._choose_deadline(failed))
-            if is_kill_requested or time.monotonic() > deadline:
+            # A later failure can make the kill time earlier, but not later.
+            kill_time = min(kill_time, time.monotonic() + self._choose_patience(failed))
+            if is_kill_requested or time.monotonic() > kill_time:
                 killed += self._kill()
                 running -= set(killed)
             self._check_stall(running)
 
         return sorted(failed, key=lambda end: end.time), killed
 
-    def _collect_ends(self, running: Set[int], last_seen: float) -> list[RankEnd]:
-        """Return a `RankEnd` for each rank whose process has exited since it was last seen.
-
-        Args:
-            running: Ranks whose processes had not exited when they were last seen.
-            last_seen: Unix time at which they were last seen.
-        """
+    def _poll(self, running: Set[int]) -> list[RankEnd]:
+        """Return a `RankEnd` for each of the `running` ranks that has ended since the last poll."""
         # A rank that is killed cannot report the time of its end. Assume the earliest possible one:
         # other ranks fail as soon as they lose the connection to it, but it must count as first.
-        earliest_time = last_seen - DYING_SECONDS
+        earliest_time = self._last_poll - DYING_SECONDS
+        self._last_poll = time.time()
         ends = []
         for rank in sorted(running):
             code = self._processes[rank].poll()
@@ -261,27 +256,21 @@ class Ranks:
                 ends.append(_read_end(self._folder, rank, code, default_time=earliest_time))
         return ends
 
-    def _choose_deadline(self, failed: Sequence[RankEnd]) -> float:
-        """Choose when to kill the running ranks, which can end by themselves until then.
+    def _choose_patience(self, failed: Sequence[RankEnd]) -> float:
+        """Choose how many seconds the running ranks have to exit before they are killed.
+
+        The result is infinite if no rank has failed and no stop signal has arrived.
 
         Args:
             failed: How the failed ranks ended.
-
-        Returns:
-            Deadline on the clock of `time.monotonic`. It is infinite if no rank has failed and no
-            stop signal has arrived.
         """
         exit_codes = {end.code for end in failed}
         crash_codes = exit_codes - KNOWN_EXITS
         if crash_codes:
-            seconds = CRASH_PATIENCE
-        elif self._stop_signal or StoppedBySignal.exit_code in exit_codes:
-            seconds = self.stop_seconds
-        elif exit_codes:
-            seconds = KNOWN_EXIT_PATIENCE
-        else:
-            seconds = math.inf
-        return time.monotonic() + seconds
+            return CRASH_PATIENCE
+        if self._stop_signal or StoppedBySignal.exit_code in exit_codes:
+            return self.stop_seconds  # the ranks save a checkpoint
+        return KNOWN_EXIT_PATIENCE if exit_codes else math.inf
 
     def _check_stall(self, running: Set[int]) -> None:
         """Print a report, once per stall, if all running ranks of this node are stalled."""
@@ -303,7 +292,7 @@ class Ranks:
         return all(_is_stopped(self._processes[rank].pid) for rank in ranks_without_report)
 
     def _report_stall(self, reports: Sequence[RankHang]) -> None:
-        """Print where in the code the ranks wait, and how to continue ranks that are stopped."""
+        """Print where in the code the ranks wait, and how to continue stopped ranks."""
         lines = ["No step has ended for a while, and all ranks of this node wait:"]
         lines += [report.text for report in reports]
         for rank, process in self._processes.items():
@@ -312,13 +301,14 @@ class Ranks:
         self._print_and_log("\n".join(lines), "stall")
 
     def _forward_signals(self) -> bool:
-        """Forward the signals that the launcher has received to the ranks.
+        """Forward signals received by the launcher to the ranks.
 
-        After the first stop signal, the ranks save a checkpoint and end. A later Ctrl-C kills the
-        ranks. Other later stop signals are ignored, because schedulers send SIGTERM repeatedly.
+        After the first stop signal, the ranks save a checkpoint and end. If Ctrl-C follows, the
+        caller must kill them. All other repeated stop signals are ignored, because schedulers send
+        SIGTERM several times.
 
         Returns:
-            Whether a later Ctrl-C has requested that the ranks be killed.
+            Whether the user has pressed Ctrl-C after a first stop signal.
         """
         while self._received:
             number = self._received.pop(0)
@@ -375,8 +365,8 @@ class Ranks:
     def _is_unsaved_stop(self, cause: RankEnd, killed: Sequence[int]) -> bool:
         """Return whether a signal stopped the run before a checkpoint was saved.
 
-        After such a stop, the rank that triggered the shutdown has reported no reason, and either
-        the launcher or the signal has ended it.
+        This is the case if the rank that triggered the shutdown reported no reason, and was killed
+        by the launcher or ended because of the signal.
 
         Args:
             cause: How the rank that triggered the shutdown ended.
@@ -404,26 +394,32 @@ class Ranks:
     def _describe_end(self, cause: RankEnd, killed: Sequence[int]) -> str:
         """Describe why the run ended early and how to resume it.
 
-        If the rank has reported a known reason, return its message. Otherwise, start with a line
-        such as "Rank 3 failed first: SIGSEGV. Killed, because they did not end: ranks 0, 1."
+        If the rank that triggered the shutdown reported a known reason, its message suffices.
+        Otherwise, the description starts with a line such as "Rank 3 failed first: SIGSEGV."
 
         Args:
             cause: How the rank that triggered the shutdown ended.
             killed: Ranks that the launcher killed.
         """
         # A message of a rank also explains how to resume.
-        message = cause.message or self.resume_hint()
-        if _has_known_reason(cause):
-            return message.rstrip("\n")
+        text = cause.message or self.resume_hint()
+        if not _has_known_reason(cause):
+            text = f"{self._describe_failure(cause, killed)}\n{text}"
+        return text.rstrip("\n")
 
+    def _describe_failure(self, cause: RankEnd, killed: Sequence[int]) -> str:
+        """Describe in one line which rank failed, or which signal stopped the run.
+
+        For example, "Rank 3 failed first: SIGSEGV. Killed, because they did not end: ranks 0, 1."
+        """
         if self._is_unsaved_stop(cause, killed):
             failure = f"Stopped by {signal.Signals(self._stop_signal).name} without a save."
         else:
             failure = f"Rank {cause.rank} failed first: {_describe_exit(cause.code)}."
-        if killed:
-            killed_ranks = ", ".join(map(str, killed))
-            failure += f" Killed, because they did not end: ranks {killed_ranks}."
-        return f"{failure}\n{message}".rstrip("\n")
+        if not killed:
+            return failure
+        killed_ranks = ", ".join(map(str, killed))
+        return f"{failure} Killed, because they did not end: ranks {killed_ranks}."
 
     def _print_and_log(self, text: str, kind: str) -> None:
         """Print a message, and log it as an event in train.log.

@@ -165,7 +165,8 @@ def loss_tolerance(run: Run, error_of_one_rank: float) -> float:
     """Return the largest relative error that the loss of a run on several ranks may have.
 
     The tolerance is `gradient_tolerance` plus 1/64 of the machine epsilon of the compute dtype. The
-    loss is a single number, so the error on one rank can be zero by chance.
+    extra term is needed because the loss is a single number, whose error on one rank can be zero by
+    chance.
 
     Args:
         run: The run, which determines the precision.
@@ -196,34 +197,36 @@ def compare_gradients(
     Returns:
         One check for each parameter.
     """
-    norm_of_all = total_norm(reference.values())
-    num_elements = sum(gradient.numel() for gradient in reference.values())
-
+    minimum_norms = _minimum_norms(reference)
     checks = []
     for name, expected in reference.items():
         if name not in gradients:
             hint = "the layout computes no gradient"
-            checks.append(Check("gradient", step, name, math.inf, 0.0, hint))
+            missing = Check("gradient", step, name, error=math.inf, tolerance=0.0, hint=hint)
+            checks.append(missing)
             continue
 
-        minimum_norm = _minimum_norm(expected, norm_of_all, num_elements)
-        error = relative_error(gradients[name], expected, minimum_norm)
-        error_of_one_rank = relative_error(one_rank[name], expected, minimum_norm)
+        # Divide by at least this norm, because any error is large relative to a gradient near zero.
+        minimum = minimum_norms[name]
+        error = relative_error(gradients[name], expected, minimum)
+        error_of_one_rank = relative_error(one_rank[name], expected, minimum)
         tolerance = gradient_tolerance(run, error_of_one_rank)
         checks.append(Check("gradient", step, name, error, tolerance))
     return checks
 
 
-def _minimum_norm(gradient: Tensor, norm_of_all: float, num_elements: int) -> float:
-    """Return the smallest norm by which the error of a gradient is divided.
+def _minimum_norms(gradients: NamedTensors) -> dict[str, float]:
+    """Return the smallest norm by which the error of each gradient is divided, by parameter name.
 
-    Relative to a gradient that is nearly zero, any rounding error is large. The result is the norm
-    that the gradient would have if each of its elements were 0.1% (`SMALL_GRADIENT`) of the root
-    mean square of all gradients, which is `norm_of_all / sqrt(num_elements)`.
+    It is the norm that the gradient would have if each of its elements were 0.1% (`SMALL_GRADIENT`)
+    of the root mean square of all gradients, which is `norm_of_all / sqrt(num_elements)`.
 
     Args:
-        gradient: Expected gradient of one parameter.
-        norm_of_all: Norm of all gradients together.
-        num_elements: Number of elements of all gradients.
+        gradients: Expected gradients of all parameters.
     """
-    return SMALL_GRADIENT * norm_of_all * math.sqrt(gradient.numel() / num_elements)
+    norm_of_all = total_norm(gradients.values())
+    num_elements = sum(gradient.numel() for gradient in gradients.values())
+    return {
+        name: SMALL_GRADIENT * norm_of_all * math.sqrt(gradient.numel() / num_elements)
+        for name, gradient in gradients.items()
+    }

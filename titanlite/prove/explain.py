@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from titanlite.config.errors import format_count
 from titanlite.config.run import Run
 from titanlite.prove.record import NamedTensors
+from titanlite.prove.reference import ReferenceStep
 
 RATIO_TOLERANCE = 1e-3
 FIT_TOLERANCE = 0.1
@@ -64,10 +64,10 @@ def explain_ratio(ratio: float, run: Run) -> str:
 
 
 def _name_factor(factor: float, run: Run) -> str:
-    """Name the parallel degree that equals a factor, such as "the number of replicas".
+    """Return a phrase for the parallel degree that equals `factor`, or whose square root does.
 
-    If none does, try the square root of each degree ("the square root of the number of replicas").
-    If none fits, return "".
+    For example, "the number of replicas" or "the square root of the number of replicas". If no
+    degree fits, return "".
     """
     degrees = _describe_degrees(run).items()
     equal = [name for name, degree in degrees if abs(factor / degree - 1) < RATIO_TOLERANCE]
@@ -81,10 +81,10 @@ def _name_factor(factor: float, run: Run) -> str:
 
 
 def _describe_degrees(run: Run) -> dict[str, int]:
-    """Return the factors by which a wrong result may be scaled, by description.
+    """Return likely scale factors of a wrong result, keyed by description.
 
-    They are the parallel degrees and the numbers of ranks and microbatches. For example, ranks that
-    add their values instead of averaging them scale the result by the number of ranks.
+    For example, if ranks add their values instead of averaging them, the result is scaled by the
+    number of ranks.
     """
     degrees = run.degrees
     return {
@@ -102,9 +102,15 @@ def _describe_degrees(run: Run) -> dict[str, int]:
 def explain_factor(value: Tensor, expected: Tensor, run: Run) -> str:
     """Describe the factor by which a wrong tensor is scaled, for the message of a failed check.
 
+    The factor explains the error if it leaves at most 10% (`FIT_TOLERANCE`) of it unexplained.
+
+    Args:
+        value: Wrong tensor.
+        expected: Expected tensor of the same shape.
+        run: The run, whose parallel degrees may explain the factor.
+
     Returns:
-        A string such as "2 times the expected value", or "" if the tensors do not differ by a
-        factor.
+        A string such as "2 times the expected value", or "" if no factor explains the error.
     """
     value = value.double().flatten()
     expected = expected.double().flatten()
@@ -112,11 +118,11 @@ def explain_factor(value: Tensor, expected: Tensor, run: Run) -> str:
     if squared_norm == 0 or not value.isfinite().all():
         return ""
 
-    # Fit `value = ratio * expected` by least squares, and check that the fit explains the error.
+    # Fit `value = ratio * expected` by least squares.
     ratio = value.dot(expected).item() / squared_norm
-    error = (value - expected).norm()
-    unexplained_error = (value - ratio * expected).norm()
-    if unexplained_error > FIT_TOLERANCE * error:
+    error_norm = (value - expected).norm()
+    unexplained_norm = (value - ratio * expected).norm()
+    if unexplained_norm > FIT_TOLERANCE * error_norm:
         return ""
     return explain_ratio(ratio, run)
 
@@ -180,8 +186,7 @@ def explain_gradient(
     failed: Sequence[str],
     gradients: NamedTensors,
     expected: NamedTensors,
-    sequences: NamedTensors,
-    compute_gradients: Callable[..., tuple[float, NamedTensors]],
+    step: ReferenceStep,
 ) -> str:
     """Explain wrong gradients, for the message of a failed check.
 
@@ -194,26 +199,17 @@ def explain_gradient(
         failed: Names of the parameters whose gradient is wrong.
         gradients: Gradients of the run, by parameter name.
         expected: Expected gradients, by parameter name.
-        sequences: Fields of the global batch, such as "input_ids", each of shape (sequences, T).
-        compute_gradients: `ReferenceTrainer.compute_gradients` for the weights before the step. It
-            takes sequences and options, and returns the loss and the gradients.
+        step: The step on the reference model, to imitate mistakes.
     """
     where = describe_names(failed, list(expected), run)
-    failed_with_gradient = [name for name in failed if name in gradients]
-    if not failed_with_gradient:
+    names = [name for name in failed if name in gradients]
+    if not names:
         return f"{where}: they have no gradient"
 
-    # Treat these gradients as one long vector.
-    wrong_vector = _concatenate(gradients, failed_with_gradient)
-    expected_vector = _concatenate(expected, failed_with_gradient)
-
-    # Options such as `use_window=False` make a mistake on purpose, to compare its effect.
-    def compute_vector(changed_sequences: NamedTensors, **options: Any) -> Tensor:
-        _, computed = compute_gradients(changed_sequences, **options)
-        return _concatenate(computed, failed_with_gradient)
-
-    cause = _find_cause(run, wrong_vector, expected_vector, sequences, compute_vector)
-    return f"{where}: {cause}"
+    # Treat the gradients of these parameters as one long vector.
+    wrong_vector = _concatenate(gradients, names)
+    expected_vector = _concatenate(expected, names)
+    return f"{where}: {_find_cause(run, wrong_vector, expected_vector, step, names)}"
 
 
 def _concatenate(tensors: NamedTensors, names: Sequence[str]) -> Tensor:
@@ -221,25 +217,26 @@ def _concatenate(tensors: NamedTensors, names: Sequence[str]) -> Tensor:
     return torch.cat([tensors[name].double().flatten() for name in names])
 
 
+def _compute_vector(step: ReferenceStep, names: Sequence[str]) -> Tensor:
+    """Compute the gradients of the parameters called `names` in a step, as one vector."""
+    _, gradients = step.compute_gradients()
+    return _concatenate(gradients, names)
+
+
 def _find_cause(
-    run: Run,
-    wrong: Tensor,
-    right: Tensor,
-    sequences: NamedTensors,
-    compute_gradient: Callable[..., Tensor],
+    run: Run, wrong: Tensor, right: Tensor, step: ReferenceStep, names: Sequence[str]
 ) -> str:
     """Find the mistake that explains why a gradient is wrong, and describe it.
 
-    Make each typical mistake on purpose, and compare the resulting gradient with the wrong one. If
-    none matches, list the features of the job that may cause the error.
+    Repeat the step with each typical mistake, and compare the resulting gradient with the wrong
+    one. If none matches, list the features of the job that may cause the error.
 
     Args:
         run: The tested run on several ranks.
         wrong: Gradient of the run, shape (elements,).
         right: Expected gradient, shape (elements,).
-        sequences: Fields of the global batch, such as "input_ids", each of shape (sequences, T).
-        compute_gradient: Computes the gradient of a batch, shape (elements,), without parallelism.
-            Takes the batch and keyword arguments such as `use_window`.
+        step: The step on the reference model.
+        names: Names of the parameters whose gradients the vectors contain.
     """
     if not wrong.isfinite().all():
         return "they are not finite"
@@ -247,77 +244,78 @@ def _find_cause(
     if wrong_scale:
         return wrong_scale
 
-    # Check whether a typical mistake leads to the same wrong gradient.
     tolerance = FIT_TOLERANCE * (wrong - right).norm()
-    for mistake, imitated_gradient in _imitate_mistakes(run, sequences, compute_gradient):
-        if (imitated_gradient - wrong).norm() < tolerance:
+    for mistake, step_with_mistake in _list_mistakes(run, step):
+        gradient = _compute_vector(step_with_mistake, names)
+        if (gradient - wrong).norm() < tolerance:
             return mistake
 
     # Check whether some sequences are missing or counted too often.
-    sequence_weights, fitted_gradient = _fit_sequences(wrong, sequences, compute_gradient)
-    if (fitted_gradient - wrong).norm() < tolerance:
+    sequence_weights, weighted_sum = _fit_sequence_weights(wrong, step, names)
+    if (weighted_sum - wrong).norm() < tolerance:
         return _describe_contributions(run, sequence_weights)
     return _list_suspects(run)
 
 
-def _fit_sequences(
-    wrong: Tensor, sequences: NamedTensors, compute_gradient: Callable[..., Tensor]
+def _fit_sequence_weights(
+    wrong: Tensor, step: ReferenceStep, names: Sequence[str]
 ) -> tuple[list[float], Tensor]:
     """Approximate a wrong gradient by a weighted sum of the gradients of individual sequences.
 
     Args:
         wrong: Gradient of the tested run, shape (elements,).
-        sequences: Fields of the global batch, each of shape (sequences, T).
-        compute_gradient: Computes the expected gradient of the sequences in the slice `indices`.
+        step: The step on the reference model.
+        names: Names of the parameters whose gradients `wrong` contains.
 
     Returns:
         The weight of each sequence, and the weighted sum of the gradients. In a correct gradient,
         all weights are 1. A sequence that does not contribute has weight 0.
     """
-    num_sequences = len(sequences["labels"])
-    gradients = [compute_gradient(sequences, indices=slice(i, i + 1)) for i in range(num_sequences)]
+    gradients = []
+    for i in range(len(step.sequences["labels"])):
+        step_of_one_sequence = step._replace(indices=slice(i, i + 1))
+        gradients.append(_compute_vector(step_of_one_sequence, names))
     matrix = torch.stack(gradients, dim=1)  # (elements, sequences)
     weights = torch.linalg.lstsq(matrix, wrong[:, None]).solution[:, 0]
     return weights.tolist(), matrix @ weights
 
 
-def _imitate_mistakes(
-    run: Run, sequences: NamedTensors, compute_gradient: Callable[..., Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the gradient of each typical mistake that can occur in a run, such as wrong positions.
+def _list_mistakes(run: Run, step: ReferenceStep) -> Iterator[tuple[str, ReferenceStep]]:
+    """Yield each typical mistake that can occur in a run, and a step that makes it on purpose.
 
     Args:
         run: The tested run on several ranks.
-        sequences: Fields of the correct global batch, each of shape (sequences, T).
-        compute_gradient: Computes the gradient of a batch, shape (elements,), without parallelism.
+        step: The correct step on the reference model.
 
     Yields:
-        A description, for example "the sliding window is ignored", and the wrong gradient.
+        A description, for example "the sliding window is ignored", and the changed step.
     """
-    ids = sequences["input_ids"]
+    yield from _list_position_mistakes(run, step)
+    if run.microbatches > 1:
+        # Consecutive sequences form a microbatch. Shift the labels by one microbatch.
+        shifted_labels = step.sequences["labels"].roll(run.global_microbatch_size, dims=0)
+        changed_step = step.with_field("labels", shifted_labels)
+        yield "the labels belong to another microbatch", changed_step
+    if run.arch.sliding_window:
+        yield "the sliding window is ignored", step._replace(use_window=False)
+    if run.job.training.z_loss:
+        yield "the z-loss is left out", step._replace(use_z_loss=False)
+
+
+def _list_position_mistakes(run: Run, step: ReferenceStep) -> Iterator[tuple[str, ReferenceStep]]:
+    """Yield the typical mistakes in positions and document masks; see `_list_mistakes`."""
+    ids = step.sequences["input_ids"]
     seq_len = ids.shape[1]
     positions = torch.arange(seq_len).expand_as(ids)  # 0, 1, 2, ... in each sequence
-    if "document_ids" in sequences:
-        without_ids = {key: value for key, value in sequences.items() if key != "document_ids"}
-        yield "tokens attend to other documents", compute_gradient(without_ids)
-        changed = sequences | {"positions": positions}
-        yield "positions do not restart at documents", compute_gradient(changed)
+    if "document_ids" in step.sequences:  # positions then restart at each document
+        without_ids = {key: x for key, x in step.sequences.items() if key != "document_ids"}
+        yield "tokens attend to other documents", step._replace(sequences=without_ids)
+        yield "positions do not restart at documents", step.with_field("positions", positions)
     elif run.degrees.context > 1:
-        # Without documents, positions count through the whole sequence. Each context-parallel rank
-        # holds a part of it.
+        # A context-parallel rank holds a part of each sequence. Let it count from 0.
         part_length = seq_len // run.degrees.context
-        changed = sequences | {"positions": positions % part_length}
-        yield "positions restart in each context-parallel rank", compute_gradient(changed)
-
-    if run.microbatches > 1:
-        # Give each microbatch the labels of the previous one.
-        shifted_labels = sequences["labels"].roll(run.global_microbatch_size, dims=0)
-        changed = sequences | {"labels": shifted_labels}
-        yield "the labels belong to another microbatch", compute_gradient(changed)
-    if run.arch.sliding_window:
-        yield "the sliding window is ignored", compute_gradient(sequences, use_window=False)
-    if run.job.training.z_loss:
-        yield "the z-loss is left out", compute_gradient(sequences, use_z_loss=False)
+        changed_step = step.with_field("positions", positions % part_length)
+        yield "positions restart in each context-parallel rank", changed_step
 
 
 def _list_suspects(run: Run) -> str:
@@ -339,10 +337,10 @@ def _list_suspects(run: Run) -> str:
 
 
 def _describe_contributions(run: Run, weights: Sequence[float]) -> str:
-    """Describe a wrong gradient that is a weighted sum of the gradients of the sequences.
+    """Describe how the sequences of a batch contribute to a wrong gradient.
 
-    The correct weight of each sequence is 1. Name the sequences that are missing from the gradient,
-    which have a weight of about 0. If none is missing, list all weights.
+    The gradient is a weighted sum of the gradients of the sequences. All weights should be 1. A
+    weight near 0 means that the sequence is missing. If none is missing, list all weights.
 
     Args:
         run: The tested run on several ranks.

@@ -123,7 +123,7 @@ class Recorder(Hook):
         self.record = self.steps[step] = StepRecord(state=self.snapshot_state())
 
     def amplify_weights(self) -> None:
-        """Amplify the initial weights with `amplify`, and record the new state instead."""
+        """Amplify the initial weights, and replace the recorded initial state with the new one."""
         amplify(self.trainer.model)
         self.trainer.train_step.precompute_scales()
         self.record.state = self.snapshot_state()

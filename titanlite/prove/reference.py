@@ -7,7 +7,7 @@ no parallelism, FSDP, compiler, fused loss or optimizer class.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanlite.config.registry import LOSSES, resolve
 from titanlite.config.run import Run
 from titanlite.data.loader import Loader
-from titanlite.model.llama import Llama
+from titanlite.model.llama import Head, Llama
 from titanlite.model.microbatch import IGNORE_INDEX
 from titanlite.optim.losses import LossRecipe
 from titanlite.optim.schedule import learning_rate_at
@@ -53,6 +53,37 @@ def computing_in_float64() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(default)
+
+
+class ReferenceStep(NamedTuple):
+    """A training step on the reference model, which can also be repeated with a mistake.
+
+    For example, `step._replace(use_window=False)` is the step without a sliding window.
+
+    Attributes:
+        trainer: Computes the step.
+        weights: Weights before the step in any dtype, by parameter name.
+        sequences: Fields of the global batch, such as "input_ids", each of shape (sequences, T).
+        indices: Sequences that contribute to the loss. The divisor is always the number of valid
+            tokens in all sequences.
+        use_window: Whether attention has the sliding window of the model, if there is one.
+        use_z_loss: Whether the loss includes the z-loss of the job, if there is one.
+    """
+
+    trainer: ReferenceTrainer
+    weights: Mapping[str, Tensor]
+    sequences: NamedTensors
+    indices: slice = slice(None)
+    use_window: bool = True
+    use_z_loss: bool = True
+
+    def with_field(self, name: str, values: Tensor) -> ReferenceStep:
+        """Return the same step with other values in a field of the sequences, such as "labels"."""
+        return self._replace(sequences=self.sequences | {name: values})
+
+    def compute_gradients(self) -> tuple[float, NamedTensors]:
+        """Compute the loss, and the gradients by parameter name, in float64."""
+        return self.trainer.compute_gradients(self)
 
 
 class ReferenceTrainer:
@@ -101,46 +132,18 @@ class ReferenceTrainer:
         """Stop the workers that read the training data."""
         self._loader.close()
 
-    def compute_gradients(
-        self,
-        weights: Mapping[str, Tensor],
-        sequences: NamedTensors,
-        indices: slice = slice(None),
-        *,
-        use_window: bool = True,
-        use_z_loss: bool = True,
-    ) -> tuple[float, NamedTensors]:
-        """Compute the loss and its gradients in float64 for the given weights.
-
-        Args:
-            weights: Weights of the model in any dtype, by parameter name.
-            sequences: Sequences from `read_sequences`.
-            indices: Sequences that contribute to the loss. The divisor is always the number of
-                valid tokens in all sequences.
-            use_window: Whether attention has the sliding window of the model, if there is one.
-            use_z_loss: Whether the loss includes the z-loss of the job, if there is one.
-
-        Returns:
-            The loss, and the gradients by parameter name.
-        """
+    def compute_gradients(self, step: ReferenceStep) -> tuple[float, NamedTensors]:
+        """Compute the loss of a step, and its gradients by parameter name, in float64."""
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                parameter.copy_(weights[name])
+                parameter.copy_(step.weights[name])
         self.model.zero_grad()
 
-        num_valid_tokens = int((sequences["labels"] != IGNORE_INDEX).sum())
-        selected = {name: values[indices] for name, values in sequences.items()}
-        masks = self._make_masks(selected, use_window)
-        z_loss = self._run.job.training.z_loss if use_z_loss else 0.0
+        selected = {name: values[step.indices] for name, values in step.sequences.items()}
+        masks = self._make_masks(selected, step.use_window)
+        # With a head, the model returns the result of the head instead of logits.
+        head = self._make_loss_head(step, selected["labels"])
         with computing_in_float64():
-            # With a head, the model returns the result of the head instead of logits.
-            head = partial(
-                _compute_loss,
-                run=self._run,
-                labels=selected["labels"],
-                num_valid_tokens=num_valid_tokens,
-                z_loss=z_loss,
-            )
             loss = self.model(selected["input_ids"], selected.get("positions"), head=head, **masks)
             loss.backward()
         gradients = {
@@ -149,6 +152,26 @@ class ReferenceTrainer:
             if parameter.grad is not None
         }
         return loss.item(), gradients
+
+    def _make_loss_head(self, step: ReferenceStep, labels: Tensor) -> Head:
+        """Return a function that computes the loss from hidden states and the output weight.
+
+        Args:
+            step: The step, whose sequences determine the divisor of the loss.
+            labels: Labels of the tokens that contribute to the loss, shape (B, T).
+        """
+        num_valid_tokens = int((step.sequences["labels"] != IGNORE_INDEX).sum())
+        training = self._run.job.training
+        z_loss = training.z_loss if step.use_z_loss else 0.0
+        has_formula = training.loss in ("cross_entropy", "reference")
+        compute_loss = _compute_loss if has_formula else _compute_plugin_loss
+        return partial(
+            compute_loss,
+            run=self._run,
+            labels=labels,
+            num_valid_tokens=num_valid_tokens,
+            z_loss=z_loss,
+        )
 
     def _make_masks(self, sequences: NamedTensors, use_window: bool) -> dict[str, Tensor]:
         """Return the attention masks to pass to the model, by argument name.
@@ -208,28 +231,41 @@ def _compute_loss(
     Args:
         hidden: Hidden states after the final norm, shape (B, T, C).
         weight: Weight of the output layer, shape (V, C).
-        run: The run. If its `training.loss` is the loss of a plugin, return that loss instead.
+        run: The run, whose architecture may limit the logits.
         labels: Labels of the tokens, shape (B, T).
         num_valid_tokens: Divisor of the summed loss.
         z_loss: Weight of the z-loss. 0 means no z-loss.
     """
-    softcap = run.arch.logit_softcap
-    is_plugin_loss = run.job.training.loss not in ("cross_entropy", "reference")
-    if is_plugin_loss:
-        # The formula is unknown, so call the plugin, without compilation and tensor parallelism.
-        recipe = LossRecipe(z_loss, compiled=False, tensor=None, softcap=softcap)
-        plugin_loss = LOSSES.make(run.job.training.loss, recipe, job=run.job)
-        return plugin_loss(hidden, weight, labels, torch.tensor(1 / num_valid_tokens))
-
     logits = F.linear(hidden, weight).flatten(0, 1)  # (B * T, V)
+    softcap = run.arch.logit_softcap
     if softcap:
         logits = softcap * (logits / softcap).tanh()
+
     targets = labels.flatten()
     total = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
     if z_loss:
         log_sums = logits.logsumexp(-1)[targets != IGNORE_INDEX]
         total = total + z_loss * log_sums.square().sum()
     return total / num_valid_tokens
+
+
+def _compute_plugin_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    run: Run,
+    labels: Tensor,
+    num_valid_tokens: int,
+    z_loss: float,
+) -> Tensor:
+    """Compute the loss with the plugin of a run, without compilation and tensor parallelism.
+
+    The formula of a plugin is unknown, so the plugin itself is the reference. See `_compute_loss`
+    for the arguments.
+    """
+    recipe = LossRecipe(z_loss, compiled=False, tensor=None, softcap=run.arch.logit_softcap)
+    plugin_loss = LOSSES.make(run.job.training.loss, recipe, job=run.job)
+    return plugin_loss(hidden, weight, labels, torch.tensor(1 / num_valid_tokens))
 
 
 class Update(NamedTuple):
@@ -248,7 +284,7 @@ class Update(NamedTuple):
     is_sure: Tensor | None = None
 
 
-def adamw(run: Run, step: int, weight: Tensor, grad: Tensor, moments: NamedTensors) -> Update:
+def adamw(run: Run, step: int, grad: Tensor, moments: NamedTensors) -> Update:
     """Compute the direction and the moments of one AdamW step with the published formula.
 
     The direction includes neither the learning rate nor weight decay.
@@ -262,7 +298,7 @@ def adamw(run: Run, step: int, weight: Tensor, grad: Tensor, moments: NamedTenso
     return Update(direction, {"exp_avg": mean, "exp_avg_sq": square})
 
 
-def sgd(run: Run, step: int, weight: Tensor, grad: Tensor, moments: NamedTensors) -> Update:
+def sgd(run: Run, step: int, grad: Tensor, moments: NamedTensors) -> Update:
     """Compute the direction and the momentum of one SGD step.
 
     The direction includes neither the learning rate nor weight decay.
@@ -271,7 +307,7 @@ def sgd(run: Run, step: int, weight: Tensor, grad: Tensor, moments: NamedTensors
     return Update(momentum, {"momentum_buffer": momentum})
 
 
-def lion(run: Run, step: int, weight: Tensor, grad: Tensor, moments: NamedTensors) -> Update:
+def lion(run: Run, step: int, grad: Tensor, moments: NamedTensors) -> Update:
     """Compute the direction and the new moment of one Lion step with the published formula.
 
     The direction is the sign of an average of the moment and the gradient. If an element of the
@@ -307,18 +343,17 @@ def expected_update(
     Returns:
         The expected weight, and the update with the expected moments.
     """
-    # Use zeros for moments that the optimizer allocates only in its first step.
-    zeros = torch.zeros_like(weight, dtype=torch.float64)
+    weight = weight.double()
+    # Moments are zero until the optimizer allocates them in its first step.
+    zeros = torch.zeros_like(weight)
     old_moments = defaultdict(lambda: zeros)
-    for key, moment in moments.items():
-        old_moments[key] = moment.double()
+    old_moments |= {key: moment.double() for key, moment in moments.items()}
 
-    formula = FORMULAS[run.job.optimizer.name]
-    update = formula(run, step, weight, grad.double(), old_moments)
+    compute_update = FORMULAS[run.job.optimizer.name]
+    update = compute_update(run, step, grad.double(), old_moments)
     lr, weight_decay = _get_lr_and_decay(run, step, name, weight.ndim)
-    decayed_weight = weight.double() * (1 - lr * weight_decay)
-    new_weight = decayed_weight - lr * update.direction
-    return new_weight, update
+    decayed_weight = weight * (1 - lr * weight_decay)
+    return decayed_weight - lr * update.direction, update
 
 
 def _get_lr_and_decay(run: Run, step: int, name: str, ndim: int) -> tuple[float, float]:
@@ -328,14 +363,11 @@ def _get_lr_and_decay(run: Run, step: int, name: str, ndim: int) -> tuple[float,
         run: The run, whose optimizer options can differ between groups of parameters.
         step: Number of the step, counted from 1.
         name: Name of the parameter.
-        ndim: Number of dimensions. By default, only matrices have weight decay.
+        ndim: Number of dimensions of the parameter.
     """
-    config = run.job.optimizer
     lr = learning_rate_at(run.job, step)
-    is_exempt = "tok_embeddings" in name and not config.decay_embeddings
-    has_decay = ndim >= 2 and not is_exempt
-    weight_decay = config.weight_decay if has_decay else 0.0
-    for group in config.groups:
+    weight_decay = _get_default_decay(run, name, ndim)
+    for group in run.job.optimizer.groups:
         if group.claims(name):  # true for at most one group
             lr *= group.lr_factor
             if group.weight_decay is not None:
@@ -345,3 +377,13 @@ def _get_lr_and_decay(run: Run, step: int, name: str, ndim: int) -> tuple[float,
     # the weights. The weight decay must therefore change by the inverse factor.
     _, mup_lr_factor = run.arch.mup_factors(name, ndim)
     return lr * mup_lr_factor, weight_decay / mup_lr_factor
+
+
+def _get_default_decay(run: Run, name: str, ndim: int) -> float:
+    """Return the weight decay of a parameter, unless its optimizer group sets another one.
+
+    Only matrices have weight decay, and embeddings only with `optimizer.decay_embeddings`.
+    """
+    config = run.job.optimizer
+    is_exempt = "tok_embeddings" in name and not config.decay_embeddings
+    return config.weight_decay if ndim >= 2 and not is_exempt else 0.0

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def summarize_checks(checks: Sequence[Check]) -> list[Row]:
-    """Summarize comparisons in the rows of a certificate, one for each kind of comparison.
+    """Summarize checks in the rows of a certificate, with one row per kind of check.
 
-    Each row shows the comparison with the largest error relative to its tolerance.
+    Each row shows the check with the largest error relative to its tolerance.
     """
     checks_by_name: dict[str, list[Check]] = {}
     for check in checks:

@@ -22,12 +22,11 @@ from titanlite.config.errors import UserError
 from titanlite.config.files import write_output
 from titanlite.config.job_diff import flatten
 from titanlite.config.registry import HOOKS
-from titanlite.config.run import Degrees, Run, sequence_divisor
+from titanlite.config.run import Run, sequence_divisor
 from titanlite.config.schema import (
     Checkpoint,
     Dataset,
     JobConfig,
-    Model,
     Profiling,
     SampleOptions,
     TextSource,
@@ -67,9 +66,8 @@ class SmallJob(NamedTuple):
 def parse_original(argv: Sequence[str]) -> JobConfig:
     """Parse the job described by `argv`, the options of `titanlite train`.
 
-    `titanlite prove` trains only a small version of the job. Most mistakes in the job are also in
-    this version, and are found when it is checked. Its model and its parallel degrees are smaller,
-    however, so check here that the original degrees fit the original model.
+    Also check that its parallel degrees fit its model. Most other mistakes are also in the small
+    version of the job, and are found when that version is checked.
 
     Raises:
         UserError: If a value is invalid, or the parallel degrees do not fit the model.
@@ -78,10 +76,10 @@ def parse_original(argv: Sequence[str]) -> JobConfig:
     if parsed.mistakes:
         raise parsed.error(parsed.mistakes)
 
-    run = Run(parsed.job)  # its number of ranks, 1 by default, does not matter for these checks
-    problems = list(check_tensor_sizes(run))
+    run = Run(parsed.job)  # the checks below do not use its number of ranks
+    problems = list(check_tensor_sizes(run))  # heads, channels and chunks of each sequence
     if run.degrees.pipeline > 1:
-        problems += check_stages(run)
+        problems += check_stages(run)  # blocks per stage, and options without pipeline support
     if problems:
         raise parsed.error([make_mistake(run, problem) for problem in problems])
     return parsed.job
@@ -105,19 +103,17 @@ def shrink(job: JobConfig, world_size: int | None, steps: int, out: Path) -> Sma
     num_ranks = math.prod(degrees.values())
     original = Run(job, num_ranks)
 
-    # Replace the parts of the job in this order, because later parts depend on earlier sizes. The
-    # notes describe properties of the original job that the small job lacks.
+    # Keep this order, because later changes depend on earlier sizes.
+    not_kept: list[str] = []  # properties of the original job that the small job lacks
     small = job.with_section("parallelism", **degrees)
-    model, model_notes = shrink_model(original, Run(small, num_ranks).degrees)
-    small = small.model_copy(update={"model": model})
+    small = _shrink_model(small, original, not_kept)
     small = _shrink_training(small, original, steps)
-    small, option_notes = _drop_missing_names(small)
-    small, data_notes = _shrink_data(small, out)
-    small, hook_notes = _remove_hooks(small)
+    small = _drop_options_of_missing_parameters(small, not_kept)
+    small = _shrink_data(small, out, not_kept)
+    small = _remove_hooks(small, not_kept)
     small = _disable_outputs(small, out)
 
     run = check_run(small, num_ranks)
-    not_kept = [*model_notes, *option_notes, *data_notes, *hook_notes]
     return SmallJob(run, list_changes(original, run), not_kept)
 
 
@@ -158,38 +154,51 @@ def shrink_degrees(job: JobConfig, world_size: int | None) -> dict[str, int]:
         "pipeline_parallel_degree",
     )
     degrees = {name: min(2, getattr(job.parallelism, name)) for name in names}
-    num_other_ranks = math.prod(degrees.values())
     has_fsdp = job.parallelism.data_parallel_shard_degree != 1
-    fsdp_degree = 2 if has_fsdp else 1
-    if has_fsdp and world_size is not None:
-        # For example, 8 ranks with tensor and pipeline parallelism have an FSDP degree of 8 // 4.
-        fsdp_degree = max(1, world_size // num_other_ranks)
+    fsdp_degree = _choose_fsdp_degree(has_fsdp, math.prod(degrees.values()), world_size)
+    return {**degrees, "data_parallel_shard_degree": fsdp_degree}
 
-    if world_size not in (None, fsdp_degree * num_other_ranks):
-        needed = f"a multiple of {num_other_ranks}" if has_fsdp else str(num_other_ranks)
+
+def _choose_fsdp_degree(has_fsdp: bool, other_degrees: int, world_size: int | None) -> int:
+    """Choose the FSDP degree of a small job.
+
+    For example, 8 ranks with tensor and pipeline parallelism have the FSDP degree 8 // 4 = 2.
+
+    Args:
+        has_fsdp: Whether the job uses FSDP. If not, the degree is 1.
+        other_degrees: Product of all other parallel degrees.
+        world_size: Number of ranks of the small job, or None for the smallest possible number.
+
+    Raises:
+        UserError: If the small job cannot use exactly `world_size` ranks.
+    """
+    if world_size is None:
+        return 2 if has_fsdp else 1
+
+    fsdp_degree = max(1, world_size // other_degrees) if has_fsdp else 1
+    if fsdp_degree * other_degrees != world_size:
+        needed = f"a multiple of {other_degrees}" if has_fsdp else str(other_degrees)
         raise UserError(
             f"--world-size {world_size}: the small job needs {needed}, 2 ranks along each "
             "parallel dimension of the job."
         )
-    return {**degrees, "data_parallel_shard_degree": fsdp_degree}
+    return fsdp_degree
 
 
-def shrink_model(original: Run, degrees: Degrees) -> tuple[Model, list[str]]:
+def _shrink_model(small: JobConfig, original: Run, not_kept: list[str]) -> JobConfig:
     """Shrink the sizes of a model, such as its width and number of blocks.
 
     The ratio of query heads to key-value heads stays the same. `head_dim * n_heads` equals the
     width of the small model if and only if it does in the original model.
 
     Args:
+        small: Job with the small parallel degrees, which the small sizes must fit.
         original: The run with the original model.
-        degrees: Parallel degrees of the small job, which the small sizes must fit.
-
-    Returns:
-        The small [model] section, and one sentence for each property that the small model lacks.
+        not_kept: List to extend with one sentence for each property that the small model lacks.
     """
     arch = original.arch
     job = original.job
-    tensor = degrees.tensor
+    tensor = small.parallelism.tensor_parallel_degree
     is_quantized = job.optimizer.name == "AdamW8bit"
     head_dim = min(arch.head_dim, QUANTIZED_HEAD_DIM if is_quantized else HEAD_DIM)
     shard_multiple = job.float8.shard_multiple(tensor) if job.float8.enable else 16
@@ -203,13 +212,12 @@ def shrink_model(original: Run, degrees: Degrees) -> tuple[Model, list[str]]:
     multiple = shard_multiple * tensor
     ffn_dim = multiple * max(1, round(dim * arch.ffn_dim / arch.dim / multiple))
 
-    not_kept = []
     if is_quantized and dim % 256:
         not_kept.append("8-bit moments: rows of the small matrices are not a multiple of 256.")
 
     sizes = {
         "dim": dim,
-        "n_layers": _choose_num_blocks(original, degrees.pipeline),
+        "n_layers": _choose_num_blocks(original, small.parallelism.pipeline_parallel_degree),
         "n_heads": n_heads,
         "n_kv_heads": n_kv_heads,
         "head_dim": head_dim,
@@ -227,7 +235,7 @@ def shrink_model(original: Run, degrees: Degrees) -> tuple[Model, list[str]]:
         uses_bounds = job.model.uses_document_bounds and original.masks_attention
         backend = "varlen" if uses_bounds else "auto"
         not_kept.append(f"Attention kernels: {job.model.attention_backend}.")
-    return job.model.model_copy(update={**sizes, "attention_backend": backend}), not_kept
+    return small.with_section("model", **sizes, attention_backend=backend)
 
 
 def _choose_num_blocks(original: Run, pipeline: int) -> int:
@@ -298,15 +306,13 @@ def _shrink_training(small: JobConfig, original: Run, steps: int) -> JobConfig:
     )
 
 
-def _drop_missing_names(small: JobConfig) -> tuple[JobConfig, list[str]]:
+def _drop_options_of_missing_parameters(small: JobConfig, not_kept: list[str]) -> JobConfig:
     """Remove options that name blocks or parameters missing from the small model.
 
-    Returns:
-        The changed job, and one sentence for each removed option.
+    Add one sentence to `not_kept` for each removed option.
     """
-    notes = []
     if small.parallelism.pipeline_parallel_split_points:
-        notes.append(
+        not_kept.append(
             "parallelism.pipeline_parallel_split_points: the small model has fewer blocks."
         )
         small = small.with_section("parallelism", pipeline_parallel_split_points=())
@@ -319,13 +325,13 @@ def _drop_missing_names(small: JobConfig) -> tuple[JobConfig, list[str]]:
             if fnmatch.filter(parameter_names, pattern):
                 kept_patterns.append(pattern)
             else:
-                notes.append(f"optimizer.groups: {pattern!r} is not in the small model.")
+                not_kept.append(f"optimizer.groups: {pattern!r} is not in the small model.")
         if kept_patterns:
             groups.append(group.model_copy(update={"params": tuple(kept_patterns)}))
-    return small.with_section("optimizer", groups=tuple(groups)), notes
+    return small.with_section("optimizer", groups=tuple(groups))
 
 
-def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
+def _shrink_data(small: JobConfig, out: Path, not_kept: list[str]) -> JobConfig:
     """Simplify how a job with small sizes reads its training data.
 
     The job gets the default tokenizer with its small vocabulary, at most one data worker, and no
@@ -334,38 +340,35 @@ def _shrink_data(small: JobConfig, out: Path) -> tuple[JobConfig, list[str]]:
     Args:
         small: Job with the small model, batch size and sequence length.
         out: Folder in which the toy text is written.
-
-    Returns:
-        The changed job, and one sentence each if data stages were removed or the training data was
-        replaced.
+        not_kept: List to extend with one sentence if data stages are removed, and one if the
+            training data is replaced.
     """
     dataset = small.dataset
     small = small.model_copy(update={"tokenizer": TokenizerOptions()})
     small = small.with_section("dataset", stages=(), num_workers=min(1, dataset.num_workers))
-    notes = []
     if dataset.stages:
-        notes.append("dataset.stages: the small job ends before they begin.")
+        not_kept.append("dataset.stages: the small job ends before they begin.")
 
     problem = _find_data_problem(dataset)
     if problem:
-        notes.append(f"[dataset]: a toy text is read instead, because {problem}.")
+        not_kept.append(f"[dataset]: a toy text is read instead, because {problem}.")
         toy_text = out / TOY_TEXT
         write_output(toy_text, _make_toy_text().encode())
         small = _replace_data(small, toy_text)
-    return small, notes
+    return small
 
 
 def _replace_data(job: JobConfig, path: Path) -> JobConfig:
-    """Return a job that reads only the JSON Lines file `path`, for any number of epochs."""
+    """Return a job that reads only the JSON Lines file `path`, without a limit on its epochs."""
     # [dataset] also has the options of a source, so a job with one source needs no `sources`.
     source_options = dict(TextSource(source="jsonl", path=str(path)))
     return job.with_section("dataset", **source_options, sources=(), max_epochs=0)
 
 
 def _find_data_problem(dataset: Dataset) -> str:
-    """Return why a job with small sizes cannot read the training data, or "" if it can.
+    """Return the reason why the small job cannot read the training data of the original job.
 
-    For example, "the small sequences need shorter documents".
+    For example, "the small sequences need shorter documents". If it can read the data, return "".
     """
     if dataset.document_mask or dataset.packing != "concat":
         return "the small sequences need shorter documents"
@@ -393,24 +396,21 @@ def _make_toy_text() -> str:
     return "".join(f"{json.dumps({'text': text})}\n" for text in texts)
 
 
-def _remove_hooks(job: JobConfig) -> tuple[JobConfig, list[str]]:
+def _remove_hooks(job: JobConfig, not_kept: list[str]) -> JobConfig:
     """Remove the hooks of a job that may change weights or gradients.
 
     Hooks that only observe the training, and declare this with `observes_only = True`, are kept.
-
-    Returns:
-        The changed job, and one sentence for each removed hook.
+    Add one sentence to `not_kept` for each removed hook.
     """
     kept = []
-    notes = []
     for name in job.job.hooks:
         if getattr(HOOKS[name], "observes_only", False):
             kept.append(name)
         else:
-            notes.append(
+            not_kept.append(
                 f"job.hooks: {name} may change weights or gradients (observes_only is false)."
             )
-    return job.with_section("job", hooks=tuple(kept)), notes
+    return job.with_section("job", hooks=tuple(kept))
 
 
 def _disable_outputs(job: JobConfig, out: Path) -> JobConfig:
