@@ -7,7 +7,7 @@ no parallelism, FSDP, compiler, fused loss or optimizer class.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
