@@ -37,6 +37,8 @@ COMPILED = "compile.enable = true"
 OFFLOAD = "training.enable_cpu_offload = true"
 REDUCE_EACH = "parallelism.fsdp_reduce = 'microbatch'"
 RESHARDS = f" ; parallelism.fsdp_reshard_after_forward = 'always' ; {FULL} ; {REDUCE_EACH}"
+# Blocks of 36,992 parameters, and 524,288 parameters in the embedding and the output layer
+LARGE_VOCABULARY = "model.vocab_size = 4096 ; parallelism.fsdp_min_num_params = 40_000"
 # Name -> number of ranks, options
 LAYOUTS: dict[str, tuple[int, str]] = {
     "one rank": (1, ""),
@@ -109,6 +111,8 @@ def trace_whole(run: Run) -> tuple[RankTrace, ...]:
     ("ranks", "options"),
     [
         *layout_cases(),
+        # FSDP gathers two blocks at a time.
+        pytest.param(2, LARGE_VOCABULARY, id="small blocks, large vocabulary"),
         pipeline("1F1B", 8),
         pipeline("GPipe", 12, pytest.mark.long),
         pipeline("Interleaved1F1B", 24, pytest.mark.long),
