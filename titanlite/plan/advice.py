@@ -126,7 +126,7 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) 
 def _forecast_batch_size(size: int, run: Run, gpu: Gpu, map_function: Apply) -> Forecast | None:
     """Forecast a run with another local batch size, and log its memory.
 
-    Return None if the size is not positive, too large to trace, or invalid.
+    Return None if the size cannot be traced.
     """
     # A context parallel rank traces only its share of each sequence.
     max_size = MAX_TRACED_TOKENS * run.degrees.context // run.job.training.seq_len
@@ -302,7 +302,7 @@ def _forecast_changed(
 ) -> Forecast | None:
     """Trace one step of a run with some options changed, and forecast its memory and speed.
 
-    Return None if the changed job is not worth a trace, or if the trace fails. Log the reason of a
+    Return None if the changed job is not worth a trace, or if the trace fails. Log the reason for a
     failure, so that a search can continue with other changes.
 
     Args:

@@ -199,21 +199,22 @@ def _has_equal_blocks(run: Run) -> bool:
 def _may_shard_differently(run: Run, num_blocks: int) -> bool:
     """Return whether FSDP may shard a model with few blocks differently from the full model.
 
-    If it does, the counts of the full model cannot be extrapolated from the smaller model.
+    If it does, the counts of the full model cannot be extrapolated from the smaller model. In case
+    of doubt, return True, because a trace of the full model is exact.
 
     Args:
         run: The validated job of the full model, and the number of ranks.
         num_blocks: Number of blocks of the smaller model.
     """
     min_group_params = run.job.parallelism.fsdp_min_num_params
-    block_params = run.arch.block_matrices  # without norms and biases
-    if block_params < min_group_params:
-        return True  # FSDP combines several small blocks into one group
+    # The number that a plugin returns may be too high, so assume half of it.
+    low_block_params = run.arch.block_matrices / 2
+    if low_block_params < min_group_params:
+        return True  # FSDP may combine several small blocks into one group
 
-    # On a single rank, or with only replicas, FSDP keeps blocks unsharded after the forward pass if
-    # they have fewer parameters than `SMALL_MODEL_GROUPS` groups of minimum size.
+    # On a single rank, FSDP keeps the blocks of a small model unsharded after the forward pass.
     has_one_shard = run.degrees.shard * run.degrees.context == 1
-    is_small = num_blocks * block_params < SMALL_MODEL_GROUPS * min_group_params
+    is_small = num_blocks * low_block_params < SMALL_MODEL_GROUPS * min_group_params
     return has_one_shard and is_small
 
 
@@ -227,6 +228,8 @@ def _remove_blocks(run: Run, num_removed: int) -> Run:
     settings = {
         "model.n_layers": num_layers,
         "parallelism.pipeline_parallel_split_points": split_points,
+        # "auto" depends on the size of the model, so keep the choice for the full model.
+        "parallelism.fsdp_reduce": run.fsdp_reduce,
     }
     return with_keys(run, settings)
 
