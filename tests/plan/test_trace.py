@@ -37,6 +37,14 @@ COMPILED = "compile.enable = true"
 OFFLOAD = "training.enable_cpu_offload = true"
 REDUCE_EACH = "parallelism.fsdp_reduce = 'microbatch'"
 RESHARDS = f" ; parallelism.fsdp_reshard_after_forward = 'always' ; {FULL} ; {REDUCE_EACH}"
+# Blocks of 36,992 parameters, and 524,288 parameters in the embedding and the output layer
+LARGE_VOCABULARY = "model.vocab_size = 4096 ; parallelism.fsdp_min_num_params = 40_000"
+# 307 MB of fp32 gradients. Without most blocks, they would count as small for `fsdp_reduce`.
+LARGE_GRADIENTS = (
+    "model.dim = 640 ; model.n_heads = 10 ; model.n_kv_heads = 5 ; model.ffn_dim = 1728 ; "
+    "model.vocab_size = 32_000 ; model.n_layers = 16 ; "
+    "parallelism.fsdp_min_num_params = 1_000_000 ; training.global_batch_size = 10"
+)
 # Name -> number of ranks, options
 LAYOUTS: dict[str, tuple[int, str]] = {
     "one rank": (1, ""),
@@ -109,6 +117,10 @@ def trace_whole(run: Run) -> tuple[RankTrace, ...]:
     ("ranks", "options"),
     [
         *layout_cases(),
+        # FSDP gathers two blocks at a time.
+        pytest.param(2, LARGE_VOCABULARY, id="small blocks, large vocabulary"),
+        # The full model reduces gradients after each microbatch. A smaller one would not.
+        pytest.param(2, LARGE_GRADIENTS, id="large gradients", marks=pytest.mark.long),
         pipeline("1F1B", 8),
         pipeline("GPipe", 12, pytest.mark.long),
         pipeline("Interleaved1F1B", 24, pytest.mark.long),

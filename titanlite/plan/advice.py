@@ -23,7 +23,7 @@ from titanlite.observe.flops import num_params, state_bytes
 from titanlite.observe.forecast import Forecast
 from titanlite.observe.gpus import GIB, Gpu
 from titanlite.optim.losses import TOKENS_OF_FULL_CHUNKS
-from titanlite.parallel.float8 import is_supported
+from titanlite.parallel import float8
 from titanlite.plan.counter import Group, Work
 from titanlite.plan.roofline import forecast
 from titanlite.plan.trace import Apply, RankTrace, trace_run
@@ -97,9 +97,9 @@ def make_plan(
 def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) -> int | None:
     """Search for the largest training.local_batch_size that fits into memory.
 
-    Predict the largest size that fits from the two largest traced sizes, because memory is linear
-    in the batch size. Trace the predicted size, log its memory, and repeat until the prediction is
-    already traced or cannot be traced, or `MAX_TRACED_BATCHES` sizes are traced.
+    Memory is linear in the batch size. So predict the largest size that fits from two traced sizes,
+    trace it, and repeat until the predicted size is already traced or cannot be traced, or
+    `MAX_TRACED_BATCHES` sizes are traced.
 
     Args:
         run: The run to change.
@@ -110,20 +110,12 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) 
     Returns:
         The largest traced size, in sequences, that fits into memory, or None if none fits.
     """
-    # A context parallel rank traces only its share of each sequence.
-    max_size = MAX_TRACED_TOKENS * run.degrees.context // run.job.training.seq_len
-    plans = {run.job.training.local_batch_size: plan}
+    plans = {run.job.training.local_batch_size: plan}  # forecasts by local batch size
     size = _choose_second_batch_size(run)
-    while len(plans) < MAX_TRACED_BATCHES:
-        is_traceable = 0 < size <= max_size
-        if size in plans or not is_traceable:
-            break
-
-        with working(f"Looking for the largest batch that fits: training.local_batch_size {size}"):
-            new_plan = _forecast_changed(_set_batch_size(run, size), run, gpu, map_function)
+    while size not in plans and len(plans) < MAX_TRACED_BATCHES:
+        new_plan = _forecast_batch_size(size, run, gpu, map_function)
         if new_plan is None:
-            break
-        note(f"training.local_batch_size {size}: {_format_memory(new_plan)}")
+            break  # the size cannot be traced
         plans[size] = new_plan
         size = _extrapolate_batch_size(plans, gpu.memory)
 
@@ -131,8 +123,26 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) 
     return max(fitting_sizes, default=None)
 
 
+def _forecast_batch_size(size: int, run: Run, gpu: Gpu, map_function: Apply) -> Forecast | None:
+    """Forecast a run with another local batch size, and log its memory.
+
+    Return None if the size cannot be traced.
+    """
+    # A context parallel rank traces only its share of each sequence.
+    max_size = MAX_TRACED_TOKENS * run.degrees.context // run.job.training.seq_len
+    if not 0 < size <= max_size:
+        return None
+
+    option = f"training.local_batch_size {size}"
+    with working(f"Looking for the largest batch that fits: {option}"):
+        plan = _forecast_changed(_set_batch_size(run, size), run, gpu, map_function)
+    if plan is not None:
+        note(f"{option}: {_format_memory(plan)}")
+    return plan
+
+
 def _choose_second_batch_size(run: Run) -> int:
-    """Choose the second local batch size to trace, which is larger than in the run.
+    """Choose a second local batch size to trace, larger than the batch size of the run.
 
     The loss is computed in chunks of tokens. At the chosen size and above, chunks have their full
     size, so memory is linear in the batch size and can be extrapolated.
@@ -159,7 +169,8 @@ def _set_batch_size(run: Run, size: int) -> Settings:
 def _extrapolate_batch_size(plans: Mapping[int, Forecast], memory: int) -> int:
     """Estimate the largest local batch size that fits into GPU memory.
 
-    The estimate extrapolates the memory of the two largest batch sizes in `plans` linearly.
+    The estimate extrapolates the memory of the two largest batch sizes in `plans` linearly. It is
+    not positive if not even one sequence fits.
 
     Args:
         plans: Forecasts by local batch size, for at least two sizes.
@@ -188,11 +199,11 @@ def find_remedies(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) -> tu
     """
     for candidates in (_list_single_remedies(run), _list_combined_remedies(run)):
         text = f"Tracing {len(candidates)} changes that take less memory"
-        fitting = _trace_candidates(run, candidates, gpu, map_function, text)
+        fastest_first = _trace_candidates(run, candidates, gpu, map_function, text)
         changes = [
             _describe_change(settings, new_plan, plan)
-            for settings, new_plan in fitting
-            if new_plan.needs < plan.needs
+            for settings, new_plan in fastest_first
+            if new_plan.needs < plan.needs  # if the run fits already, a change may need more
         ]
         if changes:
             return tuple(changes[:MAX_CHANGES])
@@ -272,17 +283,16 @@ def _trace_candidates(
     Returns:
         Pairs of changed options and the forecast with them, fastest first.
     """
+    forecast_changed = partial(_forecast_changed, run=run, gpu=gpu)
     fitting: list[tuple[Settings, Forecast]] = []
     with working(text) as update_text:
-        plans = map_function(partial(_forecast_changed, run=run, gpu=gpu), candidates)
-        # Log each result as soon as its trace ends.
-        for i, plan in enumerate(plans):
-            settings = candidates[i]
+        plans = map_function(forecast_changed, candidates)  # yields each plan when its trace ends
+        for i, (settings, plan) in enumerate(zip(candidates, plans, strict=True), start=1):
             if plan is not None and plan.fits:
                 fitting.append((settings, plan))
                 speed = f"{plan.tokens_per_second:,.0f} tokens/s per device"
                 note(f"{_describe(settings)}: {_format_memory(plan)}, {speed}")
-            update_text(f"{i + 1} of {len(candidates)} jobs traced")
+            update_text(f"{i} of {len(candidates)} jobs traced")
     fitting.sort(key=lambda pair: pair[1].tokens_per_second, reverse=True)
     return fitting
 
@@ -292,9 +302,8 @@ def _forecast_changed(
 ) -> Forecast | None:
     """Trace one step of a run with some options changed, and forecast its memory and speed.
 
-    Return None if the changed job is invalid or equal to the job of the run, or if its weights,
-    gradients and optimizer state exceed the memory. If the trace fails, log the reason and return
-    None, so that a search can continue with other changes.
+    Return None if the changed job is not worth a trace, or if the trace fails. Log the reason for a
+    failure, so that a search can continue with other changes.
 
     Args:
         settings: Changed options, or {} for the run itself.
@@ -302,21 +311,33 @@ def _forecast_changed(
         gpu: GPU of each rank.
         map_function: `map`, or the `map` method of a process pool to trace in parallel.
     """
-    new_run = change_run(run, settings)
-    if new_run is None or (settings and new_run.job == run.job):
-        return None
-    if not _has_memory_for_state(new_run, gpu):
+    new_run = _select_for_trace(settings, run, gpu)
+    if new_run is None:
         return None
 
     try:
         return forecast(new_run, trace_run(new_run, gpu, map_function), gpu)
     except BrokenExecutor:
-        raise  # no further trace can run
-    except Exception as error:  # a failed trace of one job must not end the search
+        raise  # a process of the pool was killed, so no further trace can run
+    except Exception as error:
         first_line = str(error).strip().partition("\n")[0]
         reason = f"{type(error).__name__}: {first_line}"
         note(f"Skipped {_describe(settings)}, which cannot be traced ({reason})")
         return None
+
+
+def _select_for_trace(settings: Settings, run: Run, gpu: Gpu) -> Run | None:
+    """Return a run with some options changed, or None if a trace of it would be useless.
+
+    The changed job must be valid, and its weights, gradients and optimizer state must fit into
+    memory. Only {} may leave the job of the run unchanged.
+    """
+    new_run = change_run(run, settings)
+    if new_run is None or not _has_memory_for_state(new_run, gpu):
+        return None
+    if new_run.job == run.job and settings:
+        return None
+    return new_run
 
 
 def _has_memory_for_state(run: Run, gpu: Gpu) -> bool:
@@ -408,9 +429,8 @@ def list_layouts(run: Run, gpu: Gpu) -> list[Settings]:
     Returns:
         Changed options of each combination, sorted by estimated speed, fastest first.
     """
-    can_use_float8 = is_supported(
-        run.job.float8.recipe_name, gpu.capability, has_float8=gpu.fp8 > 0
-    )
+    recipe = run.job.float8.recipe_name
+    can_use_float8 = float8.is_supported(recipe, gpu.capability, has_float8=gpu.fp8 > 0)
     float8_choices = (False, True) if can_use_float8 else (False,)
     modes = ("none", "selective", "full")
 
@@ -426,19 +446,19 @@ def list_layouts(run: Run, gpu: Gpu) -> list[Settings]:
 def _complete_layout(
     degrees: Settings, run: Run, gpu: Gpu, has_float8: bool, mode: str
 ) -> Settings:
-    """Add options for FP8, activation checkpointing and compilation to parallel degrees.
+    """Extend the parallel degrees of a layout with its precision and performance options.
 
     Args:
         degrees: Options that set the parallel degrees, such as
             {"parallelism.tensor_parallel_degree": 2}.
         run: The run that the search started from.
-        gpu: GPU of each rank, or its share of a CPU if `gpu.cpu` is set.
+        gpu: Device of each rank, a GPU or CPU cores.
         has_float8: Whether matmuls compute in FP8.
         mode: Mode of activation checkpointing, such as "full".
     """
     is_gpu = not gpu.cpu
     has_tensor_parallel = degrees["parallelism.tensor_parallel_degree"] > 1
-    # To gather weights in FP8, FSDP needs a single scale per tensor.
+    # FSDP can only gather FP8 weights that have a single scale per tensor.
     gathers_float8 = has_float8 and run.job.float8.recipe_name == "tensorwise"
     return {
         **degrees,
@@ -517,21 +537,21 @@ def _choose_batch_sizes(run: Run, gpu: Gpu, layout: Settings) -> list[tuple[floa
             "training.global_batch_size": _choose_global_batch_size(run, layout, size),
         }
         new_run = change_run(run, settings)
-        if new_run is None:  # invalid
-            continue
+        if new_run is None:
+            continue  # the combination is invalid
 
-        changes = _select_changes(run, settings)
-        if not changes:  # this is the original job
-            continue
+        changes = _drop_unchanged_options(settings, run)
+        if not changes:
+            continue  # this is the original job
 
-        estimate = _guess_plan(new_run, gpu)
+        estimate = _forecast_without_trace(new_run, gpu)
         if estimate.fits:
             choices.append((estimate.tokens_per_second, changes))
     choices.sort(key=itemgetter(0), reverse=True)
     return choices[:2]
 
 
-def _select_changes(run: Run, settings: Settings) -> Settings:
+def _drop_unchanged_options(settings: Settings, run: Run) -> Settings:
     """Return the options whose value differs from the job of a run."""
     return {key: value for key, value in settings.items() if attrgetter(key)(run.job) != value}
 
@@ -539,9 +559,9 @@ def _select_changes(run: Run, settings: Settings) -> Settings:
 def _choose_global_batch_size(run: Run, layout: Settings, local_size: int) -> int:
     """Choose the global batch size of a layout, in sequences.
 
-    Keep the size that the job sets. With a pipeline, replace the default of -1, which means one
-    microbatch per data-parallel rank, with 4 microbatches per pipeline rank. Pipeline ranks are
-    then idle less than a fifth of the time.
+    Keep the size that the job sets. If it sets none (-1), use one microbatch per data-parallel rank
+    without a pipeline. With a pipeline, use 4 microbatches per pipeline rank, so that the ranks are
+    idle less than a fifth of the time.
     """
     job_size = run.job.training.global_batch_size
     degrees = with_keys(run, layout).degrees
@@ -552,8 +572,8 @@ def _choose_global_batch_size(run: Run, layout: Settings, local_size: int) -> in
     return 4 * degrees.pipeline * local_size * degrees.data
 
 
-def _guess_plan(run: Run, gpu: Gpu) -> Forecast:
-    """Forecast a run from simple formulas, as a fast but less accurate substitute for a trace.
+def _forecast_without_trace(run: Run, gpu: Gpu) -> Forecast:
+    """Forecast a run from simple formulas, which is faster than a trace, but less accurate.
 
     The formulas assume compilation. Use the result only to choose which jobs to trace.
     """
@@ -611,7 +631,7 @@ def _guess_matmuls(run: Run) -> Work:
 
 
 def _guess_attention(run: Run) -> Work:
-    """Estimate the work of attention in a step, as if it were one kernel."""
+    """Estimate the FLOPs of all attention kernels of a step, and return them as a single kernel."""
     # In a forward pass, a query needs 2 FLOPs per visible key and dimension for its scores, and 2
     # for its output. The backward pass counts as three forward passes, and full recomputation as
     # one more.
@@ -623,9 +643,9 @@ def _guess_attention(run: Run) -> Work:
 
 
 def _guess_other_kernels(run: Run) -> Work:
-    """Estimate the memory traffic of all kernels except matmuls and attention in a step.
+    """Estimate the memory traffic in a step of all kernels other than matmuls and attention.
 
-    Assume 20 bytes per activation that a block without checkpointing saves for its backward pass.
+    Assume 20 bytes for each activation that blocks would save without activation checkpointing.
     """
     values_per_token = activation_values(run.arch, run.degrees.tensor)  # per block
     num_bytes = 20 * values_per_token * _step_tokens(run) * _count_blocks(run)
@@ -706,7 +726,7 @@ def _step_tokens(run: Run) -> int:
 
 
 def _count_weights(run: Run) -> float:
-    """Return the number of weights on a rank without FSDP, averaged over all pipeline ranks."""
+    """Return the number of weights per rank before FSDP sharding, averaged over pipeline ranks."""
     return num_params(run.arch) / run.degrees.tensor / run.degrees.pipeline
 
 

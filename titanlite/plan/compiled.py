@@ -148,11 +148,13 @@ def _flatten_call(
     function_module = FunctionModule(function, module)
 
     def call(*inputs: Tensor) -> Any:
-        """Call `function` with other tensors, but with the same constants.
+        """Repeat the original call of `function`, but with new parameters and tensor arguments.
+
+        All other arguments, such as numbers, are the same as in the original call.
 
         Args:
-            inputs: One tensor per parameter of `module`, followed by the tensors among the
-                arguments of `function`.
+            inputs: One tensor for each parameter of `module`, followed by one tensor for each
+                tensor argument of the original call.
         """
         remaining = iter(inputs)
         parameters = {name: next(remaining) for name in parameter_names}
@@ -170,31 +172,35 @@ def _flatten_call(
 
 
 def _trace_graph(function: Function, tensors: Sequence[Tensor]) -> Function:
-    """Trace a function into a forward and a backward graph, as `torch.compile` does.
+    """Trace a function and return a function that imitates its compiled code.
+
+    As in `torch.compile`, AOTAutograd traces a graph of the function and its gradient, splits it
+    into a forward and a backward graph, and compiles both. Only the compiler is an imitation.
 
     Args:
         function: Function whose arguments are tensors.
         tensors: Example arguments.
-
-    Returns:
-        A function that runs the graphs in place of `function`.
     """
     run_graphs = aot_function(
         function,
-        partition_fn=_split_passes,
         fw_compiler=_imitate_compiled_code,
         bw_compiler=_imitate_compiled_code,
+        # The other options are the same as with the Inductor compiler.
+        partition_fn=_split_passes,
         decompositions=select_decomp_table(),
-        keep_inference_input_mutations=True,  # as for Inductor
+        keep_inference_input_mutations=True,
     )
+    _call_on_fake_copies(run_graphs, tensors)  # the first call traces and splits the graph
+    return run_graphs
 
-    # The first call traces the graphs by running the function on fake tensors. It is not a part of
-    # the training step, so hide it from the counter. All fake tensors of a step have the same mode.
+
+def _call_on_fake_copies(function: Function, tensors: Sequence[Any]) -> None:
+    """Call a function on fake copies of tensors, hidden from the counter of the training step."""
+    # All fake tensors of a step have the same mode.
     fake_tensor: Any = next(plain_tensors(tensors[0]))
     with _hiding_operators(), fake_tensor.fake_mode:
-        examples = [_empty_like(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors]
-        run_graphs(*examples)
-    return run_graphs
+        copies = [_empty_like(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors]
+        function(*copies)
 
 
 @contextmanager
@@ -317,9 +323,8 @@ class _Kernel:
         node: Graph node that the kernel computes.
         input_bases: Nodes that allocate the memory that the kernel reads. Views allocate none.
         is_generated: Whether the compiler generates the kernel. If so, the planner only allocates
-            its result instead of running it.
-        num_bytes: Bytes that a generated kernel reads and writes. 0 for other kernels, and for
-            generated kernels that read or write no further bytes.
+            its result. Otherwise, it is a library kernel, such as a matmul, which runs as usual.
+        num_bytes: Bytes that a generated kernel reads and writes. 0 for library kernels.
         freed: Nodes whose values are freed after the kernel has run.
     """
 
@@ -352,57 +357,56 @@ def _run_kernels(gm: GraphModule, kernels: Sequence[_Kernel], args: list[Any]) -
         kernels: Kernels in the order in which they run.
         args: Inputs of the graph. The list is cleared, so that inputs can be freed during the run.
     """
-    inputs = gm.graph.find_nodes(op="placeholder")
-    memory = _GraphMemory(gm, dict(zip(inputs, args, strict=True)))
+    graph = gm.graph
+    inputs = graph.find_nodes(op="placeholder")
+    constants = graph.find_nodes(op="get_attr")
+    values: dict[Node, Any] = dict(zip(inputs, args, strict=True))
+    values |= {node: getattr(gm, str(node.target)) for node in constants}
     args.clear()
-    for kernel in kernels:
-        memory.values[kernel.node] = _run_kernel(kernel, memory)
-        for node in kernel.freed:
-            memory.values.pop(node, None)
 
-    results: Any = map_arg(gm.graph.output_node().args[0], memory.evaluate)
+    for kernel in kernels:
+        values[kernel.node] = _run_kernel(kernel, values)
+        for node in kernel.freed:
+            del values[node]
+
+    # A result that is not in `values`, such as a view, is computed from a value in memory.
+    results: Any = map_arg(graph.output_node().args[0], partial(_read_or_compute, values))
     return list(results)
 
 
-@dataclass
-class _GraphMemory:
-    """Values that are in memory while a graph runs.
+def _read_or_compute(values: Mapping[Node, Any], node: Node) -> Any:
+    """Return the value of a node. If it is not in `values`, run the operator of the node."""
+    if node in values:
+        return values[node]
+    read = partial(_read_or_compute, values)
+    args: Any = map_arg(node.args, read)
+    kwargs: Any = map_arg(node.kwargs, read)
+    return node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
 
-    Attributes:
-        gm: Module of the graph, which has the constants of the graph as attributes.
-        values: Values that are in memory, by node.
+
+def _run_kernel(kernel: _Kernel, values: Mapping[Node, Any]) -> Any:
+    """Run a library kernel, or imitate a kernel that the compiler would generate.
+
+    Args:
+        kernel: The kernel.
+        values: Values in memory, by node.
     """
-
-    gm: GraphModule
-    values: dict[Node, Any]
-
-    def evaluate(self, node: Node) -> Any:
-        """Return the value of a node. If it is not in memory, run the operator of the node."""
-        if node in self.values:
-            return self.values[node]
-        if node.op == "get_attr":
-            return getattr(self.gm, str(node.target))
-        args = map_arg(node.args, self.evaluate)
-        kwargs = map_arg(node.kwargs, self.evaluate)
-        return node.target(*args, **kwargs)  # pyright: ignore
+    if kernel.is_generated:
+        return _imitate_kernel(kernel, values)
+    return _read_or_compute(values, kernel.node)  # the counter counts the operator as it runs
 
 
-def _run_kernel(kernel: _Kernel, memory: _GraphMemory) -> Any:
-    """Run a kernel, count it, and return its result.
+def _imitate_kernel(kernel: _Kernel, values: Mapping[Node, Any]) -> Any:
+    """Count a kernel that the compiler would generate, and return a result without computing it.
 
-    A kernel that the compiler would generate only allocates its result, because the planner needs
-    no values. All other kernels run as operators, and the counter counts each operator.
+    A copy returns its target, and any other kernel allocates an uninitialized tensor.
     """
-    node = kernel.node
-    if not kernel.is_generated:
-        return memory.evaluate(node)
-
-    if _is_copy(node):
-        target = node.all_input_nodes[0]
-        result = memory.evaluate(target)  # a copy into an existing tensor allocates nothing
+    if _is_copy(kernel.node):
+        target, *_ = kernel.node.all_input_nodes
+        result = values[target]
     else:
-        result = _empty_like(node.meta["val"])
-    if kernel.num_bytes > 0:
+        result = _empty_like(kernel.node.meta["val"])
+    if kernel.num_bytes > 0:  # otherwise, the kernel has nothing to do
         count_generated_kernel(kernel.num_bytes)
     return result
 
@@ -414,7 +418,7 @@ def _schedule_kernels(graph: Graph) -> list[_Kernel]:
     bases = _find_bases(nodes)
     returned_bases = {bases[node] for node in output.all_input_nodes}
     stored = _find_stored(nodes, bases) | returned_bases | inputs
-    kernels = _list_kernels(nodes, stored, _find_stored_inputs(nodes, bases, stored))
+    kernels = _list_kernels(nodes, stored, _find_reads(nodes, bases, stored))
     _set_num_bytes(kernels)
     _set_freed(kernels, bases, returned_bases)
     return kernels
@@ -433,48 +437,44 @@ def _find_bases(nodes: Sequence[Node]) -> dict[Node, Node]:
 
 
 def _find_stored(nodes: Sequence[Node], bases: Mapping[Node, Node]) -> set[Node]:
-    """Return the nodes whose values are stored in memory by compiled code.
+    """Find the values that compiled code must store in memory while a graph runs.
 
-    Kernels that need any other value recompute it instead of reading it from memory.
+    These are the inputs and results of library kernels, such as matmuls, and the results of
+    reductions. The compiler fuses all other operators: kernels recompute their values. For example,
+    `relu(x).sum()` stores the sum, but not `relu(x)`.
 
     Args:
         nodes: Nodes of the graph in order, without the output node.
-        bases: For each node, the node that allocates its memory: the node itself, unless it is a
-            view or a copy into an existing tensor.
+        bases: For each node, the node that allocates its memory. A view has the base of its input.
     """
     stored: set[Node] = set()
     for node in nodes:
-        if _is_view(node):
-            continue
         if _has_library_kernel(node):
-            # A matmul, for example, reads its inputs from memory and writes its result to memory.
-            stored.add(node)
-            for source in node.all_input_nodes:
-                stored.add(bases[source])
+            values = (node, *node.all_input_nodes)
+            stored |= {bases[value] for value in values}
         elif _is_reduction(node):
             stored.add(node)
     return stored
 
 
 def _list_kernels(
-    nodes: Sequence[Node], stored: set[Node], stored_inputs: Mapping[Node, set[Node]]
+    nodes: Sequence[Node], stored: set[Node], reads: Mapping[Node, set[Node]]
 ) -> list[_Kernel]:
-    """List the kernels that compiled code of a graph would launch, in order.
-
-    Each kernel writes a value to memory: it computes a stored value, or copies a value into an
-    existing tensor. A value that is not stored is computed within the kernels that use it. The
-    compiler generates all kernels except library kernels, such as matmuls.
+    """List the kernels that compiled code of a graph launches, in order.
 
     Args:
         nodes: Nodes of the graph in order, without the output node.
-        stored: Nodes whose values are written to memory.
-        stored_inputs: For each node, the stored values that a kernel must read to compute it.
+        stored: Nodes whose values are stored in memory.
+        reads: For each node, the stored values from which its value is read or recomputed.
     """
     kernels: list[_Kernel] = []
     for node in nodes:
-        if node.op == "call_function" and (node in stored or _is_copy(node)):
+        is_operator = node.op == "call_function"  # not an input or a constant
+        # A copy writes to the memory of its target, so it is not in `stored`.
+        if is_operator and (node in stored or _is_copy(node)):
+            input_bases = _merge_reads(node, reads)
             is_generated = not _has_library_kernel(node)
-            kernels.append(_Kernel(node, stored_inputs[node], is_generated))
+            kernels.append(_Kernel(node, input_bases, is_generated))
     return kernels
 
 
@@ -496,31 +496,29 @@ def _set_num_bytes(kernels: Iterable[_Kernel]) -> None:
             accessed.clear()  # a library kernel ends the group
 
 
-def _find_stored_inputs(
+def _find_reads(
     nodes: Sequence[Node], bases: Mapping[Node, Node], stored: set[Node]
 ) -> dict[Node, set[Node]]:
-    """Map each node to the stored values that a kernel must read to compute it.
+    """Map each node to the stored values from which a kernel gets the value of the node.
 
-    A kernel recomputes values that are not stored. For example, if `a` is stored and `b` is not,
-    `c = a + b` reads `a` and all values that are read to compute `b`.
+    A stored value is read from memory. Any other value is recomputed from the values of its inputs.
+    For example, if `b = a + 1` is not stored, but `a` is, then `b` is recomputed from `a`.
 
     Args:
         nodes: Nodes of the graph in order, without the output node.
-        bases: For each node, the node that allocates its memory: the node itself, unless it is a
-            view or a copy into an existing tensor.
+        bases: For each node, the node that allocates its memory. A view has the base of its input.
         stored: Nodes whose values are in memory, including all inputs of the graph.
     """
-    stored_inputs: dict[Node, set[Node]] = {}
+    reads: dict[Node, set[Node]] = {}
     for node in nodes:
-        inputs: set[Node] = set()
-        for source in node.all_input_nodes:
-            base = bases[source]
-            if base in stored:
-                inputs.add(base)  # the kernel reads the source from memory
-            else:
-                inputs |= stored_inputs[source]  # the kernel recomputes the source
-        stored_inputs[node] = inputs
-    return stored_inputs
+        base = bases[node]
+        reads[node] = {base} if base in stored else _merge_reads(node, reads)
+    return reads
+
+
+def _merge_reads(node: Node, reads: Mapping[Node, set[Node]]) -> set[Node]:
+    """Return the stored values from which a kernel gets all inputs of a node."""
+    return set().union(*(reads[source] for source in node.all_input_nodes))
 
 
 def _set_freed(
@@ -528,8 +526,8 @@ def _set_freed(
 ) -> None:
     """Set the nodes to free after each kernel: those whose memory no later kernel uses.
 
-    Results of the graph are never freed. The base of a node is the node that allocates its memory:
-    the node itself, unless it is a view or a copy into an existing tensor.
+    The base of a node is the node that allocates its memory: the node itself, unless it is a view
+    or a copy into an existing tensor. Results of the graph are never freed.
 
     Args:
         kernels: Kernels in the order in which they run.
@@ -538,8 +536,9 @@ def _set_freed(
     """
     last_users: dict[Node, _Kernel] = {}  # base -> last kernel that uses its memory
     for kernel in kernels:
-        for base in (*kernel.input_bases, bases[kernel.node]):
+        for base in kernel.input_bases:
             last_users[base] = kernel
+        last_users[bases[kernel.node]] = kernel  # frees the result now if no kernel uses it later
 
     for base, last_user in last_users.items():
         if base not in returned_bases:
@@ -559,9 +558,10 @@ def _is_copy(node: Node) -> bool:
 
 
 def _is_reduction(node: Node) -> bool:
-    """Return whether the value of a node is much smaller than its largest input."""
+    """Return whether a node computes a result that takes far fewer bytes than its largest input."""
     input_sizes = [_bytes_of(source) for source in node.all_input_nodes]
-    return REDUCTION_RATIO * _bytes_of(node) <= max(input_sizes, default=0)
+    is_much_smaller = REDUCTION_RATIO * _bytes_of(node) <= max(input_sizes, default=0)
+    return is_much_smaller and not _is_view(node)
 
 
 def _has_library_kernel(node: Node) -> bool:
@@ -569,7 +569,7 @@ def _has_library_kernel(node: Node) -> bool:
     namespace, _, name = _operator_name(node).partition("::")
     is_matmul_or_attention = name in MATMULS or "scaled_dot_product" in name
     is_foreign = namespace not in ("", "aten", "prims")
-    return is_matmul_or_attention or is_foreign
+    return (is_matmul_or_attention or is_foreign) and not _is_view(node)
 
 
 def _operator_name(node: Node) -> str:

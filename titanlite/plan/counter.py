@@ -67,7 +67,7 @@ NO_KERNEL = (
     "c10d::barrier",
     "_c10d_functional::wait_tensor",
 )
-# FSDP2 operators -> kind of memory of their tensors, except tensors that were marked before.
+# FSDP2 operators -> kind of memory of their tensors, except tensors that were labeled before.
 FSDP_KINDS: Mapping[str, str] = {
     "fsdp::all_gather_copy_in": "unsharded parameters",
     "fsdp::split_with_sizes_copy": "unsharded parameters",
@@ -147,7 +147,7 @@ class Work(NamedTuple):
 
     @property
     def kind(self) -> Work:
-        """Return this work without its amounts. Work of equal kinds can be added up."""
+        """Return a copy with all amounts set to 0, as a key to group work that can be summed."""
         return self._replace(count=0, flops=0, bytes=0)
 
     @property
@@ -186,15 +186,24 @@ class Allocation(NamedTuple):
 LogEntry = tuple[Location, Work | Allocation]
 ShapeAndFlops = tuple[tuple[int, ...], int]
 """`shape` and `flops` of a `Work`."""
-ShapeAndVisibleKeys = tuple[tuple[int, int, int, int, int], Fraction]
-"""(batch, heads, queries, keys, head_dim) of an attention operator, and the average number of keys
-that a query attends to."""
 OperatorArguments = Mapping[str, Any]
 """Arguments of an operator by name."""
 
 
+class _AttentionCall(NamedTuple):
+    """Call of an attention operator.
+
+    Attributes:
+        shape: (batch, heads, queries, keys, head_dim).
+        mean_visible_keys: Average number of keys that a query attends to.
+    """
+
+    shape: tuple[int, int, int, int, int]
+    mean_visible_keys: Fraction
+
+
 class _GradientSum(NamedTuple):
-    """Sum of two gradients, while it is unknown whether the sum needs new memory.
+    """Pending sum of two gradients, which may reuse the memory of the first gradient.
 
     Attributes:
         first_storage: `id` of the storage of the first gradient. If it is freed before the next
@@ -219,7 +228,7 @@ class Counter(TorchDispatchMode):
         location: Current location in the step, which `step_counts.StepFollower` updates.
         log: Pairs of a location and a piece of work or an allocation, in the order of the step. The
             log starts with the storages that existed before the step.
-        recording: A second log that also gets each new entry, or None if nothing is recorded.
+        recording: List that also gets each new log entry, or None if nothing is recorded.
         forward_starts: Indices in the log at which forward passes start.
     """
 
@@ -232,7 +241,7 @@ class Counter(TorchDispatchMode):
         self._stream = 0
         self._stream_indices = {torch.cpu.current_stream(): 0}
         self._is_inferring_shape = False
-        self._postponed_sum: _GradientSum | None = None
+        self._pending_sum: _GradientSum | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -255,13 +264,13 @@ class Counter(TorchDispatchMode):
         if self.recording is not None:
             self.recording.append(log_entry)
 
-    def mark(self, tensors: Iterable[Any], kind: str, overwrite: bool = True) -> None:
-        """Set the kind of memory that tensors occupy, for example "gradients".
+    def label(self, tensors: Iterable[Any], kind: str, overwrite: bool = True) -> None:
+        """Label the memory of tensors with its kind, for example "gradients".
 
         Args:
             tensors: Tensors that occupy the memory. Values that are not tensors are ignored.
             kind: New kind, one of `KINDS` or `OFFLOADED`.
-            overwrite: Also change memory that was marked before, such as weights.
+            overwrite: Also change memory that was labeled before, such as weights.
         """
         for tensor in tensors:
             for plain in plain_tensors(tensor):
@@ -272,18 +281,15 @@ class Counter(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Count the memory and work of all operators that run within this context.
-
-        Entering `self`, a dispatch mode, lets the counter receive each operator call. The other
-        contexts follow changes that call no operator, and exclude operators that are not part of
-        the step.
-        """
+        """Count the memory and work of all operators that run within this context."""
         try:
             with (
+                # Follow changes that call no operator.
                 self._following_resizes(),
                 self._following_streams(),
+                # Exclude operators that are not part of the step.
                 self._ignoring_shape_inference(),
-                self,
+                self,  # receive each operator call
             ):
                 yield
         finally:
@@ -318,19 +324,16 @@ class Counter(TorchDispatchMode):
 
     @contextmanager
     def _following_streams(self) -> Iterator[None]:
-        """Keep track of the current stream, because memory belongs to the stream that allocates it.
+        """Track the current stream within this context, to log the stream of each allocation.
 
         FSDP2 also enters its streams on a CPU, where they have no effect.
         """
 
         @contextmanager
         def enter_stream(stream: Any) -> Iterator[None]:
-            previous = self._stream
-            self._stream = self._stream_indices.setdefault(stream, len(self._stream_indices))
-            try:
+            index = self._stream_indices.setdefault(stream, len(self._stream_indices))
+            with override(self, _stream=index):
                 yield
-            finally:
-                self._stream = previous
 
         with override(torch.cpu, stream=enter_stream):
             yield
@@ -341,11 +344,8 @@ class Counter(TorchDispatchMode):
         infer_shape = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def infer_shape_uncounted(propagator: ShardingPropagator, schema: Any) -> Any:
-            self._is_inferring_shape = True
-            try:
+            with override(self, _is_inferring_shape=True):
                 return infer_shape(propagator, schema)
-            finally:
-                self._is_inferring_shape = False
 
         with override(ShardingPropagator, _propagate_tensor_meta_non_cached=infer_shape_uncounted):
             yield
@@ -368,9 +368,9 @@ class Counter(TorchDispatchMode):
         return run(func, args, kwargs or {})
 
     def _run_view(self, func: Any, args: tuple[Any, ...], kwargs: OperatorArguments) -> Any:
-        """Run an operator that returns a view, or a copy if a view is impossible.
+        """Run a view operator, such as `reshape`, which copies its input if no view is possible.
 
-        An operator that only calls simpler operators, such as `reshape`, is not counted itself.
+        If the operator calls simpler operators, only these are counted.
         """
         # torch disables a dispatch mode while the mode handles an operator. Enable this mode again,
         # so that it receives and counts the simpler operators.
@@ -381,30 +381,33 @@ class Counter(TorchDispatchMode):
         return result
 
     def _run_and_count(self, func: Any, args: tuple[Any, ...], kwargs: OperatorArguments) -> Any:
-        """Run one operator, log the memory and the work that it needs, and return its result.
-
-        Operators that need neither, such as views, are not logged. Neither are operators that
-        DTensor runs only to infer shapes.
-        """
-        # If a sum of two gradients is still postponed, its first gradient was not freed, so the sum
-        # needs new memory.
-        self._log_postponed_sum()
+        """Run one operator, log the memory and the work that it needs, and return its result."""
+        self._log_pending_sum()
         result = _call_operator(func, args, kwargs)
-        if self._is_inferring_shape or _is_free(func, args):
-            return result
+        if not (self._is_inferring_shape or _is_free(func, args)):
+            self._count(func, args, kwargs, result)
+        return result
+
+    def _count(
+        self, func: Any, args: tuple[Any, ...], kwargs: OperatorArguments, result: Any
+    ) -> None:
+        """Log the memory and the work of an operator that has run."""
+        if self._is_sum_of_gradients(func):
+            self._pending_sum = _GradientSum(id(args[0].untyped_storage()), result)
+        else:
+            for tensor in _find_tensors(result):
+                self._register_storage(tensor)
 
         signature = _signature(func)
         arguments = signature.name_arguments(args, kwargs)
-        self._count_allocations(func, args, result)
-        self._mark_fsdp_tensors(signature.name, arguments)
+        self._label_fsdp_tensors(signature.name, arguments)
         self._count_work(signature, arguments, result)
-        return result
 
-    def _mark_fsdp_tensors(self, op: str, arguments: OperatorArguments) -> None:
-        """If `op` is an FSDP operator, mark its tensors as unsharded parameters or gradients."""
+    def _label_fsdp_tensors(self, op: str, arguments: OperatorArguments) -> None:
+        """If `op` is an FSDP operator, label its tensors as unsharded parameters or gradients."""
         if op in FSDP_KINDS:
             tensors = _find_tensors(list(arguments.values()))
-            self.mark(tensors, FSDP_KINDS[op], overwrite=False)
+            self.label(tensors, FSDP_KINDS[op], overwrite=False)
 
     def _count_work(self, signature: _Signature, arguments: OperatorArguments, result: Any) -> None:
         """Log the collective or the kernel that an operator has launched, if any."""
@@ -418,31 +421,22 @@ class Counter(TorchDispatchMode):
         elif signature.launches_kernel:
             self.add(_describe_kernel(phase, signature, arguments, result))
 
-    def _count_allocations(self, func: Any, args: Any, result: Any) -> None:
-        """Log the allocation of each new tensor in the result of an operator.
-
-        The sum of two gradients is an exception. If nothing else uses the first gradient, autograd
-        adds the second one to it in place, but never with fake tensors. So do not log the sum yet:
-        if the first gradient is freed before the next operator runs, the sum reuses its memory.
-        """
+    def _is_sum_of_gradients(self, func: Any) -> bool:
+        """Return whether an operator is an addition in which autograd accumulates a gradient."""
         # A recomputed forward pass also runs in the backward phase, but with gradients enabled.
         is_in_autograd = self.location.phase == "backward" and not torch.is_grad_enabled()
-        if func is ADD and is_in_autograd:
-            first_gradient = args[0].untyped_storage()
-            self._postponed_sum = _GradientSum(id(first_gradient), result)
-            return
+        return func is ADD and is_in_autograd
 
-        for tensor in _find_tensors(result):
-            self._register_storage(tensor)
+    def _log_pending_sum(self) -> None:
+        """Log the memory of the last sum of two gradients, unless it reuses existing memory.
 
-    def _log_postponed_sum(self) -> None:
-        """Log the allocation of a sum of two gradients, if `_count_allocations` has postponed it.
-
-        The first gradient was not freed before the next operator, so the sum needs new memory.
+        Autograd adds real gradients in place if nothing else uses the first one, but it never adds
+        fake gradients in place. So a sum is pending until the next operator runs. If the first
+        gradient is freed by then, the sum reuses its memory; see `_handle_free`.
         """
-        if self._postponed_sum is not None:
-            self._register_storage(self._postponed_sum.result)
-            self._postponed_sum = None
+        if self._pending_sum is not None:
+            self._register_storage(self._pending_sum.result)
+            self._pending_sum = None
 
     def _find_group(self, args: Iterable[Any]) -> Group | None:
         """Find the process group of a collective in the arguments of its operator.
@@ -479,19 +473,20 @@ class Counter(TorchDispatchMode):
         self._references[identity] = weakref.ref(storage, lambda _: self._handle_free(identity))
 
     def _handle_free(self, identity: int) -> None:
-        """Log that a storage was freed, unless the sum of two gradients reuses its memory.
+        """Log that a storage was freed, unless a pending sum of two gradients reuses its memory.
+
+        In a real step, autograd adds the second gradient to the first one in place. In a trace, it
+        allocates the sum and frees the first gradient, so the sum takes over the record.
 
         Args:
             identity: `id` of the freed storage.
         """
         record = self._records.pop(identity)
         del self._references[identity]
-        postponed_sum = self._postponed_sum
-        if postponed_sum is not None and postponed_sum.first_storage == identity:
-            # The storage of the sum takes over the record of the freed storage: a real step
-            # adds in place; see `_count_allocations`.
-            self._postponed_sum = None
-            self._track(postponed_sum.result.untyped_storage(), record)
+        pending_sum = self._pending_sum
+        if pending_sum is not None and pending_sum.first_storage == identity:
+            self._pending_sum = None
+            self._track(pending_sum.result.untyped_storage(), record)
         else:
             self._log_size(record, 0)
 
@@ -504,9 +499,10 @@ class Counter(TorchDispatchMode):
 
 
 def _read_fake_tensor(func: Any, args: tuple[Any, ...]) -> torch.device | int | None:
-    """Return the result of `tensor.device` or `tensor.item()`, if the tensor is fake.
+    """Return the result of an operator that reads the device or the value of a fake tensor.
 
-    Return None for all other operators and tensors, and if a fake tensor has a known value.
+    A fake tensor without a known value has the value 0. Return None for all other operators and
+    tensors, and for fake tensors with a known value, which torch can read.
     """
     if func not in (GET_DEVICE, GET_SCALAR) or not isinstance(args[0], FakeTensor):
         return None
@@ -540,7 +536,7 @@ def _guess_kind(location: Location) -> str:
     """Guess the kind of new memory from the part of the step that allocates it.
 
     Return "loss", "other" or "activations". All other kinds, such as "weights", cannot be guessed
-    and must be set with `Counter.mark`.
+    and must be set with `Counter.label`.
     """
     if location.phase == "forward" and location.name == "loss":
         return "loss"
@@ -550,7 +546,7 @@ def _guess_kind(location: Location) -> str:
 
 
 def count_generated_kernel(num_bytes: int) -> None:
-    """Count a compiler-generated kernel in each counter that is watching.
+    """Count a compiler-generated kernel in every active counter.
 
     Args:
         num_bytes: Bytes that the kernel reads and writes.
@@ -699,40 +695,32 @@ def _count_attention_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlo
         (batch, heads, queries, keys, head_dim), and the FLOPs.
     """
     if op in VARLEN_OPS:
-        shape, mean_visible_keys = _describe_varlen_attention(arguments)
+        attention = _describe_varlen_attention(arguments)
     else:
-        shape, mean_visible_keys = _describe_attention(op, arguments)
+        attention = _describe_attention(op, arguments)
 
-    batch, heads, num_queries, _num_keys, head_dim = shape
-    num_scores = batch * heads * num_queries * mean_visible_keys
+    batch, heads, num_queries, _num_keys, head_dim = attention.shape
+    num_scores = batch * heads * num_queries * attention.mean_visible_keys
     # The backward pass has five matmuls, because it recomputes the scores.
     num_matmuls = 5 if "backward" in op else 2
-    return shape, int(2 * num_matmuls * num_scores * head_dim)
+    return attention.shape, int(2 * num_matmuls * num_scores * head_dim)
 
 
-def _describe_attention(op: str, arguments: OperatorArguments) -> ShapeAndVisibleKeys:
-    """Return the shape and the visible keys of scaled dot-product attention or flex attention.
+def _describe_attention(op: str, arguments: OperatorArguments) -> _AttentionCall:
+    """Describe a call of scaled dot-product attention or flex attention.
 
-    Args:
-        op: Forward or backward operator, without "aten::".
-        arguments: Arguments of the operator by name.
-
-    Returns:
-        (batch, heads, queries, keys, head_dim), and the average number of keys that a query attends
-        to.
+    With context parallelism, a rank calls scaled dot-product attention for one chunk of a sequence
+    at a time. It calls flex attention for queries that are spread over the whole sequence.
     """
     batch, heads, num_queries, head_dim = arguments["query"].shape
     num_keys = arguments["key"].shape[2]
-    shape = (batch, heads, num_queries, num_keys, head_dim)
     if op in FLEX_OPS:
-        # With context parallelism, the queries of a rank are spread over the whole sequence, so
-        # they attend to as many keys on average as all queries of the sequence.
         window = arguments.get(FLEX_WINDOW_ARGUMENT) or num_keys  # 0 means no window
-        return shape, _mean_visible_keys_of_sequence(num_keys, int(window))
-
-    # With context parallelism, each call has the queries of one chunk of the sequence, and all keys
-    # up to the end of the chunk.
-    return shape, _mean_visible_keys_of_chunk(num_queries, num_keys)
+        mean_visible_keys = _mean_visible_keys_of_sequence(num_keys, int(window))
+    else:
+        mean_visible_keys = _mean_visible_keys_of_chunk(num_queries, num_keys)
+    shape = (batch, heads, num_queries, num_keys, head_dim)
+    return _AttentionCall(shape, mean_visible_keys)
 
 
 def _mean_visible_keys_of_chunk(num_queries: int, num_keys: int) -> Fraction:
@@ -746,8 +734,8 @@ def _mean_visible_keys_of_chunk(num_queries: int, num_keys: int) -> Fraction:
     return num_keys - Fraction(num_queries, 2)
 
 
-def _describe_varlen_attention(arguments: OperatorArguments) -> ShapeAndVisibleKeys:
-    """Return the shape and the visible keys of variable-length attention.
+def _describe_varlen_attention(arguments: OperatorArguments) -> _AttentionCall:
+    """Describe a call of variable-length attention.
 
     Document lengths are unknown, because fake tensors have no values. Each sequence therefore
     counts as one document.
@@ -760,7 +748,7 @@ def _describe_varlen_attention(arguments: OperatorArguments) -> ShapeAndVisibleK
     num_earlier, _ = arguments["window_size"]  # visible tokens before the query, or -1 for all
     window = seq_len if num_earlier == -1 else num_earlier + 1  # a query also attends to itself
     shape = (num_tokens // seq_len, heads, seq_len, seq_len, head_dim)
-    return shape, _mean_visible_keys_of_sequence(seq_len, window)
+    return _AttentionCall(shape, _mean_visible_keys_of_sequence(seq_len, window))
 
 
 def _mean_visible_keys_of_sequence(num_keys: int, window: int) -> Fraction:
@@ -794,7 +782,7 @@ def plain_tensors(tensor: Any) -> Iterator[Tensor]:
 def _find_tensors(value: Any) -> list[Tensor]:
     """List the tensors in a value, which can be a tensor or nested lists and tuples.
 
-    Any other value contains no tensors.
+    Values of other types are ignored.
     """
     if isinstance(value, Tensor):
         return [value]

@@ -120,14 +120,14 @@ def _compute_mfu(run: Run, gpu: Gpu, tokens_per_second: float, is_causal: bool) 
 
 
 def measure_cpu() -> Gpu:
-    """Measure how fast the CPU of this node multiplies matrices and copies memory.
+    """Measure how fast all CPU cores of this node together multiply matrices and copy memory.
 
-    The result has the fields of a GPU, so that runs on CPUs can be planned like runs on GPUs.
+    The result describes the whole node as if it were a GPU, so that runs on CPUs can be planned.
     """
     num_cores = count_cores()
     data = torch.ones(32 << 20)  # exceeds the caches
     moved_gigabytes = 2 * data.nbytes / 1e9  # a copy reads and writes each byte
-    gigabytes_per_second = moved_gigabytes / _measure_seconds(data.clone, num_cores)
+    gigabytes_per_second = moved_gigabytes / _measure_seconds(data.clone, num_threads=num_cores)
 
     matrix = torch.randn(768, 768)
     return Gpu(
@@ -328,12 +328,13 @@ def _time_collectives(work: Work, group: Group, gpu: Gpu) -> float:
     if group.size == 1:
         return 0.0
 
-    # A group spans all GPUs from its first to its last rank. On a CPU, all ranks share one node.
+    # The nodes between the first and the last rank. On a CPU, all ranks share one node.
     num_nodes = 1 if gpu.cpu else math.ceil(group.span / gpu.gpus_per_node)
 
     if work.op == "send":  # directly to one other rank
-        seconds_per_gigabyte = 1 / (gpu.link if num_nodes == 1 else gpu.network)
-        return _time_transfers(work, seconds_per_gigabyte, latency_seconds=gpu.latency_us * 1e-6)
+        gigabytes_per_second = gpu.link if num_nodes == 1 else gpu.network
+        latency_seconds = gpu.latency_us * 1e-6
+        return _time_transfers(work, 1 / gigabytes_per_second, latency_seconds)
 
     # In a ring, each rank sends data to the next rank of the group.
     ring_seconds = _time_ring(work, group.size, num_nodes, gpu)
@@ -345,8 +346,9 @@ def _time_collectives(work: Work, group: Group, gpu: Gpu) -> float:
 def _time_ring(work: Work, num_ranks: int, num_nodes: int, gpu: Gpu) -> float:
     """Estimate the seconds of collectives in which each rank sends to the next one in a ring.
 
-    For example, 16 ranks on 2 nodes gather a tensor. Each link within a node carries the 15/16 that
-    its rank lacks. Over the network, a node receives the half that it lacks, or 1/16 per rank.
+    With R ranks on N nodes, each link within a node carries a fraction (R - 1) / R of the tensor.
+    The network carries a fraction (N - 1) / R for each rank, because the ranks of a node share the
+    traffic of the node, a fraction (N - 1) / N.
     """
     # Links and network transfer data at the same time, so the slower one determines the time.
     link_share = (num_ranks - 1) / num_ranks

@@ -31,15 +31,18 @@ FLEX_REPLACEMENT = torch.ops.aten._scaled_dot_product_flash_attention.default
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """RMSNorm with the memory and traffic of the fused GPU kernels, but with wrong values.
+    """Replacement for the fused RMSNorm kernels of a GPU, with the same memory and traffic.
 
-    Values do not matter, because a trace has only fake tensors. On a CPU, the usual RMSNorm would
-    run many operators on fp32 tensors.
+    The results are wrong, but fake tensors have no values. On a CPU, the usual RMSNorm would run
+    many operators on fp32 tensors.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        """Save the same tensors as the GPU kernel, and return a tensor with the shape of `x`."""
+        """Imitate the memory use of the GPU kernel, without computing the norm.
+
+        Save the same tensors as the kernel, and return a tensor with the shape of `x`.
+        """
         reciprocal_rms = x[..., 0].float()
         ctx.save_for_backward(x, weight, reciprocal_rms)
         return x * weight
@@ -54,15 +57,15 @@ class FusedRMSNorm(torch.autograd.Function):
 
 
 def _cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Call the cuDNN operator of scaled dot-product attention, as a Hopper GPU does."""
+    """Call the cuDNN operator of scaled dot-product attention, which torch selects on Hopper."""
     return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
 
 
 def _flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: tuple[int], **_: Any) -> Tensor:
-    """Run flash attention to simulate the memory and work of flex attention.
+    """Run flash attention as a replacement for flex attention, with the same memory and work.
 
-    Both save and return tensors of the same sizes. Flash attention has no sliding window, so pass
-    the window as `scale`, where the FLOP counter reads it. Values do not matter in a trace.
+    Flash attention has no argument for a sliding window, so this function passes the window as
+    `scale`, where the FLOP counter reads it. The values of the result do not matter in a trace.
 
     Args:
         q: Queries.
@@ -77,7 +80,7 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: tuple[int], **_
 def _rms_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """Replace `F.rms_norm` with operators that access as much memory as the GPU kernel.
+    """Run a replacement for `F.rms_norm` that accesses as much memory as the GPU kernel.
 
     On a CPU, `F.rms_norm` would run many operators, each with its own memory traffic.
     """
@@ -142,10 +145,13 @@ Sharding = tuple[list[Placement], list[Placement]]
 
 @register_sharding(torch.ops.titanlite.cast_rows_to_mxfp8.default)
 def _shard_row_cast(_x: Any) -> list[Sharding]:
-    """List the shardings that DTensor can use for the MXFP8 cast of rows, as in torchao.
+    """List the shardings that DTensor can use for the operator `cast_rows_to_mxfp8`, as in torchao.
+
+    The input can be replicated, or sharded along either dimension. Both outputs have the same
+    sharding as the input.
 
     Returns:
-        Pairs of placements: ([values, scales], [input]).
+        For each sharding, the placements of the outputs [values, scales] and of [input].
     """
     placements = (Replicate(), Shard(0), Shard(1))
     return [([placement, placement], [placement]) for placement in placements]
@@ -153,12 +159,13 @@ def _shard_row_cast(_x: Any) -> list[Sharding]:
 
 @register_sharding(torch.ops.titanlite.cast_columns_to_mxfp8.default)
 def _shard_column_cast(_x: Any) -> list[Sharding]:
-    """List the shardings that DTensor can use for the MXFP8 cast of columns.
+    """List the shardings that DTensor can use for the operator `cast_columns_to_mxfp8`.
 
-    The scales are transposed, so they are sharded along the other dimension.
+    The input can be replicated, or sharded along either dimension. The scales are transposed, so
+    they are sharded along the other dimension.
 
     Returns:
-        Pairs of placements: ([values, scales], [input]).
+        For each sharding, the placements of the outputs [values, scales] and of [input].
     """
     return [
         ([Replicate(), Replicate()], [Replicate()]),
@@ -186,15 +193,23 @@ def simulate_mxfp8() -> Iterator[None]:
 
 
 def _quantize_rows(x: Tensor, **_options: Any) -> tuple[Tensor, Tensor]:
-    """Return values and scales of blocks within a row, in place of `triton_to_mxfp8_dim0`."""
+    """Replace `triton_to_mxfp8_dim0`, which quantizes blocks of 32 values within each row.
+
+    Returns:
+        Values and scales.
+    """
     return _cast_rows(x)
 
 
 def _quantize_columns(x: Tensor, **_options: Any) -> tuple[None, Tensor, None, Tensor]:
-    """Return values and scales of blocks within a column, in place of `mxfp8_quantize_cuda`."""
+    """Replace `mxfp8_quantize_cuda`, which quantizes blocks of 32 values within each column.
+
+    Returns:
+        (row_values, column_values, row_scales, column_scales). The original can also quantize rows,
+        but torchao does not request it, so the items for rows are None.
+    """
     column_values, column_scales = _cast_columns(x)
-    row_values = row_scales = None  # torchao does not request them
-    return row_values, column_values, row_scales, column_scales
+    return None, column_values, None, column_scales
 
 
 @contextmanager
@@ -215,9 +230,9 @@ def simulate_gpu() -> Iterator[None]:
 
 @contextmanager
 def _replace_flex_attention() -> Iterator[None]:
-    """Replace flex attention with flash attention, which needs the same memory and work.
+    """Replace flex attention with flash attention within this context.
 
-    This saves a trace from computing the block masks that flex attention needs.
+    Both need the same memory and work, but flash attention needs no block mask.
     """
     with (
         override(attention, flex_function=lambda _name: _flex_attention),
@@ -230,8 +245,7 @@ def _replace_flex_attention() -> Iterator[None]:
 def _is_always_saved_in_trace(op: Any) -> bool:
     """Return whether selective activation checkpointing always saves the output of an operator.
 
-    It saves the output of flash attention but recomputes flex attention. So it must also recompute
-    the flash attention that replaces flex attention.
+    In a trace, flash attention replaces flex attention, whose output is not always saved.
     """
     return op is not FLEX_REPLACEMENT and is_always_saved(op)
 

@@ -167,7 +167,7 @@ def _run_steps(
     if run.job.ema.decay:
         ema = Ema(run.job.ema.decay)
         ema.follow(train_step.model)
-        counter.mark(ema.tensors().values(), follower.state_kind)
+        counter.label(ema.tensors().values(), follower.state_kind)
         hooks.append(ema)
 
     if run.degrees.pipeline > 1:
@@ -189,12 +189,12 @@ def _run_steps(
 
 
 def _skippable_microbatches(run: Run) -> range:
-    """Return the indices of microbatches that need not run, because they repeat an earlier one.
+    """Return the indices of microbatches that need not run, because an earlier one is equivalent.
 
-    The first two microbatches (three with a pipeline) and the last one always run, because some
-    memory of a microbatch is freed only while the next one runs. For example, a run with
-    microbatches 0 to 7 and no pipeline can skip microbatches 2 to 6. Return an empty range if all
-    microbatches must run.
+    Equivalent microbatches need the same memory and work. The first two microbatches (three with a
+    pipeline) and the last one always run, because some memory of a microbatch is freed only while
+    the next one runs. For example, a run with microbatches 0 to 7 and no pipeline can skip
+    microbatches 2 to 6. Return an empty range if all microbatches must run.
     """
     if run.degrees.pipeline == 1:
         return range(2, run.microbatches - 1)
@@ -232,14 +232,14 @@ def _describe_groups(mesh: Mesh) -> dict[str, Group]:
 def _name_groups(mesh: Mesh) -> dict[dist.ProcessGroup, str]:
     """Return the name of each process group of a mesh.
 
-    A group can have several roles. For example, if only FSDP is used, then one group with all ranks
-    is both "world" and "fsdp". Such a group gets the last of its names below.
+    A group with several roles gets the last of its names below. For example, if only FSDP is used,
+    then one group has all ranks, and its name is "fsdp".
     """
     names: dict[dist.ProcessGroup, str] = {}
-    names[mesh.stage_group] = "stage"
-    names[mesh.loss_group] = "loss"
+    names[mesh.stage_group] = "stage"  # ranks with the same pipeline stages
+    names[mesh.loss_group] = "loss"  # ranks whose losses add up
     names[get_world_group()] = "world"
-    names[mesh.data_group] = "data"
+    names[mesh.data_group] = "data"  # ranks that read different data
 
     submeshes = {"pipeline": mesh.pipeline, "context": mesh.context, "tensor": mesh.tensor}
     for name, submesh in submeshes.items():
@@ -269,24 +269,26 @@ def _find_peaks(log: Iterable[LogEntry]) -> dict[Location, np.ndarray]:
     """Find the peak of the GPU memory at each location, such as the forward pass of the blocks.
 
     Args:
-        log: Log of a step. Its work is ignored.
+        log: Log of a step.
 
     Returns:
         For each location, the bytes of each of `KINDS` when GPU memory is at its peak there.
     """
-    allocated: dict[str, int] = dict.fromkeys((*KINDS, OFFLOADED), 0)  # bytes by kind
-    peak_bytes = defaultdict[Location, int](int)
-    peaks: dict[Location, np.ndarray] = {}
+    peaks: dict[Location, list[int]] = {}
+    for location, sizes in _follow_gpu_memory(log):
+        if sum(sizes) > sum(peaks.get(location, [])):
+            peaks[location] = sizes
+    return {location: np.array(sizes) for location, sizes in peaks.items()}
+
+
+def _follow_gpu_memory(log: Iterable[LogEntry]) -> Iterator[tuple[Location, list[int]]]:
+    """Yield the location and the bytes of each of `KINDS` whenever a step has allocated memory."""
+    allocated = dict.fromkeys((*KINDS, OFFLOADED), 0)  # bytes by kind
     for location, entry in log:
-        if isinstance(entry, Work):
-            continue
-        allocated[entry.storage.kind] += entry.change
-        gpu_sizes = [allocated[kind] for kind in KINDS]  # without CPU memory (`OFFLOADED`)
-        gpu_bytes = sum(gpu_sizes)
-        if entry.change > 0 and gpu_bytes > peak_bytes[location]:
-            peak_bytes[location] = gpu_bytes
-            peaks[location] = np.array(gpu_sizes)
-    return peaks
+        if isinstance(entry, Allocation):
+            allocated[entry.storage.kind] += entry.change
+            if entry.change > 0:
+                yield location, [allocated[kind] for kind in KINDS]
 
 
 def _find_stream_peaks(log: Iterable[LogEntry]) -> dict[tuple[int | str, Location], int]:
@@ -327,28 +329,35 @@ def _replay_allocations(log: Iterable[LogEntry], allocator: CachingAllocator) ->
 
 
 class StepFollower(Hook):
-    """Hook that keeps track of the current part of the training step for a `Counter`.
+    """Hook that reports to a `Counter` which part of the training step is running.
 
-    It sets the location in the step and marks the memory of weights, gradients and optimizer state.
-    The hook neither changes tensors nor keeps them alive.
+    The counter logs memory and work at this location. The hook also labels the memory of weights,
+    gradients and optimizer state. It neither changes tensors nor keeps them alive.
 
     Attributes:
-        state_kind: Kind of memory of the optimizer state.
+        state_kind: Label of the memory of the optimizer state.
     """
 
     def __init__(
         self, counter: Counter, sharded: ShardedModel, train_step: TrainStep, run: Run
     ) -> None:
-        """Mark the memory of weights and optimizer state, and register hooks in the model."""
+        """Label the memory of weights and optimizer state, and register hooks in the model.
+
+        Args:
+            counter: Counter of the step.
+            sharded: This rank's part of the model.
+            train_step: Training step of the model. Its loss function is wrapped.
+            run: The validated job and the number of ranks.
+        """
         self._counter = counter
         self._train_step = train_step
         is_offloaded = run.job.training.enable_cpu_offload
         self._gradient_kind = OFFLOADED if is_offloaded else "gradients"
         self.state_kind = OFFLOADED if is_offloaded else "optimizer state"
-        # Mark weights before they get FP8 scales. Afterwards, torchao would read the value of the
+        # Label weights before they get FP8 scales. Afterwards, torchao would read the value of the
         # scale, which a fake tensor does not have.
-        counter.mark(train_step.model.parameters(), OFFLOADED if is_offloaded else "weights")
-        self._mark_state()
+        counter.label(train_step.model.parameters(), OFFLOADED if is_offloaded else "weights")
+        self._label_state()
         for stage, module in sharded.stages.items():
             _add_stage_hooks(counter, stage, module)
         _wrap_loss(counter, train_step, last_stage=max(sharded.stages))
@@ -357,54 +366,65 @@ class StepFollower(Hook):
             _add_gradient_hooks(counter, train_step.model.parameters(), OFFLOADED, overwrite=True)
 
     def gradients(self, step: int) -> None:
-        """Mark the memory of the gradients, and set the location to "gradient norm".
+        """Label the memory of the gradients, and count the next operators as "gradient norm".
 
         The trainer calls this before it clips the gradients.
         """
         gradients = [parameter.grad for parameter in self._train_step.model.parameters()]
-        self._counter.mark(gradients, self._gradient_kind)
+        self._counter.label(gradients, self._gradient_kind)
         self._counter.location = Location("optimizer", "gradient norm")
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
-        """Set the location to "optimizer", because the optimizer update is about to run."""
+        """Count the next operators as "optimizer", because the optimizer update is about to run."""
         self._counter.location = Location("optimizer", "optimizer")
 
     def updated(self, step: int) -> None:
-        """Mark the memory of new optimizer state, and set the location to "end"."""
-        self._mark_state()
+        """Label the memory of new optimizer state, and count the next operators as "end"."""
+        self._label_state()
         self._counter.location = Location("optimizer", "end")
 
-    def _mark_state(self) -> None:
-        """Mark the memory of all current optimizer state."""
+    def _label_state(self) -> None:
+        """Label the memory of all current optimizer state."""
         for state in self._train_step.optimizer.state.values():
-            self._counter.mark(state.values(), self.state_kind)
+            self._counter.label(state.values(), self.state_kind)
 
 
 def _add_stage_hooks(counter: Counter, stage: int, module: Llama) -> None:
-    """Register hooks so that the memory and work of each part of the model count separately.
+    """Register hooks so that each part of a pipeline stage is counted at a separate location.
+
+    The counter logs memory and work at its current location, which the hooks set when a part starts
+    its forward or backward pass.
 
     Args:
         counter: Counter of the step.
         stage: Index of the pipeline stage.
         module: Part of the model in this stage.
     """
-
-    def start_microbatch(*_: Any) -> None:
-        counter.forward_starts.append(len(counter.log))  # to find its work in the log
-        counter.location = _get_location_between_parts(stage)
-
-    module.register_forward_pre_hook(start_microbatch, prepend=True)
-
+    _add_start_hook(counter, stage, module)
     for name, part in _list_parts(module):
         _add_location_hooks(counter, part, Location("forward", name, stage))
-        _mark_parameters_and_gradients(counter, part)
+        _label_parameters_and_gradients(counter, part)
     # The loss function calls the output layer, so its work is counted at the location "loss".
     if module.output is not None:
-        _mark_parameters_and_gradients(counter, module.output)
+        _label_parameters_and_gradients(counter, module.output)
 
 
-def _get_location_between_parts(stage: int) -> Location:
-    """Return the location of operators in a forward pass that belong to no part of the model.
+def _add_start_hook(counter: Counter, stage: int, module: Llama) -> None:
+    """Register a hook that runs when the forward pass of a pipeline stage starts.
+
+    It stores the start in `counter.forward_starts`, and sets the location of operators that run
+    before the first part of the stage.
+    """
+
+    def start_forward(*_: Any) -> None:
+        counter.forward_starts.append(len(counter.log))
+        counter.location = _get_location_outside_parts(stage)
+
+    module.register_forward_pre_hook(start_forward, prepend=True)
+
+
+def _get_location_outside_parts(stage: int) -> Location:
+    """Return the location of forward operators outside all parts of a pipeline stage.
 
     For example, these operators compute the attention mask.
     """
@@ -412,58 +432,61 @@ def _get_location_between_parts(stage: int) -> Location:
 
 
 def _list_parts(module: Llama) -> list[tuple[str, nn.Module]]:
-    """List the parts of a pipeline stage that have separate locations, as (name, part) pairs."""
+    """List the parts of a pipeline stage to count separately, as (name, part) pairs."""
     blocks = [("block", block) for block in module.layers.values()]
     parts = [("embedding", module.tok_embeddings), *blocks, ("norm", module.norm)]
     # Some stages have no embedding or no norm.
     return [(name, part) for name, part in parts if part is not None]
 
 
-def _mark_parameters_and_gradients(counter: Counter, part: nn.Module) -> None:
-    """Register hooks that mark the memory of the parameters and gradients of a module.
+def _label_parameters_and_gradients(counter: Counter, part: nn.Module) -> None:
+    """Register hooks that label the memory of the parameters and gradients of a module.
 
     With FSDP, the module computes with unsharded parameters, which FSDP gathers before the forward
-    pass unless they are still in memory. Memory that was marked before, such as weights, keeps its
-    kind.
-
-    Args:
-        counter: Counter of the step.
-        part: A module of the model.
+    pass unless they are still in memory. Memory that was labeled before, such as weights, keeps its
+    label.
     """
 
-    def mark_parameters(module: nn.Module, _inputs: Any) -> None:
-        counter.mark(module.parameters(), "unsharded parameters", overwrite=False)
+    def label_parameters(module: nn.Module, _inputs: Any) -> None:
+        counter.label(module.parameters(), "unsharded parameters", overwrite=False)
 
-    def watch_gradients_once(module: nn.Module, _inputs: Any) -> None:
+    def add_gradient_hooks(module: nn.Module) -> None:
         _add_gradient_hooks(counter, module.parameters(), "gradients", overwrite=False)
-        first_forward_hook.remove()
 
-    part.register_forward_pre_hook(mark_parameters)
-    # FSDP creates the unsharded parameters in the first forward pass and keeps the objects for all
-    # steps, so register their gradient hooks once, at that point.
-    first_forward_hook = part.register_forward_pre_hook(watch_gradients_once)
+    part.register_forward_pre_hook(label_parameters)
+    # FSDP creates the unsharded parameters before the first forward pass, and then keeps them.
+    _call_at_first_forward(part, add_gradient_hooks)
+
+
+def _call_at_first_forward(part: nn.Module, function: Callable[[nn.Module], None]) -> None:
+    """Call `function(part)` once, when the first forward pass of a module starts."""
+
+    def call_once(module: nn.Module, _inputs: Any) -> None:
+        hook.remove()
+        function(module)
+
+    hook = part.register_forward_pre_hook(call_once)
 
 
 def _add_gradient_hooks(
     counter: Counter, parameters: Iterable[nn.Parameter], kind: str, overwrite: bool
 ) -> None:
-    """Register hooks that mark the memory of each gradient when it is set.
+    """Register hooks that label the memory of each gradient when autograd stores it in `.grad`.
 
     Args:
         counter: Counter of the step.
-        parameters: Sharded or unsharded parameters. Frozen ones are ignored.
+        parameters: Sharded or unsharded parameters. Those without a gradient are ignored: frozen
+            ones, and copies of weights in another dtype, with which a module computes without FSDP.
         kind: Kind of memory of the gradients.
-        overwrite: Also change memory that was marked before.
+        overwrite: Also relabel gradients whose memory has a label.
     """
 
-    def mark_gradient(parameter: Tensor) -> None:
-        counter.mark([parameter.grad], kind, overwrite)
+    def label_gradient(parameter: Tensor) -> None:
+        counter.label([parameter.grad], kind, overwrite)
 
     for parameter in parameters:
-        # Without FSDP, a module may compute with copies of its weights in another dtype. They are
-        # not leaves of the autograd graph, so only the original weights get a gradient.
-        if parameter.is_leaf and parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(mark_gradient)
+        if parameter.is_leaf and parameter.requires_grad:  # a copy of a weight is not a leaf
+            parameter.register_post_accumulate_grad_hook(label_gradient)
 
 
 def _add_location_hooks(counter: Counter, part: nn.Module, location: Location) -> None:
@@ -504,38 +527,38 @@ def _add_backward_hook(counter: Counter, result: Tensor, location: Location) -> 
 def _wrap_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> None:
     """Wrap the loss function of a training step, so that its memory and work count as "loss".
 
-    A function has no hooks, so replace it with one that sets the location of the counter.
+    The counter logs memory and work at its current location. The wrapper changes this location
+    while the loss function runs.
 
     Args:
         counter: Counter of the step.
         train_step: Training step whose loss function is replaced.
         last_stage: Index of the pipeline stage that computes the loss.
     """
-    forward_backward = train_step.forward_backward
-    compute_loss = forward_backward.loss_fn
+    compute_loss = train_step.forward_backward.loss_fn
     loss_location = Location("forward", "loss", last_stage)
 
-    def compute_loss_at_location(
+    def compute_counted_loss(
         hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor
     ) -> Tensor:
-        counter.mark([scale], "loss")  # it was allocated earlier, as activations
+        counter.label([scale], "loss")  # it was allocated before, outside the loss function
         counter.location = loss_location
         loss = compute_loss(hidden, weight, labels, scale)
         _add_backward_hook(counter, loss, loss_location)
-        counter.location = _get_location_between_parts(last_stage)
+        counter.location = _get_location_outside_parts(last_stage)
         return loss
 
-    forward_backward.loss_fn = compute_loss_at_location
+    train_step.forward_backward.loss_fn = compute_counted_loss
 
 
 @contextmanager
 def _skip_microbatches(
     counter: Counter, stages: Sequence[PipelineStage], skipped: range
 ) -> Iterator[None]:
-    """Let pipeline stages skip some microbatches within this context, to save time.
+    """Let pipeline stages skip some microbatches within this context, but log all of them.
 
-    Microbatches are alike. So for a skipped microbatch, each method of a stage appends the log
-    entries of its latest call, if any, to the log again.
+    All microbatches need the same memory and work. For example, instead of the forward pass of a
+    skipped microbatch, the log entries of the last forward pass that ran are logged again.
 
     Args:
         counter: Counter of the step.
@@ -545,22 +568,20 @@ def _skip_microbatches(
     skipper = _MicrobatchSkipper(counter, skipped)
     with ExitStack() as stack:
         for stage in stages:
-            wrapped_methods = skipper.wrap_methods(stage)
-            stack.enter_context(override(stage, **wrapped_methods))
+            replacements = skipper.make_replacements(stage)
+            stack.enter_context(override(stage, **replacements))
         yield
 
 
 @dataclass
 class _MicrobatchSkipper:
-    """Wraps methods of pipeline stages to skip some microbatches.
+    """Replaces methods of pipeline stages to skip some microbatches, but log all of them.
 
-    A wrapped method calls the original method, and the counter records the log entries. For a
-    skipped microbatch, the wrapped method appends the latest recording to the log instead. So the
-    log has the memory and work of all microbatches, although only some of them run.
+    A replacement calls the original method and records the log entries. For a skipped microbatch,
+    it instead appends the latest recording to the log and returns a placeholder.
 
     Attributes:
-        counter: Counter of the step. Its log gets all entries, and its current recording gets the
-            entries of the current method, up to the next action.
+        counter: Counter of the step.
         skipped: Indices of the skipped microbatches.
         last_loss: Loss of the last microbatch that ran, or 0 before the first one. It is also the
             loss of skipped microbatches.
@@ -572,43 +593,41 @@ class _MicrobatchSkipper:
     last_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
     recordings: dict[Callable[..., Any], list[LogEntry]] = field(default_factory=dict)
 
-    def wrap_methods(self, stage: PipelineStage) -> dict[str, Callable[..., Any]]:
+    def make_replacements(self, stage: PipelineStage) -> dict[str, Callable[..., Any]]:
         """Return replacements for methods of a pipeline stage, by name of the method."""
         # Other ranks do not exist, so they cannot vote.
         replacements = dict(UNANIMOUS_SHAPE_VOTE)
         for name in PIPELINE_ACTIONS:
             action = _Action(stage, name, getattr(stage, name))
-            replacements[name] = partial(self._run_action, action)
+            replacements[name] = partial(self._run_or_repeat, action)
         for name in PIPELINE_RECEIVES:
             replacements[name] = partial(self._run_receive, getattr(stage, name))
         return replacements
 
-    def _run_action(self, action: _Action, microbatch: int, *args: Any, **kwargs: Any) -> Any:
-        """Run an action for a microbatch and record its log entries.
-
-        If the microbatch is skipped, repeat the entries of an earlier microbatch instead.
-
-        Args:
-            action: The action.
-            microbatch: Index of the microbatch.
-            args: Further arguments of the action.
-            kwargs: Keyword arguments of the action.
-        """
+    def _run_or_repeat(self, action: _Action, microbatch: int, *args: Any, **kwargs: Any) -> Any:
+        """Run an action for a microbatch. If it is skipped, only repeat earlier log entries."""
         self.counter.location = action.location
         if microbatch in self.skipped:
-            return self._repeat_action(action)
+            return self._repeat(action)
+        return self._run_and_record(action, microbatch, *args, **kwargs)
 
-        # Record until the next action starts, so that the recording includes communication.
-        self.counter.recording = self._new_recording(action.method)
-        result = action.method(microbatch, *args, **kwargs)
+    def _run_and_record(self, action: _Action, *args: Any, **kwargs: Any) -> Any:
+        """Run an action and record its log entries.
+
+        The counter also appends new log entries to `counter.recording`. The recording continues
+        until the next action starts, so that it includes communication.
+        """
+        self.recordings[action.method] = []
+        self.counter.recording = self.recordings[action.method]
+        result = action.method(*args, **kwargs)
         if action.returns_loss:
             self.last_loss = result.detach()
         return result
 
-    def _repeat_action(self, action: _Action) -> Any:
-        """Repeat the latest recording of an action, and return a placeholder for its result."""
+    def _repeat(self, action: _Action) -> Any:
+        """Log the latest recording of an action again, and return a placeholder for its result."""
         self.counter.recording = None  # the previous action has ended
-        self._repeat_recording(action.method)
+        self._log_recording(action.method)
         if action.returns_loss:
             return self.last_loss
         if action.name.endswith("send_ops"):
@@ -619,26 +638,21 @@ class _MicrobatchSkipper:
         """Return the receive operations of a microbatch, or an empty list if it is skipped.
 
         The method may allocate the tensors to receive. torch calls it between two actions, so
-        suspend the recording of the previous action. A skipped microbatch repeats the recordings of
-        both, so it would otherwise count the tensors twice.
+        record its log entries separately from the previous action, whose recording then continues.
 
         Args:
             method: The original method, one of `PIPELINE_RECEIVES`.
             microbatch: Index of the microbatch.
         """
         if microbatch in self.skipped:
-            self._repeat_recording(method)
+            self._log_recording(method)
             return []
 
-        with override(self.counter, recording=self._new_recording(method)):
+        self.recordings[method] = []
+        with override(self.counter, recording=self.recordings[method]):
             return method(microbatch)
 
-    def _new_recording(self, method: Callable[..., Any]) -> list[LogEntry]:
-        """Return an empty recording, which replaces the latest recording of a method."""
-        self.recordings[method] = []
-        return self.recordings[method]
-
-    def _repeat_recording(self, method: Callable[..., Any]) -> None:
+    def _log_recording(self, method: Callable[..., Any]) -> None:
         """Append the latest recording of a method to the log again."""
         self.counter.log += self.recordings.get(method, [])
 

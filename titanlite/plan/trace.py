@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import record_function
 
 from titanlite.config.run import V_SHAPED, Run, with_keys
-from titanlite.observe.flops import num_params
 from titanlite.observe.gpus import Gpu
 from titanlite.parallel import float8
 from titanlite.parallel.memory_savers import SMALL_MODEL_GROUPS
@@ -28,7 +27,7 @@ from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.parallel.parallelize import ShardedModel, build_model
 from titanlite.plan.allocator import CUBLAS_WORKSPACES
 from titanlite.plan.compiled import simulate_compiler
-from titanlite.plan.counter import KINDS, OFFLOADED, Work
+from titanlite.plan.counter import KINDS, OFFLOADED, Location, Work
 from titanlite.plan.override import override
 from titanlite.plan.simulate import simulate_gpu, simulate_mxfp8, simulate_ranks
 from titanlite.plan.step_counts import DEVICE, StepCounts, count_step
@@ -130,8 +129,8 @@ def trace_run(
 
 
 def _choose_ranks(run: Run) -> list[int]:
-    """Choose the ranks to trace: the first rank of each chosen pipeline rank."""
-    # Consecutive ranks have the same pipeline rank. Trace the first of them.
+    """Choose the ranks to trace: for each kind of pipeline stages, the first rank that has them."""
+    # Consecutive ranks have the same pipeline stages.
     group_size = run.world_size // run.degrees.pipeline
     return [pipeline_rank * group_size for pipeline_rank in _choose_pipeline_ranks(run)]
 
@@ -154,13 +153,13 @@ def _choose_pipeline_ranks(run: Run) -> Iterable[int]:
 
 
 def _describe_stages(run: Run, pipeline_rank: int) -> Hashable:
-    """Describe the stages of a pipeline rank, for a schedule that is not V-shaped.
+    """Return a key that is equal for pipeline ranks with the same work in a step.
 
-    Ranks with equal descriptions do the same work in a step, so only one of them is traced.
+    The schedule must not be V-shaped, because such a schedule assigns stages in another order.
 
     Returns:
-        Whether the rank has the embedding, whether it has the output layer, and for each stage, the
-        blocks with full attention.
+        (has_embedding, has_output, full_attention). For each block in each stage, the last item has
+        a boolean, which is true if the block has full attention.
     """
     num_pipeline_ranks = run.degrees.pipeline
     has_embedding = pipeline_rank == 0
@@ -173,7 +172,7 @@ def _describe_stages(run: Run, pipeline_rank: int) -> Hashable:
 def _count_removable_blocks(run: Run) -> int:
     """Return how many blocks a trace can omit from each pipeline stage.
 
-    The counts of the remaining blocks can still be extrapolated exactly to all blocks.
+    The memory and work of the full model can still be extrapolated exactly.
     """
     # In a pipeline stage that stays unsharded, each block adds the same memory and work, so one is
     # enough. If FSDP unshards one block at a time, two neighbors are in memory together, so keep
@@ -187,7 +186,7 @@ def _count_removable_blocks(run: Run) -> int:
 
 
 def _has_equal_blocks(run: Run) -> bool:
-    """Return whether all blocks of a rank need the same amount of memory and work."""
+    """Return whether all blocks of a rank use the same amount of memory and compute."""
     checkpointing = run.job.activation_checkpoint
     recomputes_some_blocks = (
         checkpointing.mode == "selective" and checkpointing.selective_ac_option != "op"
@@ -198,27 +197,25 @@ def _has_equal_blocks(run: Run) -> bool:
 
 
 def _may_shard_differently(run: Run, num_blocks: int) -> bool:
-    """Return whether FSDP may treat a model with few blocks differently from the full model.
+    """Return whether FSDP may shard a model with few blocks differently from the full model.
 
-    If it does, the counts of the full model cannot be extrapolated. In case of doubt, return True.
-    The full model is then traced, which is exact but takes longer.
+    If it does, the counts of the full model cannot be extrapolated from the smaller model. In case
+    of doubt, return True, because a trace of the full model is exact.
 
     Args:
         run: The validated job of the full model, and the number of ranks.
         num_blocks: Number of blocks of the smaller model.
     """
-    min_group_size = run.job.parallelism.fsdp_min_num_params
-    # The mean per block includes the embedding and the output layer, so half of it is a low
-    # estimate of the parameters in a block.
-    low_block_size = num_params(run.arch) // run.arch.n_layers / 2
-    if low_block_size < min_group_size:
+    min_group_params = run.job.parallelism.fsdp_min_num_params
+    # The number that a plugin returns may be too high, so assume half of it.
+    low_block_params = run.arch.block_matrices / 2
+    if low_block_params < min_group_params:
         return True  # FSDP may combine several small blocks into one group
 
-    # On a single rank, or with only replicas, FSDP keeps the blocks of a small model unsharded
-    # after the forward pass. The full model may be too large for that.
+    # On a single rank, FSDP keeps the blocks of a small model unsharded after the forward pass.
     has_one_shard = run.degrees.shard * run.degrees.context == 1
-    low_model_size = num_blocks * low_block_size
-    return has_one_shard and low_model_size < SMALL_MODEL_GROUPS * min_group_size
+    is_small = num_blocks * low_block_params < SMALL_MODEL_GROUPS * min_group_params
+    return has_one_shard and is_small
 
 
 def _remove_blocks(run: Run, num_removed: int) -> Run:
@@ -231,12 +228,16 @@ def _remove_blocks(run: Run, num_removed: int) -> Run:
     settings = {
         "model.n_layers": num_layers,
         "parallelism.pipeline_parallel_split_points": split_points,
+        # "auto" depends on the size of the model, so keep the choice for the full model.
+        "parallelism.fsdp_reduce": run.fsdp_reduce,
     }
     return with_keys(run, settings)
 
 
 def _count_rank(run: Run, rank: int, on_gpu: bool, has_float8: bool) -> StepCounts:
     """Run a training step of a simulated rank on fake tensors and count its memory and work.
+
+    The fake tensors are on a CPU (`DEVICE`), even if a GPU is simulated.
 
     Args:
         run: The validated job and the number of ranks.
@@ -246,10 +247,10 @@ def _count_rank(run: Run, rank: int, on_gpu: bool, has_float8: bool) -> StepCoun
     """
     with _simulate_rank(run, rank, on_gpu):
         mesh = build_mesh(run.degrees, DEVICE.type)
-        # Inputs that are not fake are needed as well, such as the constants of AdamW8bit.
+        # AdamW8bit reads the values of constants that its constructor creates. Fake tensors have no
+        # values, so create the optimizer outside the fake mode and allow real inputs.
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         sharded = _build_fake_model(run, mesh, has_float8, fake_mode)
-        # Not in the fake mode, in which AdamW8bit could not read the values of its constants.
         train_step = TrainStep(run, mesh, sharded, DEVICE)
         with fake_mode:
             return count_step(run, mesh, sharded, train_step)
@@ -322,18 +323,21 @@ def _summarize(rank: int, counts: StepCounts) -> RankTrace:
         rank: The traced rank.
         counts: Counts for all blocks of the rank.
     """
-    peak_location = max(counts.peaks, key=lambda location: counts.peaks[location].sum())
-    sizes_at_peak = counts.peaks[peak_location]  # bytes of each of `KINDS`
-    is_in_block = peak_location.name == "block"
+    location, sizes = max(counts.peaks.items(), key=lambda peak: peak[1].sum())
     return RankTrace(
         rank=rank,
-        peak=int(sizes_at_peak.sum()),
-        moment=f"{peak_location.phase} of a block" if is_in_block else peak_location.name,
-        kinds=dict(zip(KINDS, sizes_at_peak.tolist(), strict=True)),
+        peak=int(sizes.sum()),
+        moment=_describe_location(location),
+        kinds=dict(zip(KINDS, sizes.tolist(), strict=True)),
         cpu_peak=_find_step_peaks(counts).get(OFFLOADED, 0),
         work=tuple(_list_work(counts)),
         reserved=_predict_reserved(counts),
     )
+
+
+def _describe_location(location: Location) -> str:
+    """Describe a part of the training step, for example "backward of a block" or "optimizer"."""
+    return f"{location.phase} of a block" if location.name == "block" else location.name
 
 
 def _find_step_peaks(counts: StepCounts) -> dict[int | str, int]:

@@ -33,26 +33,25 @@ def workers() -> Iterator[Executor]:
     pool = ProcessPoolExecutor(NUM_WORKERS, get_context("fork"), _set_up_worker, (os.getpid(),))
     try:
         yield pool
-    except BrokenExecutor:
-        _kill_workers()
-        raise UserError(
-            "A process of the plan was killed, probably because this machine is out of memory. "
-            "Free memory, or plan on another machine."
-        ) from None
-    except BaseException:
-        _kill_workers()
+    except BaseException as error:
+        _kill_child_processes()
+        if isinstance(error, BrokenExecutor):
+            raise UserError(
+                "A process of the plan was killed, probably because this machine is out of memory. "
+                "Free memory, or plan on another machine."
+            ) from None
         raise
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _kill_workers() -> None:
-    """Kill all worker processes, so that the pool does not wait for their traces.
+def _kill_child_processes() -> None:
+    """Kill all child processes, so that the pool does not wait for their traces.
 
     The wait might never end: if a process was killed while it took a task, it still holds the lock
     of the task queue, and the other processes wait for this lock.
     """
-    for process in active_children():  # all are workers, because a plan starts no other processes
+    for process in active_children():  # all belong to the pool
         process.kill()
 
 
