@@ -34,6 +34,9 @@ from titanlite.optim.clip import local_shard
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # from the page linked above
 NEWTON_SCHULZ_ITERATIONS = 5
 EPS = 1e-7
+ADAMW_UPDATE_RMS = 0.2
+"""Typical root mean square of an AdamW update, to which updates are scaled
+(https://arxiv.org/abs/2502.16982)."""
 ROUND_NUMEL = 2**24
 """An owner starts a new round when its current round has at least this many elements, so that
 collectives are large."""
@@ -136,16 +139,17 @@ class Muon(torch.optim.Optimizer):
                 gathers[index + 1] = self._start_gather(rounds[index + 1], skip)
             scatters[index] = self._orthogonalize_and_scatter(plan, gathered)
             if index > 0:
-                self._update_matrices(rounds[index - 1], scatters.pop(index - 1), skip)
-        self._update_matrices(rounds[last], scatters.pop(last), skip)
+                self._update_matrices(rounds[index - 1], scatters.pop(index - 1).wait(), skip)
+        self._update_matrices(rounds[last], scatters.pop(last).wait(), skip)
 
     def _start_gather(self, plan: _RoundPlan, skip: Tensor) -> _Transfer:
         """Update the momentum of a round, and start to send the directions to the owners."""
+        sent_matrices = {shard.matrix for shard in chain.from_iterable(plan.gather.sent_to)}
         directions: list[Tensor] = []
         for matrix in plan.matrices:
             direction = self._update_momentum(matrix, skip)
             # With HSDP, several ranks hold and update the same shard, but only one sends it.
-            if matrix in plan.gathered_from_this_rank:
+            if matrix in sent_matrices:
                 directions.append(direction)
         return self._start_transfer(directions, plan.gather)
 
@@ -168,25 +172,26 @@ class Muon(torch.optim.Optimizer):
             matrix: orthogonalize(direction)
             for matrix, direction in _assemble_directions(plan, gathered).items()
         }
-        sent = [updates[shard.matrix][shard.slices].flatten() for shard in plan.scatter.sent]
+        shards = chain.from_iterable(plan.scatter.sent_to)
+        sent = [updates[shard.matrix][shard.slices].flatten() for shard in shards]
         return self._start_transfer(sent, plan.scatter)
 
-    def _update_matrices(self, plan: _RoundPlan, pending_scatter: _Transfer, skip: Tensor) -> None:
-        """Wait for the orthogonalized updates of a round, and apply them to this rank's shards.
+    def _update_matrices(self, plan: _RoundPlan, received: Tensor, skip: Tensor) -> None:
+        """Apply the orthogonalized updates of a round to this rank's shards.
 
         Args:
             plan: Communication plan of the round.
-            pending_scatter: Transfer from `_orthogonalize_and_scatter`.
+            received: Flat updates of the shards, in the order of `plan.matrices`. Result of the
+                transfer from `_orthogonalize_and_scatter`.
             skip: Scalar tensor, 1 to leave the parameters unchanged.
         """
         shards = [local_shard(matrix).view(-1) for matrix in plan.matrices]
-        received = pending_scatter.wait().to(shards[0].device)
-        # Received updates are ordered by owner, like `plan.matrices`.
-        updates = received.split([len(shard) for shard in shards])
+        updates = received.to(shards[0].device).split([len(shard) for shard in shards])
         for matrix, shard, update in zip(plan.matrices, shards, updates, strict=True):
             group = self._group_of_matrix[matrix]
             lr = torch.tensor(group["lr"], dtype=torch.float32)  # a new float would recompile
-            scaled_lr = lr * _update_scale(matrix)
+            # A matrix whose singular values are 1 has the root mean square 1 / sqrt(longer side).
+            scaled_lr = lr * (ADAMW_UPDATE_RMS * math.sqrt(max(matrix.shape)))
             decay = 1 - lr * group["weight_decay"]
             self._apply_update(shard, update, scaled_lr, decay, skip)
 
@@ -194,18 +199,19 @@ class Muon(torch.optim.Optimizer):
         """Start an all-to-all, in which each rank sends tensors to every rank.
 
         Args:
-            tensors: Flat bfloat16 tensors, one for each shard in `plan.sent`.
+            tensors: Flat bfloat16 tensors, one for each shard in `plan.sent_to`, in this order.
             plan: Shards to send and to receive.
         """
+        received_sizes = _count_elements(plan.received_from)
         # A rank with nothing to send takes part with an empty tensor.
         source = torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.bfloat16)
         source = source.to(self._collective_device)
-        result = torch.empty(sum(plan.received_sizes), dtype=source.dtype, device=source.device)
+        result = torch.empty(sum(received_sizes), dtype=source.dtype, device=source.device)
         work = dist.all_to_all_single(
             result,
             source,
-            output_split_sizes=plan.received_sizes,
-            input_split_sizes=plan.sent_sizes,
+            output_split_sizes=received_sizes,
+            input_split_sizes=_count_elements(plan.sent_to),
             group=self._ranks,
             async_op=True,
         )
@@ -241,25 +247,18 @@ def _assemble_directions(plan: _RoundPlan, gathered: Tensor) -> dict[DTensor, Te
 
     Args:
         plan: Communication plan of the round.
-        gathered: Flat shards of the directions, in the order of `plan.gather.received`.
+        gathered: Flat shards of the directions, in the order of `plan.gather.received_from`.
     """
     directions = {
         matrix: torch.empty(matrix.shape, dtype=gathered.dtype, device=gathered.device)
         for matrix in plan.owned
     }
-    sizes = [shard.numel for shard in plan.gather.received]
-    for shard, values in zip(plan.gather.received, gathered.split(sizes), strict=True):
+    shards = list(chain.from_iterable(plan.gather.received_from))
+    parts = gathered.split([shard.numel for shard in shards])
+    for shard, part in zip(shards, parts, strict=True):
         destination = directions[shard.matrix][shard.slices]  # a view of the whole direction
-        destination.copy_(values.view_as(destination))
+        destination.copy_(part.view_as(destination))
     return directions
-
-
-def _update_scale(matrix: Tensor) -> float:
-    """Return the factor that gives an orthogonalized matrix the size of an AdamW update.
-
-    See https://arxiv.org/abs/2502.16982.
-    """
-    return 0.2 * math.sqrt(max(matrix.shape))
 
 
 def _accumulate_momentum_(gradient: Tensor, momentum: Tensor, skip: Tensor, beta: float) -> Tensor:
@@ -333,29 +332,28 @@ class _Shard:
     Attributes:
         matrix: The whole matrix.
         slices: Rows and columns of the shard.
-        numel: Number of elements of the shard.
     """
 
     matrix: DTensor
     slices: tuple[slice, ...]
-    numel: int
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return math.prod(part.stop - part.start for part in self.slices)
 
 
 @dataclass(frozen=True)
 class _TransferPlan:
-    """The shards that one rank sends and receives in an all-to-all.
+    """The shards that this rank sends and receives in an all-to-all.
 
     Attributes:
-        sent: Shards to send, ordered by receiving rank.
-        sent_sizes: Number of elements to send to each rank.
-        received: Shards to receive, ordered by sending rank.
-        received_sizes: Number of elements to receive from each rank.
+        sent_to: Shards to send to each rank.
+        received_from: Shards to receive from each rank.
     """
 
-    sent: list[_Shard]
-    sent_sizes: list[int]
-    received: list[_Shard]
-    received_sizes: list[int]
+    sent_to: list[list[_Shard]]
+    received_from: list[list[_Shard]]
 
 
 @dataclass(frozen=True)
@@ -367,14 +365,12 @@ class _RoundPlan:
         owned: The matrices that this rank owns.
         gather: Transfer of the directions to the owners.
         scatter: Transfer of the orthogonalized updates from the owners to all ranks.
-        gathered_from_this_rank: The matrices whose direction shard this rank sends to their owner.
     """
 
     matrices: list[DTensor]
     owned: list[DTensor]
     gather: _TransferPlan
     scatter: _TransferPlan
-    gathered_from_this_rank: set[DTensor]
 
 
 def _assign_owners(matrices: Sequence[DTensor], num_ranks: int) -> list[list[list[DTensor]]]:
@@ -410,13 +406,11 @@ def _plan_round(matrices_of_owner: Sequence[list[DTensor]], this_rank: int) -> _
         matrices_of_owner: The matrices of the round, indexed by owner.
         this_rank: Index of this rank in the flattened device mesh.
     """
-    gather = _plan_gather(matrices_of_owner, this_rank)
     return _RoundPlan(
         matrices=list(chain.from_iterable(matrices_of_owner)),
         owned=matrices_of_owner[this_rank],
-        gather=gather,
+        gather=_plan_gather(matrices_of_owner, this_rank),
         scatter=_plan_scatter(matrices_of_owner, this_rank),
-        gathered_from_this_rank={shard.matrix for shard in gather.sent},
     )
 
 
@@ -429,7 +423,7 @@ def _plan_gather(matrices_of_owner: Sequence[list[DTensor]], this_rank: int) -> 
     """
     owned = matrices_of_owner[this_rank]
     ranks = range(len(matrices_of_owner))
-    return _plan_transfer(
+    return _TransferPlan(
         sent_to=[
             _gathered_shards(matrices_of_owner[rank], sender=this_rank, owner=rank)
             for rank in ranks
@@ -445,20 +439,15 @@ def _plan_scatter(matrices_of_owner: Sequence[list[DTensor]], this_rank: int) ->
     and B.
     """
     owned = matrices_of_owner[this_rank]
-    return _plan_transfer(
+    return _TransferPlan(
         sent_to=[_shards_of_rank(owned, rank) for rank in range(len(matrices_of_owner))],
         received_from=[_shards_of_rank(matrices, this_rank) for matrices in matrices_of_owner],
     )
 
 
-def _plan_transfer(sent_to: list[list[_Shard]], received_from: list[list[_Shard]]) -> _TransferPlan:
-    """Plan an all-to-all from the shards to send to and to receive from each rank."""
-    return _TransferPlan(
-        sent=list(chain.from_iterable(sent_to)),
-        sent_sizes=[sum(shard.numel for shard in shards) for shards in sent_to],
-        received=list(chain.from_iterable(received_from)),
-        received_sizes=[sum(shard.numel for shard in shards) for shards in received_from],
-    )
+def _count_elements(shards_by_rank: list[list[_Shard]]) -> list[int]:
+    """Return the number of elements of the shards of each rank."""
+    return [sum(shard.numel for shard in shards) for shards in shards_by_rank]
 
 
 def _iteration_flops(matrix: Tensor) -> int:
@@ -469,12 +458,7 @@ def _iteration_flops(matrix: Tensor) -> int:
 
 def _shards_of_rank(matrices: Sequence[DTensor], rank: int) -> list[_Shard]:
     """Return the shard that a rank holds of each matrix."""
-    shards: list[_Shard] = []
-    for matrix in matrices:
-        slices = shard_slices(matrix, rank)
-        numel = math.prod(part.stop - part.start for part in slices)
-        shards.append(_Shard(matrix, slices, numel))
-    return shards
+    return [_Shard(matrix, shard_slices(matrix, _coordinates(matrix, rank))) for matrix in matrices]
 
 
 def _gathered_shards(matrices: Sequence[DTensor], sender: int, owner: int) -> list[_Shard]:
@@ -494,8 +478,12 @@ def _are_in_same_replica(matrix: DTensor, rank: int, other_rank: int) -> bool:
     This is the case if both ranks have the same coordinate along each mesh dimension that
     replicates the matrix.
     """
-    shape = matrix.device_mesh.shape
-    coordinates = np.unravel_index(rank, shape)
-    other_coordinates = np.unravel_index(other_rank, shape)
+    coordinates = _coordinates(matrix, rank)
+    other_coordinates = _coordinates(matrix, other_rank)
     mesh_dims = zip(matrix.placements, coordinates, other_coordinates, strict=True)
     return all(a == b for placement, a, b in mesh_dims if placement.is_replicate())
+
+
+def _coordinates(matrix: DTensor, rank: int) -> list[int]:
+    """Return the position of a rank along each dimension of the device mesh of a matrix."""
+    return list(map(int, np.unravel_index(rank, matrix.device_mesh.shape)))
