@@ -716,7 +716,7 @@ def architecture_from_meta(
     fields["tied_embeddings"] = tied
     fields["vocab_size"] = vocab_size if params.vocab_size == -1 else params.vocab_size
 
-    is_llama_3_0 = not params.use_scaled_rope
+    is_llama_3_0 = not params.use_scaled_rope  # Llama 3.1 and later scale RoPE
     is_small_llama_3_2 = params.dim in (2048, 3072)  # no other Llama since 3.1 has these widths
     if is_llama_3_0:
         fields["max_seq_len"] = 8192  # later models have the default context length

@@ -223,7 +223,7 @@ def _scale_to_norm_(gradients: list[Tensor], max_norm: float, norm: Tensor) -> N
         norm: Norm of the gradients of all ranks before scaling, a scalar.
     """
     if torch.compiler.is_compiling():
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as `clip_grads_with_norm_` computes it
         for gradient in gradients:
             gradient.mul_(factor)
     else:
