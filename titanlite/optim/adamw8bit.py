@@ -50,8 +50,12 @@ class AdamW8bit(torchao.optim.AdamW8bit):
         return wrap_shard(self._create_8bit_zeros(p.to_local(), signed), like=p)
 
     def _create_8bit_zeros(self, shard: Tensor, signed: bool) -> Tensor:
-        """Create the 8-bit moment of a shard, with all values zero."""
-        if shard.numel() == 0:  # torchao cannot divide an empty shard into blocks
+        """Create the 8-bit moment of a shard, with all values zero.
+
+        A tensor from torchao holds 8-bit codes and a scale per block. See `_new_buffer` for
+        `signed`.
+        """
+        if shard.numel() == 0:  # torchao cannot divide it into blocks, and there is no value
             return torch.empty_like(shard, dtype=torch.uint8)
         return self._subclass_zeros(shard, signed, BLOCK_SIZE)
 

@@ -143,7 +143,11 @@ class Muon(torch.optim.Optimizer):
         self._update_matrices(rounds[last], scatters.pop(last).wait(), skip)
 
     def _start_gather(self, plan: _RoundPlan, skip: Tensor) -> _Transfer:
-        """Update the momentum of a round, and start to send the directions to the owners."""
+        """Update the momentum of a round, and start to send the directions to the owners.
+
+        The owner of a matrix is the rank that orthogonalizes it. Its Nesterov direction combines
+        the new momentum with the gradient.
+        """
         sent_matrices = {shard.matrix for shard in chain.from_iterable(plan.gather.sent_to)}
         directions: list[Tensor] = []
         for matrix in plan.matrices:
@@ -161,7 +165,7 @@ class Muon(torch.optim.Optimizer):
         return self._accumulate_momentum(gradient, momentum, skip, self._beta)
 
     def _orthogonalize_and_scatter(self, plan: _RoundPlan, gathered: Tensor) -> _Transfer:
-        """Orthogonalize the directions that this rank gathered, and start to send back the updates.
+        """Orthogonalize the gathered directions, and start to send the ranks their updates.
 
         Args:
             plan: Communication plan of the round.
@@ -362,7 +366,7 @@ class _RoundPlan:
 
     Attributes:
         matrices: All matrices of the round, ordered by owner.
-        owned: The matrices that this rank owns.
+        owned: The matrices that this rank owns, which means that it orthogonalizes them.
         gather: Transfer of the directions to the owners.
         scatter: Transfer of the orthogonalized updates from the owners to all ranks.
     """
