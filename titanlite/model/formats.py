@@ -716,9 +716,8 @@ def architecture_from_meta(
     fields["tied_embeddings"] = tied
     fields["vocab_size"] = vocab_size if params.vocab_size == -1 else params.vocab_size
 
-    is_llama_3_0 = not params.use_scaled_rope  # Llama 3.1 and later scale RoPE
     is_small_llama_3_2 = params.dim in (2048, 3072)  # no other Llama since 3.1 has these widths
-    if is_llama_3_0:
+    if not params.use_scaled_rope:  # Llama 3.0
         fields["max_seq_len"] = 8192  # later models have the default context length
     elif is_small_llama_3_2:
         fields["rope_scaling_factor"] = 32.0

@@ -76,8 +76,8 @@ def _group_parameters(
         members.setdefault(options, []).append(parameter)
 
     return [
-        {"params": parameters, **options._asdict()}
-        for options, parameters in members.items()
+        {"params": parameters, "lr_factor": lr_factor, "weight_decay": weight_decay}
+        for (lr_factor, weight_decay), parameters in members.items()
         if parameters
     ]
 

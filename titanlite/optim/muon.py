@@ -149,7 +149,7 @@ class Muon(torch.optim.Optimizer):
         the new momentum with the gradient.
         """
         sent_matrices = {shard.matrix for shard in chain.from_iterable(plan.gather.sent_to)}
-        directions: list[Tensor] = []
+        directions = []
         for matrix in plan.matrices:
             direction = self._update_momentum(matrix, skip)
             # With HSDP, several ranks hold and update the same shard, but only one sends it.
@@ -426,13 +426,15 @@ def _plan_gather(matrices_of_owner: Sequence[list[DTensor]], this_rank: int) -> 
     A.
     """
     owned = matrices_of_owner[this_rank]
-    ranks = range(len(matrices_of_owner))
     return _TransferPlan(
         sent_to=[
-            _gathered_shards(matrices_of_owner[rank], sender=this_rank, owner=rank)
-            for rank in ranks
+            _gathered_shards(matrices, sender=this_rank, owner=owner)
+            for owner, matrices in enumerate(matrices_of_owner)
         ],
-        received_from=[_gathered_shards(owned, sender=rank, owner=this_rank) for rank in ranks],
+        received_from=[
+            _gathered_shards(owned, sender=rank, owner=this_rank)
+            for rank in range(len(matrices_of_owner))
+        ],
     )
 
 

@@ -300,10 +300,9 @@ def log_end(text: str, kind: str, step: int | None = None, log_file: Path | None
 
 def _find_file_handlers() -> list[LogHandler]:
     """Return the handlers of this process that write to files, as set by `setup_logging`."""
-    handlers = logging.getLogger(LOGGER_NAME).handlers
     return [
         handler
-        for handler in handlers
+        for handler in logging.getLogger(LOGGER_NAME).handlers
         if isinstance(handler, LogHandler) and handler.file is not None
     ]
 

@@ -111,7 +111,5 @@ def _choose_error(errors: list[UserError]) -> UserError:
     Callers treat a file as damaged if they catch `Damage`, but it may be intact if another rank
     failed for another reason.
     """
-    for error in errors:
-        if not isinstance(error, Damage):
-            return error
-    return errors[0]
+    other_errors = (error for error in errors if not isinstance(error, Damage))
+    return next(other_errors, errors[0])
