@@ -214,7 +214,7 @@ def _scale_to_norm_(gradients: list[Tensor], max_norm: float, norm: Tensor) -> N
     """Scale gradients in place to a norm of at most `max_norm`, without a host sync.
 
     In eager mode, `torch.nn.utils.clip_grads_with_norm_` scales all gradients with one operator. It
-    takes parameters, of which it reads only `grad`. In a compiled graph, plain operators apply the
+    takes parameters, but reads only their `grad`. In a compiled graph, plain operators apply the
     same factor, because the compiler can fuse them.
 
     Args:

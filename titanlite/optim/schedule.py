@@ -48,8 +48,8 @@ def wsd_learning_rate(step: int, peak: float, config: schema.LRScheduler, run_st
 
     The learning rate rises linearly to `peak`, stays there, and then decays to
     `peak * config.min_lr_factor`. As in torchtitan, it would reach this value one step after the
-    last step. With 10 steps, of which 2 are warmup and 4 are decay, for example, steps 2 to 7 have
-    the learning rate `peak`, and steps 8, 9 and 10 have completed 1/4, 2/4 and 3/4 of the decay.
+    last step. With 10 steps, including 2 warmup steps and 4 decay steps, steps 2 to 7 have the
+    learning rate `peak`, and steps 8, 9 and 10 have completed 1/4, 2/4 and 3/4 of the decay.
 
     Args:
         step: Optimizer step, counted from 1.
