@@ -55,7 +55,7 @@ class AdamW8bit(torchao.optim.AdamW8bit):
         A tensor from torchao holds 8-bit codes and a scale per block. See `_new_buffer` for
         `signed`.
         """
-        if shard.numel() == 0:  # torchao cannot divide it into blocks, and there is no value
+        if shard.numel() == 0:  # torchao cannot divide an empty shard
             return torch.empty_like(shard, dtype=torch.uint8)
         return self._subclass_zeros(shard, signed, BLOCK_SIZE)
 

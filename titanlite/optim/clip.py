@@ -63,7 +63,7 @@ def reduce_step_sums(
     squared_norm.copy_(_sum_squares_counting_replicas_once(squares, gradients))
     total_loss.copy_(_copy_loss_to_device(loss, like=sums))
     if has_request:
-        num_requests.fill_(1.0)
+        num_requests.fill_(1.0)  # `sums[2] = 1.0` would cause a host sync
     if dist.is_initialized():
         dist.all_reduce(sums)
     return StepSums(squared_norm.sqrt().float(), total_loss, num_requests, squares)

@@ -289,8 +289,9 @@ def prepare_targets(labels: Tensor, scale: Tensor, first_class: int, num_classes
     is_local = (column >= 0) & (column < num_classes)
     valid_column = column.clamp(0, num_classes - 1)  # `gather` fails for any other column
 
-    # The gradient of the logits is loss_factor * (softmax(logits) - one_hot(label)). The label
-    # gradient is the second term, which is zero except in the column of a local label.
+    # Without z-loss and softcap, the gradient of the logits is loss_factor * (softmax(logits) -
+    # one_hot(label)). The label gradient is the second term, which is zero except in the column of
+    # a local label.
     loss_factor = torch.where(labels == IGNORE_INDEX, 0.0, scale)
     label_grad = torch.where(is_local, -loss_factor, 0.0)
     return Targets(

@@ -1,8 +1,8 @@
 """Muon (https://kellerjordan.github.io/posts/muon/) for matrices, with AdamW for other parameters.
 
 Each step combines the momentum of a matrix and its gradient into a Nesterov direction. The update
-is the orthogonalized direction, scaled by 0.2 * sqrt(max(rows, columns)). This gives it the size of
-an AdamW update, so AdamW learning rates and weight decay carry over
+is the orthogonalized direction. Its learning rate is scaled by 0.2 * sqrt(max(rows, columns)), so
+that the weights change as much as with AdamW, and AdamW learning rates and weight decay carry over
 (https://arxiv.org/abs/2502.16982).
 
 Each matrix has an owner, which is one of the ranks that hold a shard of the matrix. In every step

@@ -85,7 +85,7 @@ def set_up_process() -> None:
 
     - SIGINT (Ctrl-C) ends the process immediately, without a traceback. SIGUSR2, which makes a
       run save a checkpoint, is ignored. A run replaces these handlers when it starts to train.
-    - The current folder is removed from the import path, also for child processes.
+    - The current folder is removed from the import path of this process and its child processes.
     - The process receives SIGTERM when its parent process ends (Linux only).
     """
     # Without a handler, a background job of a shell would ignore SIGINT.
