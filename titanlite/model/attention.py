@@ -114,31 +114,53 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: DocumentBounds) ->
     Returns:
         Attention output, shape (B, H, T, D).
     """
-    batch_size, num_heads, seq_len, _ = q.shape
+    batch_size, _, seq_len, _ = q.shape
     if not q.is_cuda:
         return attention(q, k, v, _bounds_to_mask(bounds, batch_size, seq_len))
 
+    out = _run_varlen_kernel(
+        _join_sequences(q),
+        _join_sequences(k),
+        _join_sequences(v),
+        bounds,
+        max_length=seq_len,  # reading the longest length from the GPU would synchronize
+    )
+    return out.unflatten(0, (batch_size, seq_len)).transpose(1, 2)
+
+
+def _run_varlen_kernel(
+    q: Tensor, k: Tensor, v: Tensor, bounds: DocumentBounds, max_length: int
+) -> Tensor:
+    """Run the FlashAttention variable-length kernel on one sequence of N tokens, on a GPU.
+
+    Args:
+        q: Queries, shape (N, H, D).
+        k: Keys, shape (N, H_kv, D).
+        v: Values, same shape as `k`.
+        bounds: Bounds of the documents in the sequence.
+        max_length: Upper bound of the lengths of all documents.
+
+    Returns:
+        Attention output, shape (N, H, D).
+    """
     from torch.nn.attention.varlen import varlen_attn  # importing it takes a second
 
-    num_earlier_tokens = bounds.window - 1  # a window of 0 gives -1, which means all
-    num_later_tokens = 0
+    num_earlier_tokens = bounds.window - 1 if bounds.window else -1  # -1 means all
     # torch 2.15 would prefer cuDNN on some GPUs. Use the same kernel with every version.
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out = varlen_attn(
-            _join_sequences(q),
-            _join_sequences(k),
-            _join_sequences(v),
-            bounds.cu_seqlens,
-            bounds.cu_seqlens,
-            # Pass an upper bound, because reading the longest length from the GPU would
-            # synchronize.
-            max_q=seq_len,
-            max_k=seq_len,
-            window_size=(num_earlier_tokens, num_later_tokens),
-            enable_gqa=num_heads != k.shape[1],
+            q,
+            k,
+            v,
+            cu_seq_q=bounds.cu_seqlens,
+            cu_seq_k=bounds.cu_seqlens,
+            max_q=max_length,
+            max_k=max_length,
+            window_size=(num_earlier_tokens, 0),  # 0 later tokens
+            enable_gqa=q.shape[1] != k.shape[1],
         )
     assert isinstance(out, Tensor)
-    return out.unflatten(0, (batch_size, seq_len)).transpose(1, 2)
+    return out
 
 
 def _join_sequences(x: Tensor) -> Tensor:
@@ -237,37 +259,23 @@ def _rotate(
         k: Keys, shape (B, T, H_kv, D).
         cos: Cosines of the angles, shape (T, 1, D / 2) or (B, T, 1, D / 2), fp32.
         sin: Sines of the angles, same shape.
-        inverse: Rotate by the negative angles.
+        inverse: Rotate by the negative angles, which changes the sign of all sines.
     """
-    # Process queries and keys together, for fewer kernel launches. A pair has the channels a and b.
+    # Process queries and keys together, and both channels of each pair, for fewer kernel launches.
     x = torch.cat((q, k), dim=-2)  # (B, T, H + H_kv, D)
-    a_cos, b_cos = _multiply_pairs(x, cos)  # each (B, T, H + H_kv, D / 2), fp32
-    a_sin, b_sin = _multiply_pairs(x, sin)
+    pairs = x.unflatten(-1, (2, -1))  # (B, T, H + H_kv, 2, D / 2): all a, then all b
+    a_cos, b_cos = (pairs * cos[..., None, :]).unbind(-2)  # each (B, T, H + H_kv, D / 2), fp32
+    a_sin, b_sin = (pairs * sin[..., None, :]).unbind(-2)
 
-    # Do not fuse multiplication and addition: the result would differ from a compiled block.
-    sign = -1 if inverse else 1  # factor of the sines
+    # Add the rounded products. A fused multiply-add would differ from a compiled block.
+    sign = -1 if inverse else 1
     rotated = torch.empty_like(x)
     rotated_a, rotated_b = rotated.chunk(2, dim=-1)  # views of both halves, filled below
-    torch.add(a_cos, b_sin, alpha=-sign, out=rotated_a)
-    torch.add(b_cos, a_sin, alpha=sign, out=rotated_b)
+    torch.sub(a_cos, b_sin, alpha=sign, out=rotated_a)  # a cos - b sin
+    torch.add(b_cos, a_sin, alpha=sign, out=rotated_b)  # b cos + a sin
 
     rotated_q, rotated_k = rotated.split((q.shape[-2], k.shape[-2]), dim=-2)
     return rotated_q, rotated_k
-
-
-def _multiply_pairs(x: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Multiply both channels of each pair (i, i + D / 2) by the same factor, with one kernel.
-
-    Args:
-        x: Queries or keys, shape (B, T, H, D).
-        factor: Factor of each pair, shape (T, 1, D / 2) or (B, T, 1, D / 2), fp32.
-
-    Returns:
-        Products of the first and of the second channels, each of shape (B, T, H, D / 2), fp32.
-    """
-    pairs = x.unflatten(-1, (2, -1))  # (B, T, H, 2, D / 2)
-    first, second = (pairs * factor[..., None, :]).unbind(-2)
-    return first, second
 
 
 class LayerCache:

@@ -138,9 +138,9 @@ def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
 def _export_layer_types(arch: Architecture) -> dict[str, Any]:
     """Return the keys of config.json for a model in which some layers have a sliding window.
 
-    As in OLMo 3, only layers without a window scale RoPE. transformers 5 reads RoPE settings per
-    kind of layer from rope_parameters. Earlier versions read rope_theta and rope_scaling, which
-    they apply only to layers without a window.
+    As in OLMo 3, RoPE scaling applies only to layers without a window. transformers 5 reads RoPE
+    settings per kind of layer from rope_parameters. Earlier versions read rope_theta and
+    rope_scaling, and apply the scaling only to layers without a window.
     """
     unscaled = {"rope_type": "default", "rope_theta": arch.rope_theta}
     return {
@@ -198,8 +198,8 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
 def _import_fields(model: FileModel) -> dict[str, Any]:
     """Convert keys and values of a config.json to fields of an architecture.
 
-    This is the inverse of `_export_fields`. A null in the file, for example for no sliding window,
-    is a 0 in `Architecture`.
+    This is the inverse of `_export_fields`. Null values, such as a disabled sliding window, become
+    0.
     """
     fields: dict[str, Any] = {}
     for name in _keys_by_field(type(model)):
@@ -357,15 +357,14 @@ def _rope_fields(table: _AnyRope, config: HFConfig) -> dict[str, Any]:
     Raises:
         UserError: From `import_fields`, if the settings contradict each other.
     """
-    rope_theta = table.rope_theta or config.rope_theta
+    fields: dict[str, Any] = {"rope_theta": table.rope_theta or config.rope_theta}
     if isinstance(table, _DefaultRope) or table.rope_scaling_factor == 1.0:
-        return {"rope_theta": rope_theta}  # without scaling, all other settings have no effect
+        return fields  # without scaling, all other settings have no effect
 
-    return table.import_fields() | {
-        "rope_theta": rope_theta,
-        "rope_scaling": table.rope_type,
-        "rope_original_max_seq_len": table.rope_original_max_seq_len or config.max_seq_len,
-    }
+    fields |= table.import_fields()  # the scaling factor and further options of this rope_type
+    fields["rope_scaling"] = table.rope_type
+    fields["rope_original_max_seq_len"] = table.rope_original_max_seq_len or config.max_seq_len
+    return fields
 
 
 def _parse_rope_table(table: Any) -> _AnyRope | None:
@@ -609,9 +608,9 @@ class _Olmo3(_Olmo2):
 
 
 def _has_unscaled_window_table(tables: Any) -> bool:
-    """Return whether `rope_parameters` has two tables, and the one for windows is unscaled.
+    """Return whether `rope_parameters` has the two tables of OLMo 3, with the same rope_theta.
 
-    Both tables must have the same rope_theta.
+    One table is for full attention, and one for sliding-window attention, which must be unscaled.
     """
     if not isinstance(tables, dict) or tables.keys() != {"full_attention", "sliding_attention"}:
         return False
@@ -702,10 +701,8 @@ def architecture_from_meta(
 ) -> Architecture:
     """Convert Meta's params.json and the sizes of its tensors to an architecture.
 
-    The file contains neither the context length nor the RoPE scaling factor, which depend on the
-    Llama generation. Llama 3.1 and later set `use_scaled_rope`, and their context length is the
-    default of `Architecture`. Their scaling factor is 8, or 32 for the two small Llama 3.2 models,
-    as in the Meta llama-models repository.
+    The file contains neither the context length nor the RoPE scaling factor. Choose them by the
+    Llama generation, as in the Meta llama-models repository.
 
     Args:
         params: Content of params.json.
@@ -718,12 +715,15 @@ def architecture_from_meta(
     fields["ffn_dim"] = ffn_dim
     fields["tied_embeddings"] = tied
     fields["vocab_size"] = vocab_size if params.vocab_size == -1 else params.vocab_size
-    if not params.use_scaled_rope:
-        return Architecture(**fields, max_seq_len=8192)  # Llama 3.0
 
     is_small_llama_3_2 = params.dim in (2048, 3072)  # no other Llama since 3.1 has these widths
-    scaling_factor = 32.0 if is_small_llama_3_2 else 8.0
-    return Architecture(**fields, rope_scaling_factor=scaling_factor)
+    if not params.use_scaled_rope:  # Llama 3.0
+        fields["max_seq_len"] = 8192  # later models have the default context length
+    elif is_small_llama_3_2:
+        fields["rope_scaling_factor"] = 32.0
+    else:
+        fields["rope_scaling_factor"] = 8.0
+    return Architecture(**fields)
 
 
 def from_meta_rotary(name: str, weight: Tensor, head_dim: int) -> Tensor:

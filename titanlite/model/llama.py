@@ -94,9 +94,10 @@ def _find_yarn_ramp(arch: Architecture) -> tuple[float, float]:
 
 
 def _find_rope_pair(arch: Architecture, turns: float) -> float:
-    """Return the fractional index of the pair that completes `turns` turns in the original context.
+    """Find the RoPE channel pair that rotates `turns` times over the original context length.
 
-    Pair i rotates by one radian in rope_theta ** (2 * i / head_dim) positions. Solve for i.
+    Pair i rotates by one radian in rope_theta ** (2 * i / head_dim) positions. The returned index i
+    is fractional.
     """
     positions_per_radian = arch.rope_original_max_seq_len / (2 * math.pi * turns)
     return arch.head_dim * math.log(positions_per_radian) / (2 * math.log(arch.rope_theta))

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -196,19 +195,11 @@ class AdamW(torch.optim.Optimizer):
         lr = torch.as_tensor(group["lr"], dtype=torch.float32)
         decay = 1 - lr * group["weight_decay"]
         step_seed = _hash32(step.to(torch.int64))  # different random bits in each step
-
         if self.rule == "AdamW":
-            # Moments start at zero, so in the first steps, both are too small by a bias factor. The
-            # corrected update is lr * (mean / mean_bias) / (sqrt(square / square_bias) + eps)
-            # = step_size * mean / (root_correction * sqrt(square) + eps).
-            beta1, beta2 = group["betas"]
-            mean_bias = 1 - beta1**step
-            step_size = lr / mean_bias
-            square_bias = 1 - beta2**step
-            root_correction = square_bias.rsqrt()
+            step_size, root_correction = _correct_adamw_bias(lr, group["betas"], step)
         else:
             step_size = lr
-            root_correction = torch.ones_like(lr)
+            root_correction = torch.ones_like(lr)  # unused
         return StepScalars(decay, step_size, root_correction, step_seed, skip)
 
     def _update_parameter(
@@ -248,6 +239,21 @@ class SGD(AdamW):
     moments = ("momentum_buffer",)
 
 
+def _correct_adamw_bias(lr: Tensor, betas: Sequence[float], step: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `step_size` and `root_correction` of `StepScalars` for AdamW.
+
+    The moments start at zero, so in the first steps they are too small, by the factors `mean_bias`
+    and `square_bias`. AdamW divides each moment by its factor. The update is
+
+        lr * (mean / mean_bias) / (sqrt(square / square_bias) + eps)
+        = step_size * mean / (root_correction * sqrt(square) + eps)
+    """
+    beta1, beta2 = betas
+    mean_bias = 1 - beta1**step
+    square_bias = 1 - beta2**step
+    return lr / mean_bias, square_bias.rsqrt()
+
+
 def create_state(
     optimizer: torch.optim.Optimizer,
     moments: Sequence[str] = AdamW.moments,
@@ -283,7 +289,7 @@ def wrap_shard(shard: Tensor, like: DTensor) -> DTensor:
     )
 
 
-def shard_slices(tensor: DTensor, rank: int | None = None) -> tuple[slice, ...]:
+def shard_slices(tensor: DTensor, coordinates: Sequence[int] | None = None) -> tuple[slice, ...]:
     """Return the part of the whole tensor that a rank holds, as one slice per dimension.
 
     For example, if the rows of a (10, 4) matrix are sharded over 2 ranks, rank 1 holds
@@ -296,18 +302,18 @@ def shard_slices(tensor: DTensor, rank: int | None = None) -> tuple[slice, ...]:
 
     Args:
         tensor: DTensor whose device mesh and placements define the layout.
-        rank: Index of the rank in the flattened device mesh. Defaults to this rank.
+        coordinates: Position of the rank along each mesh dimension. Defaults to this rank.
     """
     mesh = tensor.device_mesh
-    coordinates = mesh.get_coordinate() if rank is None else np.unravel_index(rank, mesh.shape)
+    if coordinates is None:
+        coordinates = mesh.get_coordinate()
     assert coordinates is not None  # this rank is in the mesh
     slices = [slice(0, size) for size in tensor.shape]
-    for mesh_dim in reversed(range(mesh.ndim)):
+    for mesh_dim in reversed(range(mesh.ndim)):  # the last mesh dimension divides first
         placement: Any = tensor.placements[mesh_dim]
-        if not placement.is_replicate():
-            num_ranks = mesh.shape[mesh_dim]
-            coordinate = int(coordinates[mesh_dim])
-            slices[placement.dim] = _divide_slice(slices[placement.dim], num_ranks, coordinate)
+        if not placement.is_replicate():  # otherwise, it shards the tensor dimension `dim`
+            dim = placement.dim
+            slices[dim] = _divide_slice(slices[dim], mesh.shape[mesh_dim], coordinates[mesh_dim])
     return tuple(slices)
 
 
@@ -374,11 +380,12 @@ def _compute_update(
     if rule.name == "Lion":
         # `a.lerp(b, weight)` is the moving average (1 - weight) * a + weight * b.
         direction = momentum.lerp(gradient, 1 - rule.beta1).sign()
-        return scalars.step_size * direction, [momentum.lerp(gradient, 1 - rule.beta2)]
-
-    # SGD with momentum
-    new_momentum = momentum * rule.beta1 + gradient
-    return scalars.step_size * new_momentum, [new_momentum]
+        update = scalars.step_size * direction
+        new_momentum = momentum.lerp(gradient, 1 - rule.beta2)
+    else:  # SGD
+        new_momentum = momentum * rule.beta1 + gradient
+        update = scalars.step_size * new_momentum
+    return update, [new_momentum]
 
 
 def _compute_adamw_update(

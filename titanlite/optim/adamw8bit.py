@@ -34,10 +34,11 @@ class AdamW8bit(torchao.optim.AdamW8bit):
             self._subclass_zeros(torch.empty(BLOCK_SIZE), signed, BLOCK_SIZE)
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
-        """Create a moment of zeros for a parameter, in 8 bits if `_has_8bit_moments`.
+        """Create a zero-initialized moment buffer for a parameter, if possible in 8 bits.
 
-        torchao calls this method for each moment. The original decides by the size of the local
-        shard, so ranks with shards of different sizes could choose different dtypes.
+        This overrides the method that torchao calls for each moment. The implementation in torchao
+        chooses 8 bits by the size of the local shard, so ranks with shards of different sizes could
+        choose different dtypes.
 
         Args:
             p: Parameter. A large matrix must be a DTensor.
@@ -45,14 +46,18 @@ class AdamW8bit(torchao.optim.AdamW8bit):
         """
         if not _has_8bit_moments(p):
             return torch.zeros_like(p)
-
         assert isinstance(p, DTensor)
-        shard = p.to_local()
-        if shard.numel() > 0:
-            moment_shard = self._subclass_zeros(shard, signed, BLOCK_SIZE)
-        else:  # torchao cannot divide an empty shard into blocks, so use a plain tensor
-            moment_shard = torch.empty_like(shard, dtype=torch.uint8)
-        return wrap_shard(moment_shard, like=p)  # a DTensor with the shape and layout of `p`
+        return wrap_shard(self._create_8bit_zeros(p.to_local(), signed), like=p)
+
+    def _create_8bit_zeros(self, shard: Tensor, signed: bool) -> Tensor:
+        """Create the 8-bit moment of a shard, with all values zero.
+
+        A tensor from torchao holds 8-bit codes and a scale per block. See `_new_buffer` for
+        `signed`.
+        """
+        if shard.numel() == 0:  # torchao cannot divide an empty shard
+            return torch.empty_like(shard, dtype=torch.uint8)
+        return self._subclass_zeros(shard, signed, BLOCK_SIZE)
 
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient.
@@ -66,9 +71,10 @@ class AdamW8bit(torchao.optim.AdamW8bit):
 
 
 def _has_8bit_moments(parameter: Tensor) -> bool:
-    """Return whether a parameter is a large matrix whose rows consist of whole blocks.
+    """Return whether the moments of a parameter are stored in 8 bits.
 
-    The shape of a DTensor is the shape of the whole parameter, so all ranks agree.
+    This requires a large matrix whose row length is a multiple of `BLOCK_SIZE`. The shape of a
+    DTensor is the shape of the whole parameter, so all ranks agree.
     """
     has_whole_blocks = parameter.ndim == 2 and parameter.shape[1] % BLOCK_SIZE == 0
     return has_whole_blocks and parameter.numel() >= MIN_ELEMENTS

@@ -6,7 +6,7 @@ layout of the ranks.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,13 @@ def build_optimizer(
     return OPTIMIZERS.make_instance(torch.optim.Optimizer, config.name, groups, recipe, job=job)
 
 
+class _GroupOptions(NamedTuple):
+    """Options that all parameters of a group share."""
+
+    lr_factor: float
+    weight_decay: float
+
+
 def _group_parameters(
     names: dict[nn.Parameter, str], config: schema.Optimizer, arch: Architecture | None
 ) -> Groups:
@@ -56,20 +63,17 @@ def _group_parameters(
         config: Section [optimizer] of the job.
         arch: Architecture of the model for muP. None disables muP.
     """
-    # Parameters by (lr_factor, weight_decay). In any model, the usual groups come first.
-    members: dict[tuple[float, float], list[nn.Parameter]] = {
-        (1.0, config.weight_decay): [],
-        (1.0, 0.0): [],
+    # The usual groups come first, so that their order is the same for all models.
+    members: dict[_GroupOptions, list[nn.Parameter]] = {
+        _GroupOptions(1.0, config.weight_decay): [],
+        _GroupOptions(1.0, 0.0): [],
     }
     for parameter, name in names.items():
-        lr_factor, weight_decay = _choose_lr_factor_and_decay(name, parameter.ndim, config)
+        options = _choose_options(name, parameter.ndim, config)
         if arch is not None:
-            # Each step multiplies the weights by 1 - learning rate * weight decay. muP must not
-            # change learning rate * weight decay.
             _, mup_lr_factor = arch.mup_factors(name, parameter.ndim)
-            lr_factor *= mup_lr_factor
-            weight_decay /= mup_lr_factor
-        members.setdefault((lr_factor, weight_decay), []).append(parameter)
+            options = _scale_learning_rate(options, mup_lr_factor)
+        members.setdefault(options, []).append(parameter)
 
     return [
         {"params": parameters, "lr_factor": lr_factor, "weight_decay": weight_decay}
@@ -78,10 +82,8 @@ def _group_parameters(
     ]
 
 
-def _choose_lr_factor_and_decay(
-    name: str, ndim: int, config: schema.Optimizer
-) -> tuple[float, float]:
-    """Return the learning rate factor and the weight decay of a parameter, before muP changes them.
+def _choose_options(name: str, ndim: int, config: schema.Optimizer) -> _GroupOptions:
+    """Choose the learning rate factor and the weight decay of a parameter, without muP.
 
     Matrices have weight decay; norms and biases do not. The embedding has weight decay only if
     `config.decay_embeddings` is true. Each table in `config.groups` that matches `name` then
@@ -96,7 +98,15 @@ def _choose_lr_factor_and_decay(
             lr_factor = table.lr_factor
             if table.weight_decay is not None:
                 weight_decay = table.weight_decay
-    return lr_factor, weight_decay
+    return _GroupOptions(lr_factor, weight_decay)
+
+
+def _scale_learning_rate(options: _GroupOptions, factor: float) -> _GroupOptions:
+    """Multiply the learning rate by a factor, without changing how much each step decays weights.
+
+    A step multiplies the weights by 1 - learning rate * weight decay.
+    """
+    return _GroupOptions(options.lr_factor * factor, options.weight_decay / factor)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -187,10 +197,11 @@ def muon(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
 
 
 def _build_adamw_with_state(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
-    """Build AdamW with the state of all its parameters, to become a part of Muon.
+    """Build the AdamW that Muon contains, and create the state of its parameters.
 
-    The torch AdamW would create its state in the first step. When a checkpoint is loaded, missing
-    state is created only if the optimizer has no state at all, but Muon always has momentum.
+    The torch AdamW would create its state in the first step, so a checkpoint that is loaded earlier
+    would not restore it: loading creates missing state only if the optimizer has no state at all,
+    and Muon always has momentum.
     """
     optimizer = adamw(groups, recipe)
     if isinstance(optimizer, torch.optim.AdamW):

@@ -59,14 +59,13 @@ def reduce_step_sums(
 
     # Collect three numbers of this rank, so that a single all-reduce adds them up over all ranks.
     sums = torch.zeros(3, dtype=torch.float64, device=squares.device)
-    sums[0] = _sum_squares_counting_replicas_once(squares, gradients)
-    sums[1] = _copy_loss_to_device(loss, like=sums)
+    squared_norm, total_loss, num_requests = sums[0], sums[1], sums[2]  # views
+    squared_norm.copy_(_sum_squares_counting_replicas_once(squares, gradients))
+    total_loss.copy_(_copy_loss_to_device(loss, like=sums))
     if has_request:
-        sums[2].fill_(1.0)  # assigning a Python number to a GPU tensor would cause a host sync
+        num_requests.fill_(1.0)  # `sums[2] = 1.0` would cause a host sync
     if dist.is_initialized():
         dist.all_reduce(sums)
-
-    squared_norm, total_loss, num_requests = sums.unbind()
     return StepSums(squared_norm.sqrt().float(), total_loss, num_requests, squares)
 
 
@@ -214,8 +213,9 @@ def _copy_loss_to_device(loss: Tensor, like: Tensor) -> Tensor:
 def _scale_to_norm_(gradients: list[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale gradients in place to a norm of at most `max_norm`, without a host sync.
 
-    In eager mode, `torch.nn.utils.clip_grads_with_norm_` scales all gradients with one operator. In
-    a compiled graph, the same factor is applied by plain operators, which the compiler fuses.
+    In eager mode, `torch.nn.utils.clip_grads_with_norm_` scales all gradients with one operator. It
+    takes parameters, but reads only their `grad`. In a compiled graph, plain operators apply the
+    same factor, because the compiler can fuse them.
 
     Args:
         gradients: Gradients as plain tensors.
@@ -223,7 +223,7 @@ def _scale_to_norm_(gradients: list[Tensor], max_norm: float, norm: Tensor) -> N
         norm: Norm of the gradients of all ranks before scaling, a scalar.
     """
     if torch.compiler.is_compiling():
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as `clip_grads_with_norm_` computes it
         for gradient in gradients:
             gradient.mul_(factor)
     else:

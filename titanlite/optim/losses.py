@@ -11,7 +11,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -98,26 +97,28 @@ class CrossEntropy(Loss):
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
         """Return `scale` times the summed cross entropy. See `Loss.__call__` for the arguments."""
-        recipe = self.recipe
-        compute_loss = partial(
-            linear_cross_entropy_sum,
-            labels=labels,
-            scale=scale,
-            z_loss=recipe.z_loss,
-            softcap=recipe.softcap,
-            compiled=recipe.compiled,
-        )
-        mesh = recipe.tensor
-        if mesh is None:
-            return compute_loss(hidden, weight)
+        first_class = 0
+        group = None
+        tensor_mesh = self.recipe.tensor
+        if tensor_mesh is not None:
+            # Each tensor parallel rank computes the logits of all tokens for its rows of the output
+            # matrix, and therefore the whole gradient of these rows.
+            assert isinstance(weight, DTensor)
+            hidden = _gather_sequence(hidden)
+            first_class = _find_first_class(weight, tensor_mesh)
+            weight = weight.to_local()
+            group = tensor_mesh.get_group()
 
-        # With tensor parallelism, each rank computes the logits of all tokens for its classes.
-        assert isinstance(weight, DTensor)
-        return compute_loss(
-            _gather_sequence(hidden),  # its backward pass sums the gradients of all ranks
-            weight.to_local(),  # this rank computes the whole gradient of its rows
-            first_class=_find_first_class(weight, mesh),
-            group=mesh.get_group(),
+        return linear_cross_entropy_sum(
+            hidden,
+            weight,
+            labels,
+            scale,
+            z_loss=self.recipe.z_loss,
+            softcap=self.recipe.softcap,
+            first_class=first_class,
+            group=group,
+            compiled=self.recipe.compiled,
         )
 
 
@@ -253,8 +254,7 @@ class Targets(NamedTuple):
 
     Without z-loss and softcap, the loss of a token is `loss_factor * (logsumexp(logits) -
     logits[column])`. Its gradient is `loss_factor * softmax(logits)`, plus `label_grad` at
-    `column`. Labels are converted once for
-    all tokens, and the result is then split into chunks.
+    `column`. Labels are converted once for all tokens, and the result is then split into chunks.
 
     Attributes:
         column: Column of each label in the logits of this rank, shape (n, 1). Any valid column if
@@ -289,11 +289,17 @@ def prepare_targets(labels: Tensor, scale: Tensor, first_class: int, num_classes
     is_local = (column >= 0) & (column < num_classes)
     valid_column = column.clamp(0, num_classes - 1)  # `gather` fails for any other column
 
-    # Without z-loss and softcap, the gradient of the logits is loss_factor * softmax(logits), plus
-    # label_grad at `valid_column`.
+    # Without z-loss and softcap, the gradient of the logits is loss_factor * (softmax(logits) -
+    # one_hot(label)). The label gradient is the second term, which is zero except in the column of
+    # a local label.
     loss_factor = torch.where(labels == IGNORE_INDEX, 0.0, scale)
     label_grad = torch.where(is_local, -loss_factor, 0.0)
-    return Targets(valid_column[:, None], is_local, loss_factor, label_grad[:, None])
+    return Targets(
+        column=valid_column.unsqueeze(1),
+        is_local=is_local,
+        loss_factor=loss_factor,
+        label_grad=label_grad.unsqueeze(1),
+    )
 
 
 def softmax_loss(
@@ -541,9 +547,10 @@ def _add_weight_grad(
 def _add_rounded_weight_grad(
     weight_grad: Tensor, logits_grad: Tensor, hidden: Tensor, is_first: bool
 ) -> None:
-    """Add a chunk's weight gradient, rounded to bfloat16, to `weight_grad` on a CPU.
+    """Add the weight gradient of a chunk to `weight_grad` on a CPU.
 
-    See `_add_weight_grad` for the arguments.
+    A CPU has no matmul of bfloat16 matrices with an fp32 result, so the gradient of the chunk is
+    rounded to bfloat16. See `_add_weight_grad` for the arguments.
     """
     # Compute some rows at a time, so that only these rows exist in bfloat16.
     weight_blocks = weight_grad.split(VOCAB_BLOCK)
@@ -595,11 +602,12 @@ def _all_reduce(x: Tensor, operation: str, group: dist.ProcessGroup | None) -> T
 
 
 class _GradientCarrier(torch.autograd.Function):
-    """Return a zero that you add to a loss to give `tensor` a precomputed gradient.
+    """Autograd function whose backward pass returns a precomputed gradient for `tensor`.
 
-    The backward pass of the loss scales this gradient, converts it to the dtype of `tensor`, and
-    returns it. Until then, the gradient may still be incomplete. The backward pass can run only
-    once, because it scales the stored gradient in place and then frees it.
+    It returns a zero to add to a loss. The backward pass of the loss scales the gradient, converts
+    it to the dtype of `tensor`, and returns it. Until then, the gradient may still be incomplete.
+    The backward pass can run only once, because it scales the stored gradient in place and then
+    frees it.
     """
 
     @staticmethod

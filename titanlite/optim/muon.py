@@ -1,12 +1,14 @@
 """Muon (https://kellerjordan.github.io/posts/muon/) for matrices, with AdamW for other parameters.
 
-The update of a matrix is its orthogonalized momentum, scaled by 0.2 * sqrt(max(rows, columns)).
-This gives the update the size of an AdamW update, so AdamW learning rates and weight decay carry
-over (https://arxiv.org/abs/2502.16982).
+Each step combines the momentum of a matrix and its gradient into a Nesterov direction. The update
+is the orthogonalized direction. Its learning rate is scaled by 0.2 * sqrt(max(rows, columns)), so
+that the weights change as much as with AdamW, and AdamW learning rates and weight decay carry over
+(https://arxiv.org/abs/2502.16982).
 
 Each matrix has an owner, which is one of the ranks that hold a shard of the matrix. In every step
-the owner gathers the momentum of the whole matrix, orthogonalizes it, and sends each rank its shard
-of the result. Matrices are processed in rounds, so that only a few whole matrices exist at once.
+the owner gathers the direction of the whole matrix, orthogonalizes it, and sends each rank its
+shard of the update. Matrices are processed in rounds, so that only a few whole matrices exist at
+once.
 
 Invariant: The new value of a matrix depends, bit for bit, only on its old value, its gradient and
 its momentum. It does not depend on the number of ranks that share the matrix.
@@ -32,6 +34,9 @@ from titanlite.optim.clip import local_shard
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # from the page linked above
 NEWTON_SCHULZ_ITERATIONS = 5
 EPS = 1e-7
+ADAMW_UPDATE_RMS = 0.2
+"""Typical root mean square of an AdamW update, to which updates are scaled
+(https://arxiv.org/abs/2502.16982)."""
 ROUND_NUMEL = 2**24
 """An owner starts a new round when its current round has at least this many elements, so that
 collectives are large."""
@@ -41,9 +46,9 @@ class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum, for sharded matrices.
 
     The result matches `torch.optim.Muon`. A step is divided into rounds in which every rank owns a
-    few matrices. Ranks send their momentum shards to the owners in bfloat16 and receive their
-    shards of the orthogonalized result. This communication overlaps with the matmuls of neighboring
-    rounds.
+    few matrices. Ranks send their shards of the Nesterov directions to the owners in bfloat16 and
+    receive their shards of the orthogonalized updates. This communication overlaps with the matmuls
+    of neighboring rounds.
 
     Args:
         groups: Parameter groups of the matrices, which must be DTensors.
@@ -93,7 +98,7 @@ class Muon(torch.optim.Optimizer):
         """Update every parameter, without a host sync.
 
         Matrices are updated in rounds; see `_run_rounds`. AdamW updates all other parameters while
-        the momentum of the first round is gathered.
+        the directions of the first round are gathered.
 
         To skip the step on the device, set the attribute `found_inf` to a scalar tensor of 1.
         Parameters and state then keep their values.
@@ -102,68 +107,55 @@ class Muon(torch.optim.Optimizer):
         if skip is None:
             skip = torch.zeros((), device=self._shard_device)
 
-        first_gather = self._update_momenta_and_start_gather(self._rounds[0], skip)
+        first_gather = self._start_gather(self._rounds[0], skip)
         self._adamw.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
         self._adamw.step()
         self._run_rounds(first_gather, skip)
 
     def _run_rounds(self, first_gather: _Transfer, skip: Tensor) -> None:
-        """Orthogonalize the momentum of all rounds, and update their matrices.
+        """Orthogonalize the directions of all rounds, and update their matrices.
 
-        A round has three stages: its owners gather the momentum, they orthogonalize it and return
-        the result, and all ranks update their shards. Transfers run in the background until `wait`
-        is called, so they overlap with the matmuls of other rounds. With rounds 0, 1 and 2:
+        A round has three stages: its owners gather the directions, they orthogonalize them and
+        scatter the updates, and all ranks update their shards. Transfers run in the background, so
+        they overlap with the matmuls of other rounds. With rounds 0, 1 and 2:
 
             orthogonalize | transfers meanwhile      | then update
             round 0       | gather 1                 |
-            round 1       | gather 2, return 0       | round 0
-            round 2       | return 1                 | round 1
-                          | return 2                 | round 2
+            round 1       | gather 2, scatter 0      | round 0
+            round 2       | scatter 1                | round 1
+                          | scatter 2                | round 2
 
         Args:
-            first_gather: Transfer of the first round, from `_update_momenta_and_start_gather`.
+            first_gather: Transfer that gathers the directions of round 0.
             skip: Scalar tensor, 1 to leave the parameters unchanged.
         """
-        pending_gather = first_gather
-        pending_update: tuple[_RoundPlan, _Transfer] | None = None
-        for plan, next_plan in zip_longest(self._rounds, self._rounds[1:]):
-            momenta = pending_gather.wait()
-            if next_plan is not None:
-                pending_gather = self._update_momenta_and_start_gather(next_plan, skip)
+        rounds = self._rounds
+        last = len(rounds) - 1
+        gathers = {0: first_gather}  # transfers in progress, by index of the round
+        scatters: dict[int, _Transfer] = {}
+        for index, plan in enumerate(rounds):
+            gathered = gathers.pop(index).wait()
+            if index < last:
+                gathers[index + 1] = self._start_gather(rounds[index + 1], skip)
+            scatters[index] = self._orthogonalize_and_scatter(plan, gathered)
+            if index > 0:
+                self._update_matrices(rounds[index - 1], scatters.pop(index - 1).wait(), skip)
+        self._update_matrices(rounds[last], scatters.pop(last).wait(), skip)
 
-            pending_return = self._orthogonalize_and_return(plan, momenta)
-            if pending_update is not None:
-                self._update(*pending_update, skip)
-            pending_update = plan, pending_return
+    def _start_gather(self, plan: _RoundPlan, skip: Tensor) -> _Transfer:
+        """Update the momentum of a round, and start to send the directions to the owners.
 
-        assert pending_update is not None
-        self._update(*pending_update, skip)
-
-    def _update_momenta_and_start_gather(self, plan: _RoundPlan, skip: Tensor) -> _Transfer:
-        """Update this rank's momentum shards, and start to send Nesterov directions to the owners.
-
-        The owner of a matrix is the rank that orthogonalizes its direction. The direction combines
-        the new momentum with the gradient, and is orthogonalized instead of the momentum. The rest
-        of this module calls the directions momentum.
-
-        Args:
-            plan: Communication plan of the round.
-            skip: Scalar tensor, 1 to leave the momentum unchanged.
-
-        Returns:
-            The all-to-all in progress. Its result holds the shards of the matrices that this rank
-            owns, ordered by sending rank.
+        The owner of a matrix is the rank that orthogonalizes it. Its Nesterov direction combines
+        the new momentum with the gradient.
         """
-        directions_by_owner: list[list[Tensor]] = []
-        for matrices in plan.matrices_of_owner:
-            sent_directions: list[Tensor] = []
-            for matrix in matrices:
-                direction = self._update_momentum(matrix, skip)
-                # With HSDP, several ranks hold and update the same shard, but only one sends it.
-                if matrix in plan.sent:
-                    sent_directions.append(direction)
-            directions_by_owner.append(sent_directions)
-        return self._start_transfer(directions_by_owner, plan.gather_sizes)
+        sent_matrices = {shard.matrix for shard in chain.from_iterable(plan.gather.sent_to)}
+        directions = []
+        for matrix in plan.matrices:
+            direction = self._update_momentum(matrix, skip)
+            # With HSDP, several ranks hold and update the same shard, but only one sends it.
+            if matrix in sent_matrices:
+                directions.append(direction)
+        return self._start_transfer(directions, plan.gather)
 
     def _update_momentum(self, matrix: Any, skip: Tensor) -> Tensor:
         """Update this rank's momentum shard of a matrix, and return its flat Nesterov direction."""
@@ -172,60 +164,58 @@ class Muon(torch.optim.Optimizer):
         momentum = local_shard(self.state[matrix]["momentum_buffer"]).view(-1)
         return self._accumulate_momentum(gradient, momentum, skip, self._beta)
 
-    def _orthogonalize_and_return(self, plan: _RoundPlan, gathered: Tensor) -> _Transfer:
-        """Orthogonalize the matrices that this rank owns and start sending every rank its shards.
+    def _orthogonalize_and_scatter(self, plan: _RoundPlan, gathered: Tensor) -> _Transfer:
+        """Orthogonalize the gathered directions, and start to send the ranks their updates.
 
         Args:
             plan: Communication plan of the round.
-            gathered: Result of the transfer from `_update_momenta_and_start_gather`.
-
-        Returns:
-            The all-to-all in progress. Its result holds this rank's shards, ordered by owner.
+            gathered: Result of the transfer from `_start_gather`.
         """
-        # Keep no reference to the whole momenta, which use as much memory as the directions.
-        directions = [orthogonalize(momentum) for momentum in _assemble_owned(plan, gathered)]
-        num_ranks = len(plan.matrices_of_owner)
-        sent_to_ranks = [_cut_shards(directions, plan.owned, rank) for rank in range(num_ranks)]
-        return self._start_transfer(sent_to_ranks, plan.return_sizes)
+        # Keep no reference to the whole directions, which use as much memory as the updates.
+        updates = {
+            matrix: orthogonalize(direction)
+            for matrix, direction in _assemble_directions(plan, gathered).items()
+        }
+        shards = chain.from_iterable(plan.scatter.sent_to)
+        sent = [updates[shard.matrix][shard.slices].flatten() for shard in shards]
+        return self._start_transfer(sent, plan.scatter)
 
-    def _update(self, plan: _RoundPlan, pending_return: _Transfer, skip: Tensor) -> None:
-        """Wait for the orthogonalized momentum of a round, and apply it to this rank's shards.
+    def _update_matrices(self, plan: _RoundPlan, received: Tensor, skip: Tensor) -> None:
+        """Apply the orthogonalized updates of a round to this rank's shards.
 
         Args:
             plan: Communication plan of the round.
-            pending_return: Transfer from `_orthogonalize_and_return`.
+            received: Flat updates of the shards, in the order of `plan.matrices`. Result of the
+                transfer from `_orthogonalize_and_scatter`.
             skip: Scalar tensor, 1 to leave the parameters unchanged.
         """
-        matrices = list(chain.from_iterable(plan.matrices_of_owner))
-        shards = [local_shard(matrix).view(-1) for matrix in matrices]
-        received = pending_return.wait().to(shards[0].device)
-        directions = received.split([len(shard) for shard in shards])
-        for matrix, shard, direction in zip(matrices, shards, directions, strict=True):
+        shards = [local_shard(matrix).view(-1) for matrix in plan.matrices]
+        updates = received.to(shards[0].device).split([len(shard) for shard in shards])
+        for matrix, shard, update in zip(plan.matrices, shards, updates, strict=True):
             group = self._group_of_matrix[matrix]
             lr = torch.tensor(group["lr"], dtype=torch.float32)  # a new float would recompile
-            scaled_lr = lr * (0.2 * math.sqrt(max(matrix.shape)))
+            # A matrix whose singular values are 1 has the root mean square 1 / sqrt(longer side).
+            scaled_lr = lr * (ADAMW_UPDATE_RMS * math.sqrt(max(matrix.shape)))
             decay = 1 - lr * group["weight_decay"]
-            self._apply_update(shard, direction, scaled_lr, decay, skip)
+            self._apply_update(shard, update, scaled_lr, decay, skip)
 
-    def _start_transfer(
-        self, tensors_by_rank: list[list[Tensor]], numel_from: list[int]
-    ) -> _Transfer:
-        """Start an all-to-all that sends tensors to every rank.
+    def _start_transfer(self, tensors: list[Tensor], plan: _TransferPlan) -> _Transfer:
+        """Start an all-to-all, in which each rank sends tensors to every rank.
 
         Args:
-            tensors_by_rank: Flat bfloat16 tensors to send to each rank.
-            numel_from: Number of elements to receive from each rank.
+            tensors: Flat bfloat16 tensors, one for each shard in `plan.sent_to`, in this order.
+            plan: Shards to send and to receive.
         """
-        tensors = list(chain.from_iterable(tensors_by_rank))
+        received_sizes = _count_elements(plan.received_from)
         # A rank with nothing to send takes part with an empty tensor.
         source = torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.bfloat16)
         source = source.to(self._collective_device)
-        result = torch.empty(sum(numel_from), dtype=source.dtype, device=source.device)
+        result = torch.empty(sum(received_sizes), dtype=source.dtype, device=source.device)
         work = dist.all_to_all_single(
             result,
             source,
-            output_split_sizes=numel_from,
-            input_split_sizes=[sum(map(len, part)) for part in tensors_by_rank],
+            output_split_sizes=received_sizes,
+            input_split_sizes=_count_elements(plan.sent_to),
             group=self._ranks,
             async_op=True,
         )
@@ -256,42 +246,23 @@ class _Transfer:
         return self.result
 
 
-def _assemble_owned(plan: _RoundPlan, gathered: Tensor) -> list[Tensor]:
-    """Assemble the whole momentum of each matrix that this rank owns, as plain tensors.
+def _assemble_directions(plan: _RoundPlan, gathered: Tensor) -> dict[DTensor, Tensor]:
+    """Assemble the whole direction of each matrix that this rank owns, as a plain tensor.
 
     Args:
         plan: Communication plan of the round.
-        gathered: Momentum shards, ordered by sending rank, then by matrix.
+        gathered: Flat shards of the directions, in the order of `plan.gather.received_from`.
     """
-    momenta = {
+    directions = {
         matrix: torch.empty(matrix.shape, dtype=gathered.dtype, device=gathered.device)
         for matrix in plan.owned
     }
-    start = 0  # index of the next shard in `gathered`
-    for rank, matrices in enumerate(plan.received_from_rank):
-        for matrix in matrices:
-            shard = momenta[matrix][shard_slices(matrix, rank)]  # a view of the whole momentum
-            end = start + shard.numel()
-            shard.copy_(gathered[start:end].view_as(shard))
-            start = end
-    return list(momenta.values())
-
-
-def _cut_shards(
-    directions: Sequence[Tensor], matrices: Sequence[DTensor], rank: int
-) -> list[Tensor]:
-    """Cut out the part of each direction that a rank needs to update its shard of the matrix.
-
-    Args:
-        directions: Orthogonalized momentum of each matrix, as plain tensors.
-        matrices: The matrices, whose layouts determine the shards.
-        rank: Index of the rank in the flattened device mesh.
-
-    Returns:
-        A flat tensor for each matrix.
-    """
-    pairs = zip(directions, matrices, strict=True)
-    return [direction[shard_slices(matrix, rank)].flatten() for direction, matrix in pairs]
+    shards = list(chain.from_iterable(plan.gather.received_from))
+    parts = gathered.split([shard.numel for shard in shards])
+    for shard, part in zip(shards, parts, strict=True):
+        destination = directions[shard.matrix][shard.slices]  # a view of the whole direction
+        destination.copy_(part.view_as(destination))
+    return directions
 
 
 def _accumulate_momentum_(gradient: Tensor, momentum: Tensor, skip: Tensor, beta: float) -> Tensor:
@@ -312,20 +283,18 @@ def _accumulate_momentum_(gradient: Tensor, momentum: Tensor, skip: Tensor, beta
     return direction.bfloat16()
 
 
-def _apply_update_(
-    shard: Tensor, direction: Tensor, lr: Tensor, decay: Tensor, skip: Tensor
-) -> None:
-    """Update a flat shard in place, with weight decay and the orthogonalized momentum.
+def _apply_update_(shard: Tensor, update: Tensor, lr: Tensor, decay: Tensor, skip: Tensor) -> None:
+    """Apply weight decay and the orthogonalized update to a flat shard, in place.
 
     Args:
         shard: Shard of the matrix, shape (N,).
-        direction: Orthogonalized momentum of the shard, shape (N,).
+        update: Orthogonalized update of the shard, shape (N,).
         lr: Learning rate, including the scale of the matrix.
         decay: Factor by which the shard is multiplied first, such as 0.9999.
         skip: Scalar tensor, 1 to leave the shard unchanged.
     """
-    updated = shard.float() * decay - direction.float() * lr
-    shard.copy_(torch.where(skip > 0, shard, updated))
+    new_shard = shard.float() * decay - update.float() * lr
+    shard.copy_(torch.where(skip > 0, shard, new_shard))
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
@@ -336,7 +305,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     0.7 and 1.2. It runs in the dtype of `matrix`.
 
     Args:
-        matrix: Matrix of shape (rows, columns), for example the momentum of a weight.
+        matrix: Matrix of shape (rows, columns), for example the direction of a weight.
     """
     # Transpose a tall matrix, so that the product x x^T below is as small as possible.
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -348,13 +317,12 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(row_norms).to(x.dtype)
     x = x / norm.clamp(min=EPS)
 
-    # Each iteration computes x = a x + (b G + c G^2) x with G = x x^T, which moves all singular
-    # values closer to 1.
+    # Each iteration moves all singular values closer to 1.
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     for _ in range(NEWTON_SCHULZ_ITERATIONS):
         gram = x @ x.T
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.addmm(x, polynomial, x, beta=a)
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)  # b * gram + c * gram @ gram
+        x = torch.addmm(x, polynomial, x, beta=a)  # a * x + polynomial @ x
     return x.T if is_tall else x
 
 
@@ -362,25 +330,51 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class _Shard:
+    """Part of a matrix that one rank holds.
+
+    Attributes:
+        matrix: The whole matrix.
+        slices: Rows and columns of the shard.
+    """
+
+    matrix: DTensor
+    slices: tuple[slice, ...]
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return math.prod(part.stop - part.start for part in self.slices)
+
+
+@dataclass(frozen=True)
+class _TransferPlan:
+    """The shards that this rank sends and receives in an all-to-all.
+
+    Attributes:
+        sent_to: Shards to send to each rank.
+        received_from: Shards to receive from each rank.
+    """
+
+    sent_to: list[list[_Shard]]
+    received_from: list[list[_Shard]]
+
+
+@dataclass(frozen=True)
 class _RoundPlan:
     """Communication plan of one round, as seen by one rank.
 
     Attributes:
-        matrices_of_owner: All matrices of the round, indexed by owner.
-        sent: The matrices whose momentum shard this rank sends to their owner.
-        owned: The matrices that this rank owns.
-        received_from_rank: For each rank, the matrices in `owned` whose momentum shard it sends to
-            this rank.
-        gather_sizes: Number of momentum elements that this rank receives from each rank.
-        return_sizes: Number of elements of the result that this rank receives from each owner.
+        matrices: All matrices of the round, ordered by owner.
+        owned: The matrices that this rank owns, which means that it orthogonalizes them.
+        gather: Transfer of the directions to the owners.
+        scatter: Transfer of the orthogonalized updates from the owners to all ranks.
     """
 
-    matrices_of_owner: Sequence[list[DTensor]]
-    sent: set[DTensor]
+    matrices: list[DTensor]
     owned: list[DTensor]
-    received_from_rank: list[list[DTensor]]
-    gather_sizes: list[int]
-    return_sizes: list[int]
+    gather: _TransferPlan
+    scatter: _TransferPlan
 
 
 def _assign_owners(matrices: Sequence[DTensor], num_ranks: int) -> list[list[list[DTensor]]]:
@@ -410,34 +404,56 @@ def _assign_owners(matrices: Sequence[DTensor], num_ranks: int) -> list[list[lis
 
 
 def _plan_round(matrices_of_owner: Sequence[list[DTensor]], this_rank: int) -> _RoundPlan:
-    """Plan what this rank sends and receives in one round of a step.
-
-    In a round, the owner of each matrix gathers the momentum shards of the matrix, and then returns
-    to every rank its shard of the result.
+    """Plan the two transfers of a round: the gather to the owners, and the scatter to all ranks.
 
     Args:
         matrices_of_owner: The matrices of the round, indexed by owner.
         this_rank: Index of this rank in the flattened device mesh.
     """
-    sent: set[DTensor] = set()
-    for owner, matrices in enumerate(matrices_of_owner):
-        sent.update(_select_sent(matrices, sender=this_rank, owner=owner))
-
-    owned = matrices_of_owner[this_rank]
-    ranks = range(len(matrices_of_owner))
-    received_from_rank = [_select_sent(owned, sender=rank, owner=this_rank) for rank in ranks]
-
-    # As an owner, gather shards from their senders. Then get back shards from all owners.
-    gather_sizes = [_numel_on_rank(received_from_rank[sender], sender) for sender in ranks]
-    return_sizes = [_numel_on_rank(matrices, this_rank) for matrices in matrices_of_owner]
     return _RoundPlan(
-        matrices_of_owner=matrices_of_owner,
-        sent=sent,
-        owned=owned,
-        received_from_rank=received_from_rank,
-        gather_sizes=gather_sizes,
-        return_sizes=return_sizes,
+        matrices=list(chain.from_iterable(matrices_of_owner)),
+        owned=matrices_of_owner[this_rank],
+        gather=_plan_gather(matrices_of_owner, this_rank),
+        scatter=_plan_scatter(matrices_of_owner, this_rank),
     )
+
+
+def _plan_gather(matrices_of_owner: Sequence[list[DTensor]], this_rank: int) -> _TransferPlan:
+    """Plan the transfer in which the owner of each matrix gathers its shards.
+
+    For example, two ranks hold shards of the matrices A and B. Rank 0 owns A, and rank 1 owns B.
+    Rank 0 sends its shard of A to itself and its shard of B to rank 1, and receives both shards of
+    A.
+    """
+    owned = matrices_of_owner[this_rank]
+    return _TransferPlan(
+        sent_to=[
+            _gathered_shards(matrices, sender=this_rank, owner=owner)
+            for owner, matrices in enumerate(matrices_of_owner)
+        ],
+        received_from=[
+            _gathered_shards(owned, sender=rank, owner=this_rank)
+            for rank in range(len(matrices_of_owner))
+        ],
+    )
+
+
+def _plan_scatter(matrices_of_owner: Sequence[list[DTensor]], this_rank: int) -> _TransferPlan:
+    """Plan the transfer in which the owner of each matrix sends every rank its shard.
+
+    In the example of `_plan_gather`, rank 0 sends both shards of A, and receives its shards of A
+    and B.
+    """
+    owned = matrices_of_owner[this_rank]
+    return _TransferPlan(
+        sent_to=[_shards_of_rank(owned, rank) for rank in range(len(matrices_of_owner))],
+        received_from=[_shards_of_rank(matrices, this_rank) for matrices in matrices_of_owner],
+    )
+
+
+def _count_elements(shards_by_rank: list[list[_Shard]]) -> list[int]:
+    """Return the number of elements of the shards of each rank."""
+    return [sum(shard.numel for shard in shards) for shards in shards_by_rank]
 
 
 def _iteration_flops(matrix: Tensor) -> int:
@@ -446,22 +462,20 @@ def _iteration_flops(matrix: Tensor) -> int:
     return 4 * short * short * long + 2 * short**3
 
 
-def _numel_on_rank(matrices: Sequence[DTensor], rank: int) -> int:
-    """Return the number of elements of all `matrices` that a rank holds."""
-    numel = 0
-    for matrix in matrices:
-        numel += math.prod(part.stop - part.start for part in shard_slices(matrix, rank))
-    return numel
+def _shards_of_rank(matrices: Sequence[DTensor], rank: int) -> list[_Shard]:
+    """Return the shard that a rank holds of each matrix."""
+    return [_Shard(matrix, shard_slices(matrix, _coordinates(matrix, rank))) for matrix in matrices]
 
 
-def _select_sent(matrices: Sequence[DTensor], sender: int, owner: int) -> list[DTensor]:
-    """Return the matrices whose momentum shard `sender` sends to `owner`.
+def _gathered_shards(matrices: Sequence[DTensor], sender: int, owner: int) -> list[_Shard]:
+    """Return the shards that `sender` sends to `owner`, which gathers the whole matrices.
 
     If a matrix has replicas, only the ranks in the replica of its owner send their shards. With
     HSDP on 4 ranks, for example, ranks 0 and 1 hold one replica, and ranks 2 and 3 hold another. If
     rank 3 is the owner, ranks 2 and 3 send their shards.
     """
-    return [matrix for matrix in matrices if _are_in_same_replica(matrix, sender, owner)]
+    sent = [matrix for matrix in matrices if _are_in_same_replica(matrix, sender, owner)]
+    return _shards_of_rank(sent, sender)
 
 
 def _are_in_same_replica(matrix: DTensor, rank: int, other_rank: int) -> bool:
@@ -470,8 +484,12 @@ def _are_in_same_replica(matrix: DTensor, rank: int, other_rank: int) -> bool:
     This is the case if both ranks have the same coordinate along each mesh dimension that
     replicates the matrix.
     """
-    shape = matrix.device_mesh.shape
-    coordinates = np.unravel_index(rank, shape)
-    other_coordinates = np.unravel_index(other_rank, shape)
+    coordinates = _coordinates(matrix, rank)
+    other_coordinates = _coordinates(matrix, other_rank)
     mesh_dims = zip(matrix.placements, coordinates, other_coordinates, strict=True)
     return all(a == b for placement, a, b in mesh_dims if placement.is_replicate())
+
+
+def _coordinates(matrix: DTensor, rank: int) -> list[int]:
+    """Return the position of a rank along each dimension of the device mesh of a matrix."""
+    return list(map(int, np.unravel_index(rank, matrix.device_mesh.shape)))

@@ -43,27 +43,26 @@ def learning_rate_at(job: schema.JobConfig, step: int) -> float:
     return lr * job.dataset.get_stage_value("lr_factor", step - 1, 1.0)
 
 
-def wsd_learning_rate(step: int, peak: float, config: schema.LRScheduler, steps: int) -> float:
+def wsd_learning_rate(step: int, peak: float, config: schema.LRScheduler, run_steps: int) -> float:
     """Compute the warmup-stable-decay learning rate of one step.
 
-    The learning rate rises linearly to `peak`, stays there, and then decays. As in torchtitan, the
-    decay would end one step after the last step, at `peak * config.min_lr_factor`.
+    The learning rate rises linearly to `peak`, stays there, and then decays to
+    `peak * config.min_lr_factor`. As in torchtitan, it would reach this value one step after the
+    last step. With 10 steps, including 2 warmup steps and 4 decay steps, steps 2 to 7 have the
+    learning rate `peak`, and steps 8, 9 and 10 have completed 1/4, 2/4 and 3/4 of the decay.
 
     Args:
         step: Optimizer step, counted from 1.
         peak: Learning rate between warmup and decay.
         config: Lengths of warmup and decay, and shape of the decay.
-        steps: Number of optimizer steps in the run. `config.total_steps` overrides it.
+        run_steps: Number of optimizer steps in the run. `config.total_steps` overrides it.
     """
-    total_steps = config.total_steps or steps
+    total_steps = config.total_steps or run_steps
     warmup_steps = config.count_warmup_steps(total_steps)
+    decay_steps = _count_decay_steps(config, total_steps, warmup_steps)
+    last_peak_step = total_steps + 1 - decay_steps
     if step <= warmup_steps:
         return peak * (step / warmup_steps)
-
-    steps_after_warmup = total_steps - warmup_steps
-    decay_steps = _count_decay_steps(config, total_steps, steps_after_warmup)
-    decay_end = total_steps + 1
-    last_peak_step = decay_end - decay_steps
     if step <= last_peak_step:
         return peak
 
@@ -73,13 +72,9 @@ def wsd_learning_rate(step: int, peak: float, config: schema.LRScheduler, steps:
     return peak * lr_factor
 
 
-def _count_decay_steps(
-    config: schema.LRScheduler, total_steps: int, steps_after_warmup: int
-) -> int:
-    """Return the number of steps of the learning rate decay, at most `steps_after_warmup`.
-
-    By default, decay starts directly after warmup.
-    """
+def _count_decay_steps(config: schema.LRScheduler, total_steps: int, warmup_steps: int) -> int:
+    """Return the number of decay steps, at most all steps after warmup, which is the default."""
+    steps_after_warmup = total_steps - warmup_steps
     if config.decay_steps is not None:
         return min(config.decay_steps, steps_after_warmup)
     if config.decay_ratio is not None:

@@ -32,8 +32,8 @@ def attention_kernels(job: JobConfig, device: torch.device) -> Iterator[None]:
     """Use the attention kernels of `model.attention_backend` during a `with` block.
 
     On a GPU, set the order in which torch tries its kernels, and activate the package of the
-    backends "fa3" and "fa4". The end of the block restores both. Use a single `with` block around
-    the whole run.
+    backends "fa3" and "fa4". The end of the block restores both. The settings are global, so use a
+    single `with` block around the whole run.
 
     Raises:
         UserError: If the device does not support the backend, or its package is not installed.
@@ -47,12 +47,19 @@ def attention_kernels(job: JobConfig, device: torch.device) -> Iterator[None]:
         return
 
     if job.model.uses_document_bounds:
-        # Activation checkpointing looks up this operator. Importing its module defines it, but
-        # takes seconds.
-        importlib.import_module("torch.nn.attention.varlen")
-    prefers_flash = backend in FLASH_PACKAGES
+        _register_varlen_operator()
+    prefers_flash = backend in FLASH_PACKAGES  # otherwise, new GPUs try cuDNN first
     with _active_flash_package(backend), backend_order(device, prefers_flash=prefers_flash):
         yield
+
+
+def _register_varlen_operator() -> None:
+    """Register the operator of variable-length attention, which activation checkpointing looks up.
+
+    Importing the module of the operator registers it. The import takes seconds, so call this
+    function only for jobs that need it.
+    """
+    importlib.import_module("torch.nn.attention.varlen")
 
 
 @contextmanager

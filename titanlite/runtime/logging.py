@@ -180,7 +180,7 @@ def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:
     handlers = [terminal]
     if rank == 0 and log_file is not None:
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        handlers += _file_handlers(log_file, prefix)
+        handlers += _create_file_handlers(log_file, prefix)
     return _install_handlers(handlers)
 
 
@@ -238,7 +238,7 @@ def report_end(text: str, kind: str, step: int | None = None) -> None:
 
 
 def _report_to_launcher(reason: str) -> bool:
-    """Write the reason why this rank ends to a file that the launcher reads.
+    """Record in a file for the launcher why this rank is exiting.
 
     Returns:
         True if the file was written, and False if that failed or there is no launcher.
@@ -286,18 +286,25 @@ def log_end(text: str, kind: str, step: int | None = None, log_file: Path | None
         log_file: Path of train.log. If None, use the file that `setup_logging` opened in this
             process, if any.
     """
-    logger = logging.getLogger(LOGGER_NAME)
-    # New handlers need no `close`, because a `LogHandler` opens its file only to write a line.
-    handlers = logger.handlers if log_file is None else _file_handlers(log_file, prefix="")
-
     event = Event(text, kind, step)
     level = LEVEL_OF_END.get(kind, logging.ERROR)
-    # Pass a record to the file handlers only. `logger.log` would also print it on the terminal.
-    record = logger.makeRecord(LOGGER_NAME, level, fn="", lno=0, msg=event, args=(), exc_info=None)
+    # Pass a record to the file handlers only. A logger would also print it on the terminal.
+    record = logging.LogRecord(
+        LOGGER_NAME, level, pathname="", lineno=0, msg=event, args=(), exc_info=None
+    )
+    # New handlers need no `close`, because a `LogHandler` opens its file only to write a line.
+    handlers = _find_file_handlers() if log_file is None else _create_file_handlers(log_file)
     for handler in handlers:
-        writes_to_file = isinstance(handler, LogHandler) and handler.file is not None
-        if writes_to_file:
-            handler.handle(record)
+        handler.handle(record)
+
+
+def _find_file_handlers() -> list[LogHandler]:
+    """Return the handlers of this process that write to files, as set by `setup_logging`."""
+    return [
+        handler
+        for handler in logging.getLogger(LOGGER_NAME).handlers
+        if isinstance(handler, LogHandler) and handler.file is not None
+    ]
 
 
 class LogHandler(logging.Handler):
@@ -327,14 +334,7 @@ class LogHandler(logging.Handler):
         try:
             self._write(line, terminal)
         except (OSError, ValueError) as error:  # ValueError: the stream is closed
-            self.failed_writes += 1
-            if self.file is None and not terminal.closed:
-                drop_output(terminal)  # discard all later lines, which would also fail
-            if self.failed_writes == 1:
-                # This handler also gets the warning. If it fails again, it logs no other warning.
-                target = self.file or "the terminal"
-                text = f"The run continues, but cannot write to {target}: {error}"
-                logging.getLogger(record.name).warning(text)
+            self._handle_failed_write(record, terminal, error)
 
     def _write(self, line: str, terminal: IO[str]) -> None:
         """Append a line to the file, or print it on `terminal` if this handler has no file."""
@@ -345,11 +345,24 @@ class LogHandler(logging.Handler):
             with open(self.file, "a", encoding="utf-8", opener=_open_no_follow) as file:
                 file.write(line)
 
+    def _handle_failed_write(
+        self, record: logging.LogRecord, terminal: IO[str], error: Exception
+    ) -> None:
+        """Count a failed write, and log a warning after the first one."""
+        self.failed_writes += 1
+        if self.file is None and not terminal.closed:
+            drop_output(terminal)  # discard all later lines, which would also fail
+        if self.failed_writes == 1:
+            # This handler also gets the warning. If it fails again, it logs no other warning.
+            target = self.file or "the terminal"
+            text = f"The run continues, but cannot write to {target}: {error}"
+            logging.getLogger(record.name).warning(text)
+
 
 def _open_no_follow(path: str, flags: int) -> int:
     """Open a file for `open(opener=...)`, but fail if the path is a symbolic link.
 
-    A link could point to a file outside of the output folder, which this process would change.
+    Following a link could make this process change a file outside of the output folder.
     """
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
@@ -385,7 +398,7 @@ class _EventFormatter(logging.Formatter):
         return json.dumps(values)
 
 
-def _file_handlers(log_file: Path, prefix: str) -> list[LogHandler]:
+def _create_file_handlers(log_file: Path, prefix: str = "") -> list[LogHandler]:
     """Create the two handlers that write train.log and events.jsonl.
 
     Args:

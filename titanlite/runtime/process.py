@@ -85,20 +85,25 @@ def set_up_process() -> None:
 
     - SIGINT (Ctrl-C) ends the process immediately, without a traceback. SIGUSR2, which makes a
       run save a checkpoint, is ignored. A run replaces these handlers when it starts to train.
-    - The current folder is removed from the import path.
+    - The current folder is removed from the import path of this process and its child processes.
     - The process receives SIGTERM when its parent process ends (Linux only).
     """
     # Without a handler, a background job of a shell would ignore SIGINT.
     signal.signal(signal.SIGINT, lambda number, _frame: os._exit(128 + number))
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    _remove_current_folder_from_path()
+    _end_with_parent(signal.SIGTERM)
 
-    # `python -m titanlite` puts the current folder first in the import path, unless -P is set.
+
+def _remove_current_folder_from_path() -> None:
+    """Stop imports from the current folder, in this process and in those that libraries start.
+
+    `python -m titanlite` puts the current folder first in the import path, unless -P is set.
+    """
     with contextlib.suppress(OSError):  # the current folder was removed
         if not sys.flags.safe_path and sys.path[0] == os.getcwd():
             del sys.path[0]
-    os.environ["PYTHONSAFEPATH"] = "1"  # for processes that libraries start
-
-    _end_with_parent(signal.SIGTERM)
+    os.environ["PYTHONSAFEPATH"] = "1"
 
 
 def serve_parent() -> None:

@@ -73,7 +73,7 @@ class RankGroup:
         Raises:
             UserError: On all ranks, if `function` raised a UserError, OSError or ValueError on any
                 rank. The error is `Damage` (a file with wrong content) only if all failing ranks
-                raised `Damage`. After any other error, the file may be intact.
+                raised `Damage`.
         """
         # Keep the error of this rank until all ranks have called the function.
         result = None
@@ -86,10 +86,8 @@ class RankGroup:
             error_here = UserError(f"{type(error).__name__}: {error}")
 
         errors = [error for error in self.gather(error_here) if error is not None]
-        # Callers treat a file as damaged if they catch `Damage`, so prefer other errors.
-        other_errors = [error for error in errors if not isinstance(error, Damage)]
         if errors:
-            raise (other_errors or errors)[0]
+            raise _choose_error(errors)
         return cast(T, result)
 
     def run_on_rank0(self, function: Callable[[], T]) -> T:
@@ -105,3 +103,13 @@ class RankGroup:
         objects = [result]
         dist.broadcast_object_list(objects, src=0, group=self.group)
         return cast(T, objects[0])
+
+
+def _choose_error(errors: list[UserError]) -> UserError:
+    """Return the first error that is not `Damage`, or the first error if all of them are.
+
+    Callers treat a file as damaged if they catch `Damage`, but it may be intact if another rank
+    failed for another reason.
+    """
+    other_errors = (error for error in errors if not isinstance(error, Damage))
+    return next(other_errors, errors[0])
