@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, MutableSequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -282,63 +283,56 @@ class SequenceReader:
         return self._streams[source, stream]
 
 
+@dataclass
 class _StreamReader:
     """Reads the documents of one stream of a source, and packs them into sequences.
 
-    Args:
+    Attributes:
         data: The opened sources, and the positions from which to read.
         source_index: Index of the source.
         stream: Index of the stream among the streams of the source.
         progress: Integers that are set to the part and the document being read, as described in
             `SequenceReader`.
+        skip_reasons: Reasons why records were skipped since the last sequence.
     """
 
-    def __init__(
-        self,
-        data: PackedDataset,
-        source_index: int,
-        stream: int,
-        progress: MutableSequence[int] | memoryview,
-    ) -> None:
-        self._data = data
-        self._source_index = source_index
-        self._source = data.sources[source_index]
-        self._stream = stream
-        self._progress = progress
-        # Reasons why records were skipped since the last sequence.
-        self._skip_reasons: list[str] = []
+    data: PackedDataset
+    source_index: int
+    stream: int
+    progress: MutableSequence[int] | memoryview
+    skip_reasons: list[str] = field(default_factory=list)
 
     def read_sequences(self) -> Iterator[PackedSequence]:
         """Yield the sequences of the stream, starting at its position in `PackedDataset`."""
-        data = self._data
+        data = self.data
         pack = best_fit if data.packing == "best_fit" else concat  # see packing.py
         length = data.seq_len + 1  # because labels are shifted by one
-        start = data.positions[self._source_index][self._stream]
+        start = data.positions[self.source_index][self.stream]
         for segments, next_position in pack(self._read_documents, length, start):
-            skip_reasons = self._skip_reasons  # the packer has read all documents of the sequence
-            self._skip_reasons = []
+            skip_reasons = self.skip_reasons  # the packer has read all documents of the sequence
+            self.skip_reasons = []
             yield self._make_sequence(segments, next_position, skip_reasons)
 
     def _make_sequence(
         self, segments: list[Segment], next_position: StreamPosition, skip_reasons: list[str]
     ) -> PackedSequence:
         """Join segments to a training sequence, and pad it with EOS to seq_len + 1 tokens."""
-        eos_id = self._data.documents.tokenizer.eos_id
-        padded = np.full(self._data.seq_len + 1, eos_id, dtype=np.int32)
+        eos_id = self.data.documents.tokenizer.eos_id
+        padded = np.full(self.data.seq_len + 1, eos_id, dtype=np.int32)
         tokens = np.concatenate([segment.tokens for segment in segments])
         padded[: len(tokens)] = tokens
         return PackedSequence(
             tokens=padded,
             segments=np.array([segment.origin for segment in segments], dtype=np.int64),
-            source=self._source_index,
-            stream=self._stream,
+            source=self.source_index,
+            stream=self.stream,
             next_position=next_position,
             skipped=skip_reasons,
         )
 
     def _read_documents(self, start: DocumentPosition) -> Iterator[Document]:
         """Yield the tokenized documents of the stream, from position `start` on."""
-        source = self._source
+        source = self.data.sources[self.source_index]
         for unit in self._list_units(start.index_in_stream):
             if isinstance(source, RandomAccess):
                 yield self._read_document(source, unit)
@@ -355,12 +349,12 @@ class _StreamReader:
         other. For example, stream 1 of 4 reads the positions 1, 5, 9, ..., and position 9 has the
         index 2 in this stream.
         """
-        num_units = self._source.num_units
-        num_streams = self._data.count_streams(self._source_index)
-        max_epochs = self._data.specs[self._source_index].max_epochs
+        num_units = self.data.sources[self.source_index].num_units
+        num_streams = self.data.count_streams(self.source_index)
+        max_epochs = self.data.specs[self.source_index].max_epochs
         end = max_epochs * num_units if max_epochs else _UNLIMITED
-        positions = range(self._stream, end, num_streams)[first:]
-        unit_indices = _look_up_order(num_units, self._data.seed, positions)
+        positions = range(self.stream, end, num_streams)[first:]
+        unit_indices = _look_up_order(num_units, self.data.seed, positions)
         for position, unit_index in zip(positions, unit_indices, strict=True):
             yield _Unit(
                 index=unit_index,
@@ -403,7 +397,7 @@ class _StreamReader:
             start: Position of the first document to yield, counted in shuffled order.
             end: Position at which the next window begins.
         """
-        shuffle_key = f"{self._data.seed} position {part.position} window {start.window_start}"
+        shuffle_key = f"{self.data.seed} position {part.position} window {start.window_start}"
         order = permutation(len(window), shuffle_key).tolist()
         first = start.index_in_window
         positions = [start._replace(index_in_window=i) for i in range(first, len(window))]
@@ -422,15 +416,15 @@ class _StreamReader:
             record: The record.
             unit: The document, or the part that contains it.
         """
-        tokens = self._data.documents.encode(record)
+        tokens = self.data.documents.encode(record)
         if isinstance(record, BadRecord) and not unit.is_repeated:
-            self._skip_reasons.append(str(record))
+            self.skip_reasons.append(str(record))
         return tokens
 
     def _set_progress(self, part: int, document: int) -> None:
         """Record which document is being read, to report it if the read hangs."""
-        self._progress[_PART] = part
-        self._progress[_DOCUMENT] = document
+        self.progress[_PART] = part
+        self.progress[_DOCUMENT] = document
 
 
 def _look_up_order(num_units: int, seed: int, positions: range) -> Iterator[int]:
