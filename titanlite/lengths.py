@@ -95,7 +95,7 @@ def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
         return run, []
 
     problems = _find_repeated_length(run)
-    progress = read_progress(run)
+    progress = read_progress(run)  # the steps before the resume
     resolved_run = run  # lengths are replaced one by one
     for key, num_tokens in token_lengths:
         counter = TokenCounter(resolved_run, progress)

@@ -252,7 +252,7 @@ def _list_remedies(source: Source, num_tokens: int, holdout: float) -> list[str]
     if num_tokens:
         remedies.append("lower training.seq_len")
     elif not isinstance(source, TokenSource):
-        # There is no text at all, so `text_column` probably selects the wrong field.
+        # Without any token, `text_column` probably selects the wrong field.
         remedies.append("set text_column to another field")
     if holdout:
         # A separate validation source does not take documents away from training.

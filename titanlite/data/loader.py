@@ -165,7 +165,7 @@ class Loader:
         return batch
 
     def _take_sequences(self) -> list[PackedSequence]:
-        """Return this rank's sequences of the next global batch, or raise the error of reading."""
+        """Return this rank's next sequences, or raise the error that occurred when reading them."""
         error = self.prefetch(1)  # does nothing if a batch is in memory
         if error is not None:
             raise error

@@ -71,16 +71,16 @@ class Mixture:
         return batch
 
     def skip_batch(self) -> None:
-        """Advance past the next global batch."""
+        """Advance past the next global batch, without returning its sources."""
         self.next_batch()
 
     def _choose_source(self) -> int:
         """Return the index of the source for the next sequence, by Tijdeman's algorithm.
 
-        The lag of a source is its exact share of the sequences so far minus its number of
-        sequences. Among the sources that lag by at least 1/m, where m is 2n - 2 for n sources,
-        choose the one whose lag would be the first to reach 1 - 1/m. For example, weights of 3 and
-        1 give the sources 0, 0, 1, 0.
+        The lag of a source is its exact share of the sequences, including the next one, minus its
+        number of sequences so far. Among the sources that lag by at least 1/m, where m is 2n - 2
+        for n sources, choose the one whose lag would be the first to reach 1 - 1/m. For example,
+        weights of 3 and 1 give the sources 0, 0, 1, 0.
         """
         if len(self.weights) == 1:
             return 0

@@ -446,8 +446,8 @@ def open_quickly(spec: TextSource, job: JobConfig) -> Source | None:
     """Open a source to inspect it, or return None if that may take more than a second.
 
     Return None for sources at a URL, Hugging Face datasets, sources from plugins, and more than 32
-    MiB of plain text or .npy files. JSON lines are the exception: more than 32 MiB are opened
-    without counting the lines.
+    MiB of plain text or .npy files. JSON lines are an exception: larger files are opened without
+    counting their lines.
     """
     files = find_files(spec)
     if spec.source not in BUILTIN_SOURCES - _HUB_SOURCES or storage.as_url(spec.path):
