@@ -52,7 +52,7 @@ class TokenCounter(NamedTuple):
         """Return the number of tokens in one part of a run, such as the warmup or the decay.
 
         Args:
-            key: Option that sets the length of the part, such as "lr_scheduler.decay_steps".
+            key: Key that sets the length of the part, such as "lr_scheduler.decay_steps".
             steps: Number of steps in the part.
         """
         if key in INTERVALS:  # can be anywhere in the run, so assume the largest batch size

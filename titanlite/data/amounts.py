@@ -61,7 +61,8 @@ def measure_source(source: Source, tokenizer: Tokenizer) -> SourceSize:
 
     # Extrapolate from the sample. Each document also has BOS and EOS.
     num_sample_tokens = num_text_tokens + 2 * len(texts)
-    estimate = num_sample_tokens * sample.source_size // max(1, sample.size)  # 0 if it is unknown
+    # The size of the source is 0 if it is unknown.
+    estimate = num_sample_tokens * sample.source_size // max(1, sample.size)
     return SourceSize(source.describe(), estimate or None, bytes_per_token)
 
 

@@ -41,17 +41,19 @@ def make_microbatch(sequences: list[PackedSequence], job: JobConfig) -> Microbat
     ids, is_masked = remove_marks(tokens)
     is_ignored = is_masked | _find_padding(sequences)
     if not job.dataset.document_mask:
-        return _shift_labels(ids, is_ignored)
+        return _build_microbatch(ids, is_ignored)
 
     document_ids, positions = _compute_documents(sequences)
     is_document_start = positions == 0
-    documents = {"document_ids": document_ids[:, :-1], "positions": positions[:, :-1]}
+    document_fields = {"document_ids": document_ids[:, :-1], "positions": positions[:, :-1]}
     if job.model.uses_document_bounds:
-        documents["cu_seqlens"] = _compute_document_bounds(documents["positions"])
-    return _shift_labels(ids, is_ignored | is_document_start, **documents)
+        document_fields["cu_seqlens"] = _compute_document_bounds(document_fields["positions"])
+    return _build_microbatch(ids, is_ignored | is_document_start, **document_fields)
 
 
-def _shift_labels(ids: np.ndarray, is_ignored: np.ndarray, **documents: np.ndarray) -> Microbatch:
+def _build_microbatch(
+    ids: np.ndarray, is_ignored: np.ndarray, **document_fields: np.ndarray
+) -> Microbatch:
     """Create a microbatch in which each token predicts the next one.
 
     The inputs are tokens 0 to T - 1, and the labels are tokens 1 to T.
@@ -59,10 +61,10 @@ def _shift_labels(ids: np.ndarray, is_ignored: np.ndarray, **documents: np.ndarr
     Args:
         ids: Token ids, shape (B, T + 1).
         is_ignored: Whether each token is not predicted, shape (B, T + 1).
-        documents: Fields of the microbatch that describe its documents.
+        document_fields: Fields of the microbatch that describe its documents.
     """
     labels = np.where(is_ignored, IGNORE_INDEX, ids)
-    arrays = {"input_ids": ids[:, :-1], "labels": labels[:, 1:], **documents}
+    arrays = {"input_ids": ids[:, :-1], "labels": labels[:, 1:], **document_fields}
     tensors = {
         name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()
     }

@@ -160,7 +160,7 @@ class Loader:
         batch = self._make_batch(sequences)
         # Advance the data position, which `state_dict` returns. The readers may be ahead of it, and
         # use separate copies of the mixture.
-        self._data.mixture.skip_batch()
+        self._data.mixture.next_batch()
         self._report.add(sequences, batch.num_valid_tokens)
         return batch
 

@@ -70,10 +70,6 @@ class Mixture:
         self.step += 1
         return batch
 
-    def skip_batch(self) -> None:
-        """Advance past the next global batch, without returning its sources."""
-        self.next_batch()
-
     def _choose_source(self) -> int:
         """Return the index of the source for the next sequence, by Tijdeman's algorithm.
 

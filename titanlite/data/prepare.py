@@ -194,8 +194,8 @@ def _read_shards(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> li
         UserError: If the manifest is damaged, or a field differs from `header`.
     """
     content = read_file(path, MAX_MANIFEST_BYTES)
-    # Compare the header before all fields are validated. If the shards have another format, its
-    # error is more helpful.
+    # Compare the header first. If the shards have another format, this error is more helpful than a
+    # list of invalid fields.
     fields = parse_json(path, content, RootModel[dict[str, Any]]).root
     _check_header(path, fields, header, tokenizer)
     parse_json(path, content, ShardManifest, DAMAGED_MANIFEST)
@@ -237,8 +237,9 @@ def _tokenize_in_order(
 ) -> Iterator[_TokenizedUnit]:
     """Tokenize documents in `workers` threads, and yield the results in order.
 
-    Each thread tokenizes one unit at a time: consecutive documents with about 4 MiB of text. The
-    units do not depend on the number of threads. At most two units per thread are in memory.
+    Each thread tokenizes one unit at a time: consecutive documents, up to 4096 of them or about 4
+    million characters. The units do not depend on the number of threads. At most two units per
+    thread are in memory.
     """
     tokenize = partial(_tokenize, documents, dtype.newbyteorder("<"))
     units = group_records(records, _UNIT_DOCUMENTS, _UNIT_CHARS)

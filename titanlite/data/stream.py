@@ -55,7 +55,8 @@ It is a power of two, so that common numbers of ranks divide it. Data-parallel r
 different streams of a single source.
 """
 
-# Indices in `SequenceReader._progress`, which holds the source, part and document being read.
+# Indices in the argument `progress` of `SequenceReader`, which holds the source, part and document
+# being read.
 _SOURCE, _PART, _DOCUMENT = range(3)
 # Number of documents (or parts) of a source without max_epochs, counted over all epochs: more than
 # any run reads, but few enough for 64-bit arithmetic.
@@ -229,7 +230,7 @@ class SequenceReader:
             is_for_this_rank = index_in_batch % shard.num_ranks == shard.rank
             has_end = self._data.specs[source].max_epochs > 0
             must_read = is_for_this_rank or has_end
-            # Workers with the same index read the same streams, on all ranks.
+            # On each rank, a single worker reads all sequences of a stream.
             if must_read and self._choose_worker(source, index_in_source) == shard.worker:
                 sequence = self.read(source, index_in_source, index_in_batch)
                 if is_for_this_rank:
@@ -408,7 +409,7 @@ class _StreamReader:
             yield Document(position, next_position, part.index, index_in_part, tokens)
 
     def _encode(self, record: Record, unit: _Unit) -> np.ndarray:
-        """Return the tokens of a record. If it is skipped, return none and store the reason.
+        """Return the tokens of a record. If it is skipped, return an empty array and store why.
 
         Reasons are stored in the first epoch only, so that each record is reported once.
 

@@ -226,8 +226,8 @@ def window_batches(
 ) -> Iterator[list[LocalBatch]]:
     """Distribute windows of tokens over microbatches and data-parallel ranks.
 
-    Read the windows for 16 microbatches at once, and sort them by length to reduce padding. Every
-    rank iterates over all windows, so that the ranks need not communicate.
+    Read the windows for 16 microbatches of all ranks at once, and sort them by length to reduce
+    padding. Every rank iterates over all windows, so that the ranks need not communicate.
 
     Args:
         windows: The windows, in the same order on all ranks.
@@ -239,13 +239,13 @@ def window_batches(
         Up to 16 microbatches of rank `data_rank`. All ranks get the same number of microbatches
         with the same shapes.
     """
-    num_windows = run.global_microbatch_size  # in one microbatch of all ranks together
+    windows_per_batch = run.global_microbatch_size  # in one microbatch of all ranks together
     indexed_windows = enumerate(windows)
-    while group := list(islice(indexed_windows, SORTED_BATCHES * num_windows)):
+    while group := list(islice(indexed_windows, SORTED_BATCHES * windows_per_batch)):
         group.sort(key=lambda pair: len(pair[1].tokens), reverse=True)  # the longest first
         batches = []
-        for start in range(0, len(group), num_windows):
-            global_batch = group[start : start + num_windows]
+        for start in range(0, len(group), windows_per_batch):
+            global_batch = group[start : start + windows_per_batch]
             batches.append(_make_local_batch(global_batch, run, data_rank, device))
         yield batches
 

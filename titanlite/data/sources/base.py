@@ -385,7 +385,7 @@ class Sequential(Source):
                 last_location = location
                 yield location, raw
         except Exception as error:  # each library has different exception types
-            self._check_unchanged(file)  # a changed file is a better explanation
+            self._check_unchanged(file)  # raises if a changed file is the cause
             raise UserError(
                 f"cannot read past {last_location}: {error!r}. "
                 "If the file is damaged, copy it again."
