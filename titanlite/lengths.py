@@ -39,9 +39,11 @@ class TokenCounter(NamedTuple):
 
     @property
     def extra_sequences(self) -> int:
-        """Number of sequences trained before the resume, minus the number at current batch sizes.
+        """Number of additional sequences that the run trained because of other batch sizes.
 
-        It is 0 if the batch sizes have not changed, and negative if they have increased.
+        This is the number of sequences that the run trained before it was resumed, minus the number
+        that the same steps would train with the current batch sizes. It is 0 if the batch sizes
+        have not changed, and negative if they have increased.
         """
         sequences_now = sum(count for _, count in self.run.count_sequences(self.progress.steps))
         return self.progress.sequences - sequences_now
@@ -50,16 +52,14 @@ class TokenCounter(NamedTuple):
         """Return the number of tokens in one part of a run, such as the warmup or the decay.
 
         Args:
-            key: Key that sets the length of the part, such as "lr_scheduler.decay_steps". A decay
-                ends with the schedule. An interval can be anywhere in the run, so all its steps
-                count with the largest batch size. All other parts start with the run.
+            key: Key that sets the length of the part, such as "lr_scheduler.decay_steps".
             steps: Number of steps in the part.
         """
-        if key in INTERVALS:
+        if key in INTERVALS:  # can be anywhere in the run, so assume the largest batch size
             return steps * self.run.largest_batch_size * self.run.job.training.seq_len
-        if key == DECAY:
+        if key == DECAY:  # ends with the schedule
             return self._count_last(steps)
-        return self._count_first(steps)
+        return self._count_first(steps)  # starts with the run
 
     def _count_last(self, steps: int) -> int:
         """Return the number of tokens in the last `steps` steps of the learning rate schedule."""
@@ -80,32 +80,31 @@ class TokenCounter(NamedTuple):
 
 
 def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
-    """Convert all lengths that a job sets in tokens to steps, rounded down.
+    """Convert all lengths that a job sets in tokens, such as the warmup, to optimizer steps.
 
-    The number of tokens in a step depends on its batch size, which data stages can change. If the
-    run resumes with other batch sizes, steps before the resume count with their actual size.
+    Lengths are rounded down. A length can depend on a previous one: the decay ends with the
+    schedule, whose length must be known in steps to find the batch sizes of the decay.
 
     Returns:
         The run with all lengths in steps, and a list of problems, such as a length of less than one
         step. An invalid length is replaced with one step, so that the other lengths can be
         converted.
     """
-    token_lengths = list(_list_lengths_in_order(run))
+    token_lengths = list(_list_token_lengths(run))
     if not token_lengths:
         return run, []
 
     problems = _find_repeated_length(run)
     progress = read_progress(run)  # the steps before the resume
-    # The order is: length of the run, length of the schedule, warmup, decay, intervals. A decay
-    # ends with the schedule, so its tokens are counted in a run whose schedule is in steps.
+    resolved_run = run  # lengths are replaced one by one
     for key, num_tokens in token_lengths:
-        counter = TokenCounter(run, progress)
+        counter = TokenCounter(resolved_run, progress)
         steps = _count_steps(counter, key, num_tokens)
         if not 1 <= steps <= MAX_STEPS:
             problems.append(_describe_bad_length(counter, key, steps))
             steps = 1
-        run = _set_length(run, key, steps)
-    return run, problems
+        resolved_run = _set_length(resolved_run, key, steps)
+    return resolved_run, problems
 
 
 def _count_steps(counter: TokenCounter, key: str, num_tokens: int) -> int:
@@ -142,7 +141,7 @@ def _keep_completed_warmup(counter: TokenCounter, steps: int) -> int:
 
 
 def _describe_bad_length(counter: TokenCounter, key: str, steps: int) -> Problem:
-    """Describe a length in tokens that is less than one step or more than `MAX_STEPS` steps."""
+    """Return the problem of a length in tokens that makes less than 1 or over `MAX_STEPS` steps."""
     tokens_per_step = counter.count(key, 1)
     limits = f"Lengths must have 1 to {MAX_STEPS:,} steps."
     return Problem(key, f"makes {steps:,} steps of {tokens_per_step:,} tokens. {limits}")
@@ -162,10 +161,11 @@ def _set_length(run: Run, key: str, steps: int) -> Run:
     return with_keys(run, {"training.steps": steps, key: None})
 
 
-def _list_lengths_in_order(run: Run) -> Iterator[tuple[str, int]]:
-    """Yield the key and the number of tokens of each length that a job sets in tokens.
+def _list_token_lengths(run: Run) -> Iterator[tuple[str, int]]:
+    """Yield the key and the number of tokens of each option that a job sets in tokens.
 
-    Each length is yielded after the lengths that it depends on.
+    Each option follows the options that its conversion to steps depends on: first the length of the
+    run, then the schedule, warmup, decay and intervals.
     """
     training = run.job.training
     if training.tokens is not None:

@@ -287,8 +287,8 @@ def _sum_losses(
 
         total_loss = torch.zeros((), dtype=torch.float64, device=device)
         last_log = time.monotonic()
-        for batch, _ in window_batches(texts, run, mesh.data_rank, device):
-            total_loss += forward_backward.evaluate(batch)
+        for batches in window_batches(texts, run, mesh.data_rank, device):
+            total_loss += forward_backward.evaluate([batch.microbatch for batch in batches])
             if time.monotonic() - last_log > _LOG_SECONDS:
                 last_log = time.monotonic()
                 log(f"{texts.documents:,} documents, {texts.tokens:,} tokens")

@@ -56,20 +56,20 @@ def measure_source(source: Source, tokenizer: Tokenizer) -> SourceSize:
     texts = sample.texts
     _warn_of_lost_characters(source, tokenizer, texts)
     num_bytes = sum(len(text.encode()) for text in texts)
-    num_tokens = sum(len(tokenizer.encode_array(text)) for text in texts)
-    bytes_per_token = num_bytes / max(1, num_tokens)
+    num_text_tokens = sum(len(tokenizer.encode_array(text)) for text in texts)
+    bytes_per_token = num_bytes / max(1, num_text_tokens)  # without BOS and EOS
 
-    # Extrapolate from the sample, in which each document also has BOS and EOS.
-    num_sample_tokens = num_tokens + 2 * len(texts)
+    # Extrapolate from the sample. Each document also has BOS and EOS.
+    num_sample_tokens = num_text_tokens + 2 * len(texts)
+    # The size of the source is 0 if it is unknown.
     estimate = num_sample_tokens * sample.source_size // max(1, sample.size)
-    # The estimate is 0 if the size of the source is unknown.
     return SourceSize(source.describe(), estimate or None, bytes_per_token)
 
 
 class _Sample(NamedTuple):
-    """Texts of a sample of a source, and the sizes of the sample and the source.
+    """Texts sampled from a source, with the sizes of the sample and the source.
 
-    Both sizes have the same unit: bytes, documents or characters.
+    Both sizes have the same unit, which depends on the source: bytes, documents or characters.
     """
 
     texts: list[str]
@@ -218,21 +218,30 @@ def _compute_epochs(run: Run, sizes: Sequence[SourceSize]) -> list[float]:
 def describe_sources(run: Run, sizes: Sequence[SourceSize]) -> str:
     """Describe the training sources of a run for the log, with one line per source.
 
-    A line contains the share of the sequences, and the size, bytes per token and number of epochs.
+    Each line gives the source's share of the sequences, its size and, if its number of tokens is
+    known, how many epochs the run reads.
     """
     lines = []
     sequences = _count_sequences(run)
     shares = sequences / sequences.sum()
     for size, share, epochs in zip(sizes, shares, _compute_epochs(run, sizes), strict=True):
-        line = f"{share:6.1%}  {size.description}"
-        if size.tokens and size.bytes_per_token:
-            line += f", about {size.tokens:,} tokens"
-        if size.bytes_per_token:
-            line += f", {size.bytes_per_token:.2f} bytes per token"
+        line = f"{share:6.1%}  {size.description}{_describe_estimate(size)}"
         if size.tokens:
             line += f"; {epochs:,.2f} epochs in this run"
         lines.append(line)
     return "\n".join(lines)
+
+
+def _describe_estimate(size: SourceSize) -> str:
+    """Return the estimated tokens and bytes per token of a source, to append to its description.
+
+    The description of a source that was tokenized in advance contains its exact number of tokens.
+    Such a source has no estimate, so return "".
+    """
+    if not size.bytes_per_token:
+        return ""
+    tokens = f", about {size.tokens:,} tokens" if size.tokens else ""
+    return f"{tokens}, {size.bytes_per_token:.2f} bytes per token"
 
 
 def explain_toy_run(run: Run, tokenizer: Tokenizer, sizes: Sequence[SourceSize]) -> str:

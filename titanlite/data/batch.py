@@ -29,30 +29,42 @@ class RankBatch(NamedTuple):
 def make_microbatch(sequences: list[PackedSequence], job: JobConfig) -> Microbatch:
     """Convert packed sequences to input and label tensors in CPU memory.
 
-    Labels are IGNORE_INDEX for padding and for tokens that do not count in the loss.
-
-    With `dataset.document_mask`, attention stays within each document. The microbatch then also
-    describes the documents, and the first token of each document is not predicted.
+    Labels are IGNORE_INDEX for padding and for tokens that do not count in the loss. With
+    `dataset.document_mask`, attention stays within each document, so the microbatch also describes
+    the documents, and the first token of each document is not predicted.
 
     Args:
         sequences: B sequences of T + 1 tokens.
         job: Job that trains on the sequences.
     """
     tokens = np.stack([sequence.tokens for sequence in sequences]).astype(np.int64)  # (B, T + 1)
-    ids, is_masked = remove_marks(tokens)  # tokens that do not count in the loss are marked
-    labels = np.where(is_masked | _find_padding(sequences), IGNORE_INDEX, ids)
+    ids, is_masked = remove_marks(tokens)
+    is_ignored = is_masked | _find_padding(sequences)
+    if not job.dataset.document_mask:
+        return _build_microbatch(ids, is_ignored)
 
-    # Each token predicts the next one: inputs are tokens 0 to T - 1, labels are tokens 1 to T.
-    arrays = {"input_ids": ids[:, :-1]}
-    if job.dataset.document_mask:
-        document_ids, positions = _compute_documents(sequences)
-        labels[positions == 0] = IGNORE_INDEX  # the first token of each document
-        arrays["document_ids"] = document_ids[:, :-1]
-        arrays["positions"] = positions[:, :-1]
-        if job.model.uses_document_bounds:
-            arrays["cu_seqlens"] = _compute_document_bounds(arrays["positions"])
-    arrays["labels"] = labels[:, 1:]
+    document_ids, positions = _compute_documents(sequences)
+    is_document_start = positions == 0
+    document_fields = {"document_ids": document_ids[:, :-1], "positions": positions[:, :-1]}
+    if job.model.uses_document_bounds:
+        document_fields["cu_seqlens"] = _compute_document_bounds(document_fields["positions"])
+    return _build_microbatch(ids, is_ignored | is_document_start, **document_fields)
 
+
+def _build_microbatch(
+    ids: np.ndarray, is_ignored: np.ndarray, **document_fields: np.ndarray
+) -> Microbatch:
+    """Create a microbatch in which each token predicts the next one.
+
+    The inputs are tokens 0 to T - 1, and the labels are tokens 1 to T.
+
+    Args:
+        ids: Token ids, shape (B, T + 1).
+        is_ignored: Whether each token is not predicted, shape (B, T + 1).
+        document_fields: Fields of the microbatch that describe its documents.
+    """
+    labels = np.where(is_ignored, IGNORE_INDEX, ids)
+    arrays = {"input_ids": ids[:, :-1], "labels": labels[:, 1:], **document_fields}
     tensors = {
         name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()
     }
@@ -134,8 +146,8 @@ class Window(NamedTuple):
 def padded_length(run: Run, longest: int) -> int:
     """Return the length to which evaluation pads sequences of at most `longest` tokens.
 
-    The length is rounded up to a multiple of 64 that context and tensor parallelism can divide, so
-    that there are few different shapes, but is at most training.seq_len. Pipelines, compiled models
+    Round up to a multiple of 64 to get few different shapes. Context and tensor parallelism can
+    require a larger multiple. The length is at most training.seq_len. Pipelines, compiled models
     and FP8 support only one shape, so they always use training.seq_len.
     """
     seq_len = run.job.training.seq_len

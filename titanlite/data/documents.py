@@ -80,8 +80,10 @@ class DocumentTokenizer:
         Raises:
             BadRecord: If the record cannot be read and `skip_bad` is False.
         """
-        self.check_readable(record)
-        if isinstance(record, BadRecord) or not self._is_selected(record):
+        if isinstance(record, BadRecord):
+            self.check_readable(record)
+            return self._no_tokens  # the record is skipped
+        if not self._is_selected(record):
             return self._no_tokens
         if isinstance(record, Prepared):
             return record.tokens
@@ -96,9 +98,9 @@ class DocumentTokenizer:
     def _encode_masked(self, text: MaskedText) -> np.ndarray:
         """Tokenize a text in which only some ranges of characters count in the loss.
 
-        All other tokens are marked. Each range is tokenized separately, so that no token crosses
-        its bounds. BOS counts if the first token of the text does, and EOS if the last one does. If
-        the text is empty, both count.
+        Tokens outside of these ranges are marked (each id t becomes ~t), so that the loss ignores
+        them. Each range is tokenized separately, so that no token crosses its bounds. BOS is marked
+        if the first token of the text is, and EOS if the last one is.
         """
         parts = []
         last_end = 0
@@ -187,11 +189,15 @@ def inspect_source(source: Source, document_tokenizer: DocumentTokenizer, seq_le
     Raises:
         UserError: If the source has too little text, or a record in the sample cannot be read.
     """
+    holdout = document_tokenizer.holdout
+    # A source that was tokenized in advance cannot be read without the tokenizer.
     if isinstance(source, TokenSource):
-        source.attach_tokenizer(document_tokenizer.tokenizer, document_tokenizer.holdout)
+        source.attach_tokenizer(document_tokenizer.tokenizer, holdout)
     num_tokens = _count_tokens(source, document_tokenizer, seq_len)
     if num_tokens <= seq_len:
-        raise UserError(_explain_too_little_text(source, document_tokenizer, num_tokens, seq_len))
+        raise UserError(_explain_too_little_text(source, holdout, num_tokens, seq_len))
+
+    # Only sources with random access can read a sample of random documents.
     if isinstance(source, RandomAccess):
         for index in source.sample():
             document_tokenizer.check_readable(source.record(index))
@@ -212,47 +218,46 @@ def _count_tokens(source: Source, document_tokenizer: DocumentTokenizer, limit: 
     return num_tokens
 
 
-def _explain_too_little_text(
-    source: Source, document_tokenizer: DocumentTokenizer, num_tokens: int, seq_len: int
-) -> str:
+def _explain_too_little_text(source: Source, holdout: float, num_tokens: int, seq_len: int) -> str:
     """Return an error message for a source with fewer tokens than one sequence needs.
 
     For example, "text a.txt: the documents contain 5 tokens, fewer than the required 65. Add text,
     lower training.seq_len, or choose other files."
 
     Args:
-        source: Source whose name the message contains.
-        document_tokenizer: Selects the split (training or held out) whose tokens were counted.
+        source: The source. It is read completely to find skipped records.
+        holdout: Value of validation.holdout. If it is positive, only one split (training or held
+            out) was counted.
         num_tokens: Number of tokens in this split.
         seq_len: Length of a sequence. The split must have at least `seq_len` + 1 tokens, because
             labels are shifted by one.
     """
-    subject = "the documents"
+    split = f" in this split (validation.holdout = {holdout})" if holdout else ""
+    sentences = [
+        f"{source.name}: the documents{split} contain {num_tokens:,} tokens, fewer than the "
+        f"required {seq_len + 1:,}."
+    ]
+    skipped = [record for record in source if isinstance(record, BadRecord)]
+    if skipped:
+        count = format_count(len(skipped), "record")
+        sentences.append(f"Skipped {count}; the first one: {skipped[0]}.")
+    remedies = ", ".join(_list_remedies(source, num_tokens, holdout))
+    sentences.append(f"{remedies}, or choose other files.")
+    return " ".join(sentences)
+
+
+def _list_remedies(source: Source, num_tokens: int, holdout: float) -> list[str]:
+    """Return ways to fix a source that has only `num_tokens` tokens, such as ["Add text"]."""
     remedies = ["Add text"]
-    if num_tokens > 0:
+    if num_tokens:
         remedies.append("lower training.seq_len")
     elif not isinstance(source, TokenSource):
+        # Without any token, `text_column` probably selects the wrong field.
         remedies.append("set text_column to another field")
-    if document_tokenizer.holdout:
-        subject = f"the documents in this split (validation.holdout = {document_tokenizer.holdout})"
+    if holdout:
+        # A separate validation source does not take documents away from training.
         remedies += ["change validation.holdout", "replace it with validation.source"]
-
-    return (
-        f"{source.name}: {subject} contain {num_tokens:,} tokens, fewer than the required "
-        f"{seq_len + 1:,}.{_describe_skipped(source)} {', '.join(remedies)}, or choose other files."
-    )
-
-
-def _describe_skipped(source: Source) -> str:
-    """Return a sentence about the skipped records of a source, or "" if there are none.
-
-    This reads the whole source. For example, return " Skipped 2 records; the first one: a.jsonl,
-    line 3: not valid JSON in column 2: Unterminated string starting at."
-    """
-    skipped = [record for record in source if isinstance(record, BadRecord)]
-    if not skipped:
-        return ""
-    return f" Skipped {format_count(len(skipped), 'record')}; the first one: {skipped[0]}."
+    return remedies
 
 
 def log_skipped_records(reasons: list[str]) -> None:

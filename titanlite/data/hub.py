@@ -454,7 +454,13 @@ def _choose_suffix(kind: str, names: Sequence[str]) -> str:
 
 
 def _explain_no_match(kind: str, pattern: str, names: Iterable[str]) -> str:
-    """Return the end of an error message for a repository whose files `names` do not match."""
+    """Return the end of an error message: no file in a repository can be downloaded.
+
+    Args:
+        kind: "tokenizer", "data" or "model", which determines the supported suffixes.
+        pattern: Pattern that the paths had to match.
+        names: Paths of all files in the repository.
+    """
     suffixes = ", ".join(_SUFFIXES[kind])
     existing = shorten(", ".join(names)) or "no files"
     problem = f"has no file that matches {pattern} and ends with {suffixes}. It has {existing}."

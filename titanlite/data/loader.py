@@ -156,17 +156,20 @@ class Loader:
             UserError: If a record cannot be read, or a file has changed.
             WorkerError: If a data worker crashed or hangs.
         """
-        error = self.prefetch(1)  # does nothing if a batch is in memory
-        if error is not None:
-            raise error
-        sequences = self._prefetched.popleft()
+        sequences = self._take_sequences()
         batch = self._make_batch(sequences)
-
-        # Advance the data position, which `state_dict` returns. The readers do not change it: they
-        # may read ahead, with separate copies of the mixture.
+        # Advance the data position, which `state_dict` returns. The readers may be ahead of it, and
+        # use separate copies of the mixture.
         self._data.mixture.next_batch()
         self._report.add(sequences, batch.num_valid_tokens)
         return batch
+
+    def _take_sequences(self) -> list[PackedSequence]:
+        """Return this rank's next sequences, or raise the error that occurred when reading them."""
+        error = self.prefetch(1)  # does nothing if a batch is in memory
+        if error is not None:
+            raise error
+        return self._prefetched.popleft()
 
     def _make_batch(self, sequences: list[PackedSequence]) -> RankBatch:
         """Divide this rank's sequences into microbatches on the device, and count valid labels."""
@@ -360,7 +363,7 @@ class _RankReport:
             self.new_positions[sequence.source, sequence.stream] = sequence.next_position
 
     def take(self) -> _RankReport:
-        """Return the report to send now, and remove its positions and reasons from this one.
+        """Return the report to send now, and clear the positions and skip reasons in `self`.
 
         At most `MAX_REPORTED` skip reasons are sent at once. The others stay for the next call.
         """

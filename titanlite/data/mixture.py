@@ -73,9 +73,10 @@ class Mixture:
     def _choose_source(self) -> int:
         """Return the index of the source for the next sequence, by Tijdeman's algorithm.
 
-        Among the sources that lag by at least 1/m (m: see the class), choose the one with the
-        earliest deadline, because its lag would be the first to reach 1 - 1/m. For example, weights
-        of 3 and 1 give the sources 0, 0, 1, 0.
+        The lag of a source is its exact share of the sequences, including the next one, minus its
+        number of sequences so far. Among the sources that lag by at least 1/m, where m is 2n - 2
+        for n sources, choose the one whose lag would be the first to reach 1 - 1/m. For example,
+        weights of 3 and 1 give the sources 0, 0, 1, 0.
         """
         if len(self.weights) == 1:
             return 0
@@ -84,10 +85,12 @@ class Mixture:
         return min(candidates, key=deadlines.__getitem__)
 
     def _find_lagging_sources(self) -> list[int]:
-        """Return the sources that lag by at least 1/m (m: see the class). There is always one.
+        """Return the sources that lag behind their share by at least 1/m, as indices.
 
-        The lag is num_sequences * weight / total_weight - count. For example, with weights of 3 and
-        1, the lags before the third sequence are 3 * 3/4 - 2 = 0.25 and 3 * 1/4 - 0 = 0.75.
+        The lag of a source is num_sequences * weight / total_weight - count, where count is its
+        number of sequences so far, and m is 2n - 2 for n sources. For example, with weights of 3
+        and 1, the lags before the third sequence are 3 * 3/4 - 2 = 0.25 and 3 * 1/4 - 0 = 0.75. The
+        lags add up to 1, so at least one source lags by 1/n >= 1/m.
         """
         total_weight = sum(self.weights)
         num_sequences = sum(self.stage_counts) + 1  # including the next one
@@ -100,10 +103,15 @@ class Mixture:
         return sources
 
     def _compute_deadlines(self, candidates: list[int]) -> dict[int, int]:
-        """Return the deadline of each candidate, all multiplied by one factor to get integers.
+        """Return when each candidate must be chosen at the latest, to compare the candidates.
 
-        The deadline is the number of sequences at which the lag of the source would reach 1 - 1/m
-        if it were not chosen before: (count + 1 - 1/m) * total_weight / weight.
+        The deadline of a source is the number of sequences at which it would lag behind its share
+        by 1 - 1/m, if it were not chosen before. It is (count + 1 - 1/m) * total_weight / weight,
+        where count is its number of sequences so far, and m is 2n - 2 for n sources. All deadlines
+        are multiplied by the same factor to get integers.
+
+        Args:
+            candidates: Indices of the sources that can be chosen next.
         """
         # The factor is m * multiple / total_weight.
         multiple = math.lcm(*(self.weights[source] for source in candidates))
@@ -148,9 +156,10 @@ def source_shares(dataset: Dataset, step: int) -> np.ndarray:
 
 
 def find_weights(dataset: Dataset, step: int) -> list[int]:
-    """Return the weights of the sources at index `step`, as integers in the same proportion.
+    """Return the weights of the sources in effect at a step, as integers in the same proportion.
 
     These are the weights in [[dataset.sources]], until a stage in [[dataset.stages]] sets others.
+    Steps are counted from 0.
 
     Raises:
         UserError: If there is not one weight per source, or all weights are 0.

@@ -83,7 +83,7 @@ class Document(NamedTuple):
 
 
 class PackedSequence(NamedTuple):
-    """A training sequence, with the documents in it and the data position after it."""
+    """A training sequence, and the position from which a reader continues after it."""
 
     tokens: np.ndarray
     """(T + 1,) int32. The first T are inputs, the last T are labels. A token t that does not count
@@ -195,8 +195,8 @@ def concat(read_documents: ReadDocuments, length: int, start: StreamPosition) ->
 def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) -> PackedSegments:
     """Pack documents into sequences, and cut only documents that are longer than a sequence.
 
-    Documents are packed in windows, each with enough tokens for about 64 sequences. Packing changes
-    the order of the documents in a window. The yielded sequences can be shorter than `length`.
+    Documents are packed in windows of about 64 sequences each. Packing changes the order of the
+    documents in a window. The yielded sequences can be shorter than `length`.
 
     Args:
         read_documents: Reads the documents of the stream from a position.
@@ -208,18 +208,18 @@ def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) 
     Yields:
         The segments of a sequence, and the position at which the next sequence begins.
     """
-    num_sequences = start.num_sequences
-    first = start.offset  # the sequences of the window before this index were read earlier
-    for window in _read_windows(read_documents, start.document, BEST_FIT_WINDOW * length):
+    num_sequences, window_start, first_index = start
+    for window in _read_windows(read_documents, window_start, BEST_FIT_WINDOW * length):
         sequences = _pack_window(window, length)
-        for index in range(first, len(sequences)):
+        for index in range(first_index, len(sequences)):
             num_sequences += 1
-            if index + 1 < len(sequences):
-                next_position = StreamPosition(num_sequences, window.start, index + 1)
-            else:  # the next sequence is the first one of the next window
-                next_position = StreamPosition(num_sequences, window.end)
+            is_last = index == len(sequences) - 1
+            if is_last:
+                next_position = StreamPosition(num_sequences, window.end, offset=0)
+            else:
+                next_position = StreamPosition(num_sequences, window.start, offset=index + 1)
             yield sequences[index], next_position
-        first = max(0, first - len(sequences))
+        first_index = 0  # only the first window can begin in the middle
 
 
 class _Window(NamedTuple):
@@ -252,8 +252,8 @@ def _pack_window(window: _Window, length: int) -> list[list[Segment]]:
 def _make_shuffle_key(window: _Window) -> str:
     """Return the seed that determines the order of the sequences of a window.
 
-    It contains older names of the fields. Do not change it, because resumed runs must keep their
-    data order.
+    The key contains legacy field names, such as "turn" for `index_in_stream`. Do not change them,
+    because resumed runs must keep their data order.
     """
     start = window.start
     num_tokens = sum(len(document.tokens) for document in window.documents)

@@ -105,28 +105,39 @@ def restore_position(saved: dict[str, Any], data: PackedDataset, on_change: str)
     Args:
         saved: A value that `save_position` returned.
         data: Data of the run.
-        on_change: "error" or "warn", as in dataset.on_change. With "warn", a changed source
-            continues at the beginning of the document or part (such as a file) that was being read.
+        on_change: Value of dataset.on_change, "error" or "warn". With "warn", a source with changed
+            contents continues at the beginning of the document or part (such as a file) that was
+            being read. The warning is logged when the checkpoint is loaded.
 
     Raises:
-        UserError: If the data, its settings or the tokenizer differ.
+        UserError: If the settings or the tokenizer differ, or a source has changed and `on_change`
+            is "error".
+        CheckpointError: If `saved` has a version that this function cannot read.
+    """
+    _check_resumable(saved, data, on_change)
+    data.mixture.load_state_dict(saved["schedule"])
+    positions = []
+    saved_sources, num_read = saved["sources"], data.mixture.counts
+    for saved_source, source, num in zip(saved_sources, data.sources, num_read, strict=True):
+        positions.append(_restore_source(saved_source, source, num))
+    data.positions = positions
+
+
+def _check_resumable(saved: dict[str, Any], data: PackedDataset, on_change: str) -> None:
+    """Check that a run with the sources `data` can resume from a saved position.
+
+    Raises:
+        UserError: If the settings or the tokenizer differ, or a source has changed and `on_change`
+            is "error".
         CheckpointError: If `saved` has a version that this function cannot read.
     """
     incompatible, changed = compare_position(saved, data)
     if not data.documents.tokenizer.is_known_as(saved["tokenizer"]):
         incompatible.append("the tokenizer has changed")
+    # If any difference is an error, list all of them.
     if incompatible or (changed and on_change == "error"):
         differences = "; ".join([*incompatible, *changed])
         raise UserError(f"Cannot resume from the checkpoint's data position: {differences}")
-
-    # "schedule" is the progress of the mixture, with the number of sequences from each source.
-    data.mixture.load_state_dict(saved["schedule"])
-    data.positions = [
-        _restore_source(saved_source, source, num_sequences)
-        for saved_source, source, num_sequences in zip(
-            saved["sources"], data.sources, data.mixture.counts, strict=True
-        )
-    ]
 
 
 def _restore_source(
@@ -172,7 +183,7 @@ def _move_to_beginning(position: StreamPosition) -> StreamPosition:
 def measure_progress(data: PackedDataset) -> dict[str, dict[str, float]]:
     """Return how many tokens and epochs of each source have been read, for the metrics.
 
-    For example, return {"source_tokens": {"c4": 4096}, "source_epochs": {"c4": 0.1}}.
+    For example, the result is {"source_tokens": {"c4": 4096}, "source_epochs": {"c4": 0.1}}.
     """
     # Duplicate names get an index, such as "c4 (1)".
     names = [source.name for source in data.sources]

@@ -94,8 +94,8 @@ def prepare(run: Run, out: str | Path, workers: int) -> list[Path]:
     if len(specs) > 1:
         folders = [out / f"{i}-{spec.source}" for i, spec in enumerate(specs)]
 
-    # Open all sources first, so that an error is reported before hours of work on one of them.
-    # They need some text, but not enough for a sequence (seq_len=0).
+    # Open all sources first, so that an error is reported before hours of work on one of them. With
+    # seq_len=0, a source needs only one token, because shards can be shorter than a sequence.
     sources = open_sources(dataset, documents, seq_len=0, job=run.job)
     for source, folder in zip(sources, folders, strict=True):
         try:
@@ -184,8 +184,6 @@ def _prepare_source(
 def _read_shards(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """Return the shards that a manifest lists, each as a dictionary with its name and sizes.
 
-    Check that they were made from the same source with the same tokenizer and settings.
-
     Args:
         path: manifest.json of complete shards, or prepare.json of an interrupted run.
         header: Required values of manifest fields, such as the fingerprints of the source and the
@@ -196,26 +194,29 @@ def _read_shards(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> li
         UserError: If the manifest is damaged, or a field differs from `header`.
     """
     content = read_file(path, MAX_MANIFEST_BYTES)
-    manifest = parse_json(path, content, RootModel[dict[str, Any]]).root
-
-    differences = _compare_header(manifest, header, tokenizer)
-    if differences:
-        raise UserError(
-            f"{path.parent} contains shards made with {', '.join(differences)}. "
-            "Choose another --out, or remove the folder."
-        )
-
-    # Validate the fields last. If the format differs, the error above is more helpful.
+    # Compare the header first. If the shards have another format, this error is more helpful than a
+    # list of invalid fields.
+    fields = parse_json(path, content, RootModel[dict[str, Any]]).root
+    _check_header(path, fields, header, tokenizer)
     parse_json(path, content, ShardManifest, DAMAGED_MANIFEST)
-    return list(manifest["shards"])
+    return fields["shards"]
 
 
-def _compare_header(
-    manifest: dict[str, Any], header: dict[str, Any], tokenizer: Tokenizer
-) -> list[str]:
-    """Return the differences between a manifest and `header`, such as ["another tokenizer"].
+def _check_header(
+    path: Path, manifest: dict[str, Any], header: dict[str, Any], tokenizer: Tokenizer
+) -> None:
+    """Check that shards were made from the same source with the same tokenizer and settings.
 
-    A fingerprint of the same tokenizer from an older version of titanlite is not a difference.
+    The tokenizer can have a fingerprint from an older version of titanlite.
+
+    Args:
+        path: Path of the manifest, for the error message.
+        manifest: Fields of the manifest.
+        header: Required values of manifest fields.
+        tokenizer: Tokenizer of the job.
+
+    Raises:
+        UserError: If a field of the manifest differs from `header`.
     """
     differences = []
     for key, value in header.items():
@@ -224,16 +225,21 @@ def _compare_header(
             is_same = tokenizer.is_known_as(manifest.get(key, ""))
         if not is_same:
             differences.append(f"another {key.replace('_', ' ')}")
-    return differences
+    if differences:
+        raise UserError(
+            f"{path.parent} contains shards made with {', '.join(differences)}. "
+            "Choose another --out, or remove the folder."
+        )
 
 
 def _tokenize_in_order(
     records: Iterator[Record], documents: DocumentTokenizer, dtype: np.dtype, workers: int
 ) -> Iterator[_TokenizedUnit]:
-    """Tokenize documents in `workers` threads, and yield units in the order of the documents.
+    """Tokenize documents in `workers` threads, and yield the results in order.
 
-    Each thread tokenizes one unit at a time. The units, and thus the shards, do not depend on the
-    number of threads. At most two units per thread are in memory.
+    Each thread tokenizes one unit at a time: consecutive documents, up to 4096 of them or about 4
+    million characters. The units do not depend on the number of threads. At most two units per
+    thread are in memory.
     """
     tokenize = partial(_tokenize, documents, dtype.newbyteorder("<"))
     units = group_records(records, _UNIT_DOCUMENTS, _UNIT_CHARS)

@@ -23,7 +23,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, MutableSequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -53,7 +55,8 @@ It is a power of two, so that common numbers of ranks divide it. Data-parallel r
 different streams of a single source.
 """
 
-# Indices in `SequenceReader._progress`, which holds the source, part and document being read.
+# Indices in the argument `progress` of `SequenceReader`, which holds the source, part and document
+# being read.
 _SOURCE, _PART, _DOCUMENT = range(3)
 # Number of documents (or parts) of a source without max_epochs, counted over all epochs: more than
 # any run reads, but few enough for 64-bit arithmetic.
@@ -87,9 +90,10 @@ WHOLE_BATCH = ReaderShard()
 
 
 class _Unit(NamedTuple):
-    """An item in the shuffled order of a source: a document, or a part of a sequential source.
+    """An item in the shuffled order of a source: a document, or a part such as a file.
 
-    A part is a file, for example. The streams of the source divide the units among themselves.
+    Documents in compressed files, for example, cannot be read individually. Such a source is
+    sequential: its parts are shuffled, and each part is read from front to back.
     """
 
     index: int
@@ -145,8 +149,12 @@ class PackedDataset:
         self.mixture = Mixture(dataset, batch_size)
         self.positions: list[list[StreamPosition]] = []
         for source, spec in zip(self.sources, self.specs, strict=True):
-            num_streams = _count_streams(source, spec.max_epochs, documents.holdout)
+            num_streams = _choose_num_streams(source, spec.max_epochs, documents.holdout)
             self.positions.append([StreamPosition()] * num_streams)
+
+    def count_streams(self, source: int) -> int:
+        """Return the number of streams of the source with index `source`."""
+        return len(self.positions[source])
 
 
 def open_training_data(run: Run, tokenizer: Tokenizer) -> PackedDataset:
@@ -161,7 +169,7 @@ def open_training_data(run: Run, tokenizer: Tokenizer) -> PackedDataset:
     return PackedDataset(run, run.job.dataset, documents, run.data_seed, run.global_batch_size)
 
 
-def _count_streams(source: Source, max_epochs: int, holdout: float) -> int:
+def _choose_num_streams(source: Source, max_epochs: int, holdout: float) -> int:
     """Return the number of streams into which the documents of a source are divided.
 
     The result is a power of two, at most `MAX_STREAMS` and at most the number of documents (or
@@ -202,9 +210,8 @@ class SequenceReader:
         self._progress = [0, 0, 0] if progress is None else progress
         # A copy, because a reader runs ahead of the training step.
         self._mixture = copy.deepcopy(data.mixture)
+        # For each (source, stream), the sequences that have not been read yet.
         self._streams: dict[tuple[int, int], Iterator[PackedSequence]] = {}
-        # Reasons why records were skipped since the last sequence that was read.
-        self._skipped: list[str] = []
 
     def next_batch(self) -> list[PackedSequence]:
         """Read the sequences of the next global batch that belong to this reader.
@@ -220,16 +227,14 @@ class SequenceReader:
         shard = self._shard
         sequences = []
         for index_in_batch, (source, index_in_source) in enumerate(self._mixture.next_batch()):
-            if self._choose_worker(source, index_in_source) != shard.worker:
-                continue  # the stream of this sequence belongs to workers with another index
-
             is_for_this_rank = index_in_batch % shard.num_ranks == shard.rank
             has_end = self._data.specs[source].max_epochs > 0
-            if not is_for_this_rank and not has_end:
-                continue
-            sequence = self.read(source, index_in_source, index_in_batch)
-            if is_for_this_rank:
-                sequences.append(sequence)
+            must_read = is_for_this_rank or has_end
+            # On each rank, a single worker reads all sequences of a stream.
+            if must_read and self._choose_worker(source, index_in_source) == shard.worker:
+                sequence = self.read(source, index_in_source, index_in_batch)
+                if is_for_this_rank:
+                    sequences.append(sequence)
         return sequences
 
     def _choose_worker(self, source: int, index_in_source: int) -> int:
@@ -242,7 +247,7 @@ class SequenceReader:
             source: Index of the source.
             index_in_source: Index of the sequence in the source, counted over the whole run.
         """
-        stream = index_in_source % len(self._data.positions[source])
+        stream = index_in_source % self._data.count_streams(source)
         return (source + stream // self._shard.num_ranks) % self._shard.num_workers
 
     def read(self, source: int, index_in_source: int, index_in_batch: int) -> PackedSequence:
@@ -259,64 +264,77 @@ class SequenceReader:
             OutOfData: If the last epoch of the source has ended.
             UserError: If a record cannot be read.
         """
-        self._progress[_SOURCE] = source  # to report where a read hangs
+        self._progress[_SOURCE] = source  # for the error message if the read hangs
         # Streams take turns: with 4 streams, sequence 9 of the source is sequence 2 of stream 1.
-        num_streams = len(self._data.positions[source])
-        index_in_stream, stream = divmod(index_in_source, num_streams)
-        if (source, stream) not in self._streams:
-            self._streams[source, stream] = self._read_stream(source, stream)
-
-        # The iterator continues after the sequence that the last call returned. Drop the sequences
-        # that the caller skips.
-        for sequence in self._streams[source, stream]:
-            if sequence.index_in_stream >= index_in_stream:
-                return sequence._replace(index=index_in_batch)
+        index_in_stream, stream = divmod(index_in_source, self._data.count_streams(source))
+        for sequence in self._get_stream(source, stream):
+            if sequence.index_in_stream < index_in_stream:
+                continue  # the caller skips this sequence
+            return sequence._replace(index=index_in_batch)
 
         name = self._data.sources[source].name
         epochs = self._data.specs[source].max_epochs
         raise OutOfData(f"{name} has no more sequences (dataset.max_epochs = {epochs})")
 
-    def _read_stream(self, source: int, stream: int) -> Iterator[PackedSequence]:
-        """Yield the packed sequences of a stream, starting at its position in `PackedDataset`.
+    def _get_stream(self, source: int, stream: int) -> Iterator[PackedSequence]:
+        """Return an iterator over the sequences of a stream that have not been read yet."""
+        if (source, stream) not in self._streams:
+            reader = _StreamReader(self._data, source, stream, self._progress)
+            self._streams[source, stream] = reader.read_sequences()
+        return self._streams[source, stream]
 
-        Each sequence lists why records were skipped since the previous sequence was read.
-        """
-        data = self._data
+
+@dataclass
+class _StreamReader:
+    """Reads the documents of one stream of a source, and packs them into sequences.
+
+    Attributes:
+        data: The opened sources, and the positions from which to read.
+        source_index: Index of the source.
+        stream: Index of the stream among the streams of the source.
+        progress: Integers that are set to the part and the document being read, as described in
+            `SequenceReader`.
+        skip_reasons: Reasons why records were skipped since the last sequence.
+    """
+
+    data: PackedDataset
+    source_index: int
+    stream: int
+    progress: MutableSequence[int] | memoryview
+    skip_reasons: list[str] = field(default_factory=list)
+
+    def read_sequences(self) -> Iterator[PackedSequence]:
+        """Yield the sequences of the stream, starting at its position in `PackedDataset`."""
+        data = self.data
         pack = best_fit if data.packing == "best_fit" else concat  # see packing.py
-        read_documents = partial(self._read_documents, source, stream)
         length = data.seq_len + 1  # because labels are shifted by one
-        start = data.positions[source][stream]
+        start = data.positions[self.source_index][self.stream]
+        for segments, next_position in pack(self._read_documents, length, start):
+            skip_reasons = self.skip_reasons  # the packer has read all documents of the sequence
+            self.skip_reasons = []
+            yield self._make_sequence(segments, next_position, skip_reasons)
 
-        for segments, next_position in pack(read_documents, length, start):
-            yield PackedSequence(
-                tokens=self._join_and_pad(segments),
-                segments=np.array([segment.origin for segment in segments], dtype=np.int64),
-                source=source,
-                stream=stream,
-                next_position=next_position,
-                skipped=self._take_skipped(),
-            )
-
-    def _take_skipped(self) -> list[str]:
-        """Return the reasons why `_encode` skipped records, and clear them."""
-        skipped = self._skipped
-        self._skipped = []
-        return skipped
-
-    def _join_and_pad(self, segments: list[Segment]) -> np.ndarray:
-        """Concatenate segments, and pad them with EOS to seq_len + 1 tokens (int32)."""
-        eos_id = self._data.documents.tokenizer.eos_id
-        padded = np.full(self._data.seq_len + 1, eos_id, dtype=np.int32)
+    def _make_sequence(
+        self, segments: list[Segment], next_position: StreamPosition, skip_reasons: list[str]
+    ) -> PackedSequence:
+        """Join segments to a training sequence, and pad it with EOS to seq_len + 1 tokens."""
+        eos_id = self.data.documents.tokenizer.eos_id
+        padded = np.full(self.data.seq_len + 1, eos_id, dtype=np.int32)
         tokens = np.concatenate([segment.tokens for segment in segments])
         padded[: len(tokens)] = tokens
-        return padded
+        return PackedSequence(
+            tokens=padded,
+            segments=np.array([segment.origin for segment in segments], dtype=np.int64),
+            source=self.source_index,
+            stream=self.stream,
+            next_position=next_position,
+            skipped=skip_reasons,
+        )
 
-    def _read_documents(
-        self, source_index: int, stream: int, start: DocumentPosition
-    ) -> Iterator[Document]:
-        """Yield the tokenized documents of a stream, from position `start` on."""
-        source = self._data.sources[source_index]
-        for unit in self._list_units(source_index, stream, start.index_in_stream):
+    def _read_documents(self, start: DocumentPosition) -> Iterator[Document]:
+        """Yield the tokenized documents of the stream, from position `start` on."""
+        source = self.data.sources[self.source_index]
+        for unit in self._list_units(start.index_in_stream):
             if isinstance(source, RandomAccess):
                 yield self._read_document(source, unit)
             else:
@@ -325,28 +343,26 @@ class SequenceReader:
                 part_start = max(start, DocumentPosition(unit.index_in_stream))
                 yield from self._read_part(source, unit, part_start)
 
-    def _list_units(self, source_index: int, stream: int, first_index: int) -> Iterator[_Unit]:
-        """Yield the documents or parts that a stream reads, in shuffled order.
+    def _list_units(self, first: int) -> Iterator[_Unit]:
+        """Yield the documents or parts of the stream in shuffled order, from index `first` on.
 
-        The streams of a source take turns. For example, stream 1 of 4 reads the positions 1, 5, 9,
-        ... of the shuffled order, in which the epochs follow each other. The unit at position 9 has
-        the index 9 // 4 = 2 in this stream.
-
-        Args:
-            source_index: Index of the source.
-            stream: Index of the stream.
-            first_index: Index in the stream of the first unit to yield.
+        The streams of a source take turns in its shuffled order, in which the epochs follow each
+        other. For example, stream 1 of 4 reads the positions 1, 5, 9, ..., and position 9 has the
+        index 2 in this stream.
         """
-        num_units = self._data.sources[source_index].num_units
-        num_streams = len(self._data.positions[source_index])
-        max_epochs = self._data.specs[source_index].max_epochs
+        num_units = self.data.sources[self.source_index].num_units
+        num_streams = self.data.count_streams(self.source_index)
+        max_epochs = self.data.specs[self.source_index].max_epochs
         end = max_epochs * num_units if max_epochs else _UNLIMITED
-        first_position = stream + first_index * num_streams
-        positions = range(first_position, end, num_streams)
-        indices = _look_up_order(num_units, self._data.seed, positions)
-        for position, index in zip(positions, indices, strict=True):
-            is_repeated = position >= num_units  # after the first epoch
-            yield _Unit(index, position, position // num_streams, is_repeated)
+        positions = range(self.stream, end, num_streams)[first:]
+        unit_indices = _look_up_order(num_units, self.data.seed, positions)
+        for position, unit_index in zip(positions, unit_indices, strict=True):
+            yield _Unit(
+                index=unit_index,
+                position=position,
+                index_in_stream=position // num_streams,
+                is_repeated=position >= num_units,
+            )
 
     def _read_document(self, source: RandomAccess, unit: _Unit) -> Document:
         """Read and tokenize the document `unit` of a source with random access."""
@@ -376,38 +392,40 @@ class SequenceReader:
     ) -> Iterator[Document]:
         """Tokenize the records of a window, and yield them in shuffled order.
 
-        For example, if the order is [2, 0, 1], the document with index 0 in the shuffled window is
-        window[2].
-
         Args:
             window: Consecutive records of a part.
             part: The part that contains them.
-            start: Position in the window of the first document to yield.
+            start: Position of the first document to yield, counted in shuffled order.
             end: Position at which the next window begins.
         """
-        shuffle_key = f"{self._data.seed} position {part.position} window {start.window_start}"
+        shuffle_key = f"{self.data.seed} position {part.position} window {start.window_start}"
         order = permutation(len(window), shuffle_key).tolist()
-        position = start
-        for i in range(start.index_in_window, len(window)):
-            record_index = order[i]
-            tokens = self._encode(window[record_index], part)
-            index_in_part = start.window_start + record_index
-            is_last = i == len(window) - 1
-            next_position = end if is_last else start._replace(index_in_window=i + 1)
+        first = start.index_in_window
+        positions = [start._replace(index_in_window=i) for i in range(first, len(window))]
+        bounds = pairwise([*positions, end])
+        for index, (position, next_position) in zip(order[first:], bounds, strict=True):
+            tokens = self._encode(window[index], part)
+            index_in_part = start.window_start + index
             yield Document(position, next_position, part.index, index_in_part, tokens)
-            position = next_position
 
     def _encode(self, record: Record, unit: _Unit) -> np.ndarray:
-        """Tokenize a record. If it is skipped in the first epoch of `unit`, store the reason."""
-        tokens = self._data.documents.encode(record)
+        """Return the tokens of a record. If it is skipped, return an empty array and store why.
+
+        Reasons are stored in the first epoch only, so that each record is reported once.
+
+        Args:
+            record: The record.
+            unit: The document, or the part that contains it.
+        """
+        tokens = self.data.documents.encode(record)
         if isinstance(record, BadRecord) and not unit.is_repeated:
-            self._skipped.append(str(record))
+            self.skip_reasons.append(str(record))
         return tokens
 
     def _set_progress(self, part: int, document: int) -> None:
         """Record which document is being read, to report it if the read hangs."""
-        self._progress[_PART] = part
-        self._progress[_DOCUMENT] = document
+        self.progress[_PART] = part
+        self.progress[_DOCUMENT] = document
 
 
 def _look_up_order(num_units: int, seed: int, positions: range) -> Iterator[int]:

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -272,7 +273,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 "same folder."
             )
         self.eos_id = eos_id
-        self._byte_level = byte_level_symbols() if b"ByteLevel" in self._raw else {}
+        self._byte_of_symbol = map_symbols_to_bytes() if b"ByteLevel" in self._raw else {}
 
     def _find_special(self, key: str, ids: Mapping[str, int]) -> int | None:
         """Return the id of the BOS or EOS token, or None if the tokenizer has no such token.
@@ -323,17 +324,18 @@ class HuggingFaceTokenizer(Tokenizer):
         Returns:
             The fingerprint, or None if the file was not converted from a tokenizer.model.
         """
-        # Any part can be missing in a file that was not converted.
         try:
-            # Like tiktoken, a converted file does not normalize texts, nor merge known words.
-            if content["normalizer"] or not content["model"]["ignore_merges"]:
+            # Like tiktoken, a converted file neither normalizes texts nor merges known words.
+            matches_tiktoken = content["model"]["ignore_merges"] and not content["normalizer"]
+            if not matches_tiktoken:
                 return None
+
             # The first pre-tokenizer splits texts by a pattern, and the second maps bytes.
             split = content["pre_tokenizer"]["pretokenizers"][0]
             pattern = split["pattern"]["Regex"]
             special = {token["content"]: token["id"] for token in content["added_tokens"]}
             ranks = decode_vocabulary(content["model"]["vocab"])
-        except (KeyError, TypeError, IndexError):
+        except (KeyError, TypeError, IndexError):  # a part is missing, so it was not converted
             return None
         return self._hash_bpe(pattern, ranks, special)
 
@@ -372,8 +374,8 @@ class HuggingFaceTokenizer(Tokenizer):
         """Return the bytes of a token id, or the name of a special token."""
         text = self._tokenizer.id_to_token(token)
         assert text is not None
-        if all(symbol in self._byte_level for symbol in text):
-            return bytes(self._byte_level[symbol] for symbol in text)
+        if all(symbol in self._byte_of_symbol for symbol in text):
+            return bytes(self._byte_of_symbol[symbol] for symbol in text)
         # SentencePiece vocabularies contain tokens such as <0x0A> for single bytes.
         byte_fallback = re.fullmatch(r"<0x([0-9A-F]{2})>", text)
         if byte_fallback:
@@ -417,7 +419,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return read_json_object(find_file_inside(path.parent, TOKENIZER_CONFIG), _MAX_BYTES)
 
 
-def byte_level_symbols() -> dict[str, int]:
+def map_symbols_to_bytes() -> dict[str, int]:
     """Return a mapping from characters in a byte-level vocabulary to the bytes that they represent.
 
     Byte-level tokenizers write each byte as a visible character, as encoder.py of GPT-2 does.
@@ -438,11 +440,23 @@ def decode_vocabulary(ids: Mapping[str, int]) -> dict[bytes, int]:
     Raises:
         KeyError: If a token contains a character that represents no byte.
     """
-    byte_of_symbol = byte_level_symbols()
+    byte_of_symbol = map_symbols_to_bytes()
     ids_by_bytes = {}
     for token, token_id in ids.items():
         ids_by_bytes[bytes(byte_of_symbol[symbol] for symbol in token)] = token_id
     return ids_by_bytes
+
+
+def encode_vocabulary(ids: Mapping[bytes, int]) -> dict[str, int]:
+    """Convert the ids of tokens to a byte-level vocabulary, in ascending order of the ids.
+
+    This is the inverse of `decode_vocabulary`.
+    """
+    symbol_of_byte = {byte: symbol for symbol, byte in map_symbols_to_bytes().items()}
+    vocabulary = {}
+    for token, token_id in sorted(ids.items(), key=itemgetter(1)):
+        vocabulary["".join(symbol_of_byte[byte] for byte in token)] = token_id
+    return vocabulary
 
 
 def _divide(text: str) -> Iterator[str]:

@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,15 @@ from titanlite.data.mixture import find_weights
 from titanlite.data.shuffle import permuted
 from titanlite.data.sources.base import RandomAccess, Source, TokenSource
 from titanlite.data.sources.files import open_source
-from titanlite.data.sources.records import CONVERSION_REMEDY, BadRecord, Prepared
+from titanlite.data.sources.records import CONVERSION_REMEDY, BadRecord, Prepared, Record
 from titanlite.data.tokenizer import (
     LLAMA3_PATTERN,
     TOKENIZER_CONFIG,
     HuggingFaceTokenizer,
     TiktokenTokenizer,
     Tokenizer,
-    byte_level_symbols,
     decode_vocabulary,
+    encode_vocabulary,
     llama3_special_tokens,
     read_config,
 )
@@ -141,7 +140,7 @@ def _read_texts(source: Source, max_bytes: int, skip_bad: bool) -> Iterator[str]
         UserError: If the source contains tokens instead of text.
         BadRecord: If a record cannot be read and `skip_bad` is False.
     """
-    if isinstance(source, TokenSource):  # cannot be read without a tokenizer
+    if isinstance(source, TokenSource):
         raise _make_token_error(source)
 
     num_bytes = 0
@@ -149,18 +148,29 @@ def _read_texts(source: Source, max_bytes: int, skip_bad: bool) -> Iterator[str]
     for record in records:
         if num_bytes >= max_bytes:
             return
-        if isinstance(record, Prepared):  # tokens from the source of a plugin
-            raise _make_token_error(source)
-        if isinstance(record, BadRecord):
-            if not skip_bad:
-                raise BadRecord(f"{record}. {CONVERSION_REMEDY}")
+        if isinstance(record, BadRecord) and skip_bad:
             continue
-        num_bytes += len(record.encode())
-        yield record
+        text = _get_text(record, source)
+        num_bytes += len(text.encode())
+        yield text
+
+
+def _get_text(record: Record, source: Source) -> str:
+    """Return the text of a record of `source`.
+
+    Raises:
+        BadRecord: If the record cannot be read.
+        UserError: If the record contains tokens, which the source of a plugin can return.
+    """
+    if isinstance(record, BadRecord):
+        raise BadRecord(f"{record}. {CONVERSION_REMEDY}")
+    if isinstance(record, Prepared):
+        raise _make_token_error(source)
+    return record
 
 
 def _make_token_error(source: Source) -> UserError:
-    """Return the error for a source of tokens, which cannot train a tokenizer."""
+    """Return the error that is raised if a tokenizer is trained on a source of tokens."""
     return UserError(
         f"{source.name} contains tokens instead of text. Choose the text that was prepared."
     )
@@ -191,13 +201,13 @@ def _train(texts: Iterator[str], vocab_size: int) -> list[bytes]:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(llama3_special_tokens()),
         max_token_length=_MAX_TOKEN_BYTES,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # always in the same order
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
 
-    ids = decode_vocabulary(tokenizer.get_vocab())
-    return sorted(ids, key=ids.__getitem__)
+    id_of_token = decode_vocabulary(tokenizer.get_vocab())
+    return sorted(id_of_token, key=id_of_token.__getitem__)
 
 
 def _create_pre_tokenizer() -> Any:
@@ -212,24 +222,23 @@ def _create_pre_tokenizer() -> Any:
 def convert_tiktoken(source: TiktokenTokenizer) -> Any:
     """Convert a tiktoken tokenizer to a `tokenizers.Tokenizer` that encodes texts to the same ids.
 
-    The result also adds BOS to each text, as the tokenizer of Llama 3 does, unless its user passes
-    `add_special_tokens=False`.
+    Both have the split pattern and the special tokens of Llama 3. The result also adds BOS to each
+    text, as the tokenizer of Llama 3 does, unless its user passes `add_special_tokens=False`.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
-    # Write the bytes of each token as visible characters, which tokenizer.json requires.
-    symbol_of_byte = {byte: symbol for symbol, byte in byte_level_symbols().items()}
-    ids = {}
-    for token, rank in sorted(source.ranks.items(), key=itemgetter(1)):
-        ids["".join(symbol_of_byte[byte] for byte in token)] = rank
-
+    vocabulary = encode_vocabulary(source.ranks)
+    merges = _list_merges(vocabulary)
     # Like tiktoken, do not merge a word that is a token (ignore_merges).
-    converted: Any = Tokenizer(models.BPE(ids, _list_merges(ids), ignore_merges=True))
+    converted: Any = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     converted.pre_tokenizer = _create_pre_tokenizer()
     converted.decoder = decoders.ByteLevel()
+
+    # The ids of the special tokens follow the ids of the vocabulary, in this order.
     special_names = llama3_special_tokens()
     converted.add_special_tokens([AddedToken(name, special=True) for name in special_names])
-    converted.post_processor = _create_post_processor(special_names[0], source.bos_id)
+    bos_name = special_names[0]
+    converted.post_processor = _create_post_processor(bos_name, source.bos_id)
     return converted
 
 

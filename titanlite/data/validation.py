@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -195,7 +196,7 @@ class TextWindows:
                 yield from self._windows_of(text)
 
     def _windows_of(self, text: str) -> Iterator[Window]:
-        """Yield the windows of a text, and count it in `documents`, `tokens` and `num_bytes`."""
+        """Yield the windows of a text, and update `documents`, `tokens` and `num_bytes`."""
         bos_id = self.tokenizer.bos_id
         first_token = self.tokenizer.eos_id if bos_id is None else bos_id
         tokens = np.append(first_token, self.tokenizer.encode_array(text))
@@ -212,14 +213,21 @@ class TextWindows:
                 scored_end = end
 
 
+class LocalBatch(NamedTuple):
+    """A microbatch of windows for one data-parallel rank."""
+
+    microbatch: Microbatch
+    window_indices: list[int]
+    """Index of each window among all windows that are scored."""
+
+
 def window_batches(
     windows: Iterable[Window], run: Run, data_rank: int, device: torch.device
-) -> Iterator[tuple[list[Microbatch], list[list[int]]]]:
+) -> Iterator[list[LocalBatch]]:
     """Distribute windows of tokens over microbatches and data-parallel ranks.
 
-    Read the windows in chunks of 16 global microbatches, sort each chunk by length to reduce
-    padding, and yield this rank's part of each global microbatch. Every rank iterates over all
-    windows, so that the ranks need not communicate.
+    Read the windows for 16 microbatches of all ranks at once, and sort them by length to reduce
+    padding. Every rank iterates over all windows, so that the ranks need not communicate.
 
     Args:
         windows: The windows, in the same order on all ranks.
@@ -228,28 +236,24 @@ def window_batches(
         device: Device of the microbatches.
 
     Yields:
-        A list of microbatches of rank `data_rank`, and for each microbatch the indices of its
-        windows in `windows`. All ranks get the same number of microbatches with the same shapes.
+        Up to 16 microbatches of rank `data_rank`. All ranks get the same number of microbatches
+        with the same shapes.
     """
-    batch_size = run.global_microbatch_size  # windows in one microbatch of all ranks together
-    indexed_windows = enumerate(windows)  # pairs of index and window
-    while chunk := list(islice(indexed_windows, SORTED_BATCHES * batch_size)):
-        chunk.sort(key=lambda pair: len(pair[1].tokens), reverse=True)  # the longest first
-        microbatches = []
-        indices = []
-        for start in range(0, len(chunk), batch_size):
-            global_batch = chunk[start : start + batch_size]
-            # The ranks take turns in the windows of the global batch.
-            microbatch, local_indices = _make_local_batch(global_batch, run, data_rank, device)
-            microbatches.append(microbatch)
-            indices.append(local_indices)
-        yield microbatches, indices
+    windows_per_batch = run.global_microbatch_size  # in one microbatch of all ranks together
+    indexed_windows = enumerate(windows)
+    while group := list(islice(indexed_windows, SORTED_BATCHES * windows_per_batch)):
+        group.sort(key=lambda pair: len(pair[1].tokens), reverse=True)  # the longest first
+        batches = []
+        for start in range(0, len(group), windows_per_batch):
+            global_batch = group[start : start + windows_per_batch]
+            batches.append(_make_local_batch(global_batch, run, data_rank, device))
+        yield batches
 
 
 def _make_local_batch(
     global_batch: list[tuple[int, Window]], run: Run, data_rank: int, device: torch.device
-) -> tuple[Microbatch, list[int]]:
-    """Return this rank's microbatch of a global batch of windows, and the indices of its windows.
+) -> LocalBatch:
+    """Return this rank's microbatch of a global batch of windows.
 
     All ranks pad their windows to the length of the longest window in the global batch.
 
@@ -265,4 +269,4 @@ def _make_local_batch(
     local_batch = global_batch[data_rank :: run.degrees.data]  # ranks take turns
     windows = [window for _, window in local_batch]
     microbatch = padded_microbatch(windows, run.job.training.local_batch_size, length, device)
-    return microbatch, [index for index, _ in local_batch]
+    return LocalBatch(microbatch, [index for index, _ in local_batch])

@@ -245,7 +245,7 @@ def _read_batches(progress_fd: int) -> Iterator[list[PackedSequence] | Exception
 
 
 def _map_progress(fd: int) -> memoryview:
-    """Map the progress file that a data worker shares with the trainer into memory.
+    """Memory-map the progress file that is shared between a data worker and the trainer.
 
     Return a view of its three int64 numbers: the indices of the source, the part and the document
     that the worker is reading.

@@ -213,12 +213,12 @@ class _HarnessModel(LM):
             log_probs.index_add_(0, indices, label_scores.double())
             num_wrong.index_add_(0, indices, (scores.argmax(dim=1) != labels).double())
 
-        batches = window_batches(windows, trainer.run, trainer.mesh.data_rank, device)
-        for microbatches, indices_of_microbatches in batches:
+        for batches in window_batches(windows, trainer.run, trainer.mesh.data_rank, device):
             window_indices.clear()
-            for indices in indices_of_microbatches:
-                window_indices.append(torch.tensor(indices, dtype=torch.int64, device=device))
-            process_logits(trainer, microbatches, add_scores)
+            for batch in batches:
+                indices = torch.tensor(batch.window_indices, dtype=torch.int64, device=device)
+                window_indices.append(indices)
+            process_logits(trainer, [batch.microbatch for batch in batches], add_scores)
             trainer.report_progress()
 
         totals = torch.stack((log_probs, num_wrong))

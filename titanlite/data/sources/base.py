@@ -336,15 +336,15 @@ class Sequential(Source):
 
     @abstractmethod
     def raw(self, file: Any, number: int) -> Iterator[tuple[str, object]]:
-        """Yield the location and the content of each record of a part.
+        """Yield the location and the content of each record of a part, from front to back.
 
         Args:
             file: The file that contains the part, or None if it is unknown.
-            number: Index of the part in the file.
+            number: Index of the part in the file, such as the number of a row group.
 
         Yields:
             The location for messages, such as "a.jsonl, line 3", and the content: a line of JSON
-            (bytes), or a dictionary.
+            (bytes) from text files, or a dictionary from tables.
         """
 
     def read(
@@ -357,9 +357,9 @@ class Sequential(Source):
 
         Args:
             part: Index of the part.
-            start: Index in the part of the first document to yield.
-            report_progress: Function that is called with the index in the part of each document,
-                including the documents before `start`.
+            start: Index, within the part, of the first document to yield.
+            report_progress: Function that is called with the index of each document within the
+                part, including the documents before `start`.
 
         Raises:
             UserError: If the part is damaged or has changed.
@@ -369,34 +369,39 @@ class Sequential(Source):
             if index >= start:
                 yield parse_record(raw, self.column, location, self.mask_column)
 
-    def _read_raw(self, file: Any, number: int) -> Iterator[tuple[str, object]]:
-        """Yield the location and content of each record of a part, and explain why reading fails.
+    def _read_raw(self, file: File | None, number: int) -> Iterator[tuple[str, object]]:
+        """Yield the location and content of each record of a part.
 
         Args:
-            file: The file that contains the part. None if any file of the source may contain it.
+            file: The file that contains the part, or None if it is unknown.
             number: Index of the part in the file.
 
         Raises:
-            UserError: If the part is damaged or has changed.
+            UserError: If the part is damaged, or its file has changed.
         """
-        if file is None:
-            check_for_changes = self.check_files
-            last_location = f"the beginning of {self.name}"
-        else:
-            check_for_changes = file.check
-            last_location = f"the beginning of {file.path}"
-
+        last_location = f"the beginning of {self.name if file is None else file.path}"
         try:
             for location, raw in self.raw(file, number):
                 last_location = location
                 yield location, raw
         except Exception as error:  # each library has different exception types
-            check_for_changes()  # raises another error if a changed file is the cause
+            self._check_unchanged(file)  # raises if a changed file is the cause
             raise UserError(
                 f"cannot read past {last_location}: {error!r}. "
                 "If the file is damaged, copy it again."
             ) from None
-        check_for_changes()
+        self._check_unchanged(file)
+
+    def _check_unchanged(self, file: File | None) -> None:
+        """Check that a file has not changed, or all files of the source if `file` is None.
+
+        Raises:
+            UserError: If a file was removed or has changed.
+        """
+        if file is None:
+            self.check_files()
+        else:
+            file.check()
 
     def documents(self, start: int = 0) -> Iterator[Record]:
         """Yield the documents in the order of the files, from index `start` on."""

@@ -156,7 +156,7 @@ class FileSpans(RandomAccess):
         """Return the text in the bytes of a document.
 
         Raises:
-            ValueError: If the bytes are not UTF-8, or a line of JSON does not contain a text.
+            ValueError: If the bytes are not UTF-8, or a line of JSON has no text field.
             RecursionError: If the JSON is nested too deeply.
         """
         if self._is_json:
@@ -239,8 +239,8 @@ def _count_lines(stream: BinaryIO, offset: int) -> int:
 class CompressedLines(Sequential):
     """Source that reads JSON lines from .gz, .zst and uncompressed files.
 
-    Each file is a part, which is read from front to back. A resumed run decompresses the current
-    file again from its beginning.
+    Each file is one part and is read sequentially. A resumed run decompresses the current file from
+    its beginning.
     """
 
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
@@ -263,7 +263,7 @@ class CompressedLines(Sequential):
 class Parquet(Sequential):
     """Source that reads the rows of Parquet files.
 
-    Each row group is a part, which is read from front to back.
+    Each row group is one part and is read sequentially.
     """
 
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
@@ -344,8 +344,8 @@ class MappedDataset(RandomAccess):
 class StreamedDataset(Sequential):
     """Source that reads a Hugging Face dataset while it is downloaded.
 
-    Each shard of the dataset, such as a file on the Hub, is a part, which is read from front to
-    back. The fingerprint covers the number of shards and the first document.
+    Each shard of the dataset, such as a file on the Hub, is one part and is read sequentially. The
+    fingerprint covers the number of shards and the first document.
     """
 
     def __init__(self, spec: TextSource, dataset: Any, files: list[Path]) -> None:
@@ -446,7 +446,8 @@ def open_quickly(spec: TextSource, job: JobConfig) -> Source | None:
     """Open a source to inspect it, or return None if that may take more than a second.
 
     Return None for sources at a URL, Hugging Face datasets, sources from plugins, and more than 32
-    MiB of text or .npy files. Larger JSON lines files are opened without counting their lines.
+    MiB of plain text or .npy files. JSON lines are an exception: larger files are opened without
+    counting their lines.
     """
     files = find_files(spec)
     if spec.source not in BUILTIN_SOURCES - _HUB_SOURCES or storage.as_url(spec.path):
@@ -490,20 +491,28 @@ def find_files(spec: TextSource) -> list[Path]:
             accessed.
         UserError: If the path is missing.
     """
-    if spec.source == "python_stdlib":
-        return _find_stdlib_files()
     if spec.path is None and spec.source in _SOURCES_WITH_PATH:
         raise UserError(f"dataset.path is missing: dataset.source = {spec.source!r} needs one")
-    if spec.path is None or spec.source in _HUB_SOURCES:
-        return []  # a plugin or `datasets` finds the files
+    if spec.source == "python_stdlib":
+        return _find_stdlib_files()
+    if spec.source in _HUB_SOURCES or spec.path is None:
+        return []  # `datasets` or a plugin finds the files
+    return _find_files_at(spec.path, spec.source)
 
-    pattern = _choose_pattern(spec.path, spec.source)
+
+def _find_files_at(path: str, source: str) -> list[Path]:
+    """List the files at a path, and check that a source can read them.
+
+    Raises:
+        DataPathError: If there are no such files, or the path cannot be accessed.
+    """
+    pattern = _choose_pattern(path, source)
     try:
         files = _find_matching_files(pattern)
-        if spec.source in BUILTIN_SOURCES:  # a plugin may accept any files
-            _check_files(files, pattern, spec.source)
+        if source in BUILTIN_SOURCES:  # a plugin may accept any files
+            _check_files(files, pattern, source)
     except UserError as error:
-        raise DataPathError(spec.path, str(error)) from None
+        raise DataPathError(path, str(error)) from None
     return files
 
 
@@ -549,7 +558,7 @@ def _check_files(files: list[Path], pattern: str, source: str) -> None:
 
     Raises:
         UserError: If there is no file, a CSV or TSV file that `source` cannot read, or a compressed
-            text file. The message is the end of a sentence that begins with the path.
+            text file. The caller must put the path before the message.
     """
     if not files:
         raise UserError(_explain_no_match(pattern, source))

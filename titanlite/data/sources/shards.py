@@ -231,14 +231,16 @@ class Shards(TokenSource):
         entry = self._manifest.shards[shard]
         file = self._tokens[shard]
         file_size = entry.tokens * self._dtype.itemsize
-        # Checksums are for whole blocks, so read all blocks that contain a part of the range.
+        # Checksums are for whole blocks, so read all blocks that contain a part of the range. For
+        # example, bytes 70,000 to 140,000 are in the blocks 1 and 2.
         blocks = range(start // TOKEN_BLOCK_BYTES, math.ceil(end / TOKEN_BLOCK_BYTES))
         blocks_start = blocks.start * TOKEN_BLOCK_BYTES
         blocks_end = min(blocks.stop * TOKEN_BLOCK_BYTES, file_size)
         raw = file.read(blocks_start, blocks_end - blocks_start)
 
-        # The index file has one end per document, and then one checksum per block.
-        checksums = self._indexes[shard].read(entry.documents + blocks.start, len(blocks))
+        # The index file has one number per document, and then one checksum per block.
+        first_checksum = entry.documents + blocks.start
+        checksums = self._indexes[shard].read(first_checksum, len(blocks))
         _verify(file, raw, blocks.start, checksums, TOKEN_BLOCK_BYTES)
         return raw[start - blocks_start : end - blocks_start]
 

@@ -98,12 +98,12 @@ class TokenFile:
         return np.frombuffer(raw, self.dtype)
 
     def find_ends(self, tokenizer: Tokenizer) -> np.ndarray:
-        """Return the index in the file of the token after each document, shape (n,).
+        """Return the end of each document, as the position of the token after it, shape (n,).
 
         Without an index file, read all tokens. Documents then end at EOS or at the end of the file.
 
         Raises:
-            UserError: If the file has no index, and contains ids but no EOS.
+            UserError: If a file without an index file contains tokens, but no EOS.
         """
         if self.ends is not None:
             return self.ends
@@ -155,7 +155,7 @@ class TokenFiles(TokenSource):
     def attach_tokenizer(self, tokenizer: Tokenizer, holdout: float) -> None:
         """Find the documents, compute the fingerprint, and check a sample with the tokenizer.
 
-        Some formats end documents with EOS, so documents are unknown before the tokenizer is.
+        Some formats end documents with EOS, so the documents cannot be found without a tokenizer.
 
         Args:
             tokenizer: Tokenizer of the run.
@@ -165,15 +165,14 @@ class TokenFiles(TokenSource):
             UserError: If a file without an index contains no EOS, or if a document of the sample
                 contains an id outside of the vocabulary.
         """
-        self._vocab_size = tokenizer.vocab_size
-        self._tokenizer_path = tokenizer.path
+        self._tokenizer = tokenizer
         self._has_holdout = holdout > 0
         ends_by_file = [tokens.find_ends(tokenizer) for tokens in self._token_files]
         self._index = DocumentIndex(self._token_files, ends_by_file)
         self.num_documents = self._index.num_documents
-        self.num_units = self.num_documents
+        self.num_units = self.num_documents  # documents are shuffled one by one
         self.fingerprint = self._compute_fingerprint(ends_by_file)
-        self._check_sample(tokenizer)
+        self._check_sample()
 
     def _compute_fingerprint(self, ends_by_file: list[np.ndarray]) -> str:
         """Hash the positions at which documents end, and the beginning and end of each file."""
@@ -182,17 +181,18 @@ class TokenFiles(TokenSource):
             digest.update(tokens.dtype.str.encode() + ends.tobytes())
         return digest.hexdigest()
 
-    def _check_sample(self, tokenizer: Tokenizer) -> None:
+    def _check_sample(self) -> None:
         """Read a sample of documents, and log a warning if none of them ends with EOS.
 
         Raises:
             UserError: If a document contains an id outside of the vocabulary.
         """
         last_ids = [self.record(index).tokens[-1:] for index in self.sample()]
-        if tokenizer.eos_id not in np.concatenate(last_ids):
+        eos_id = self._tokenizer.eos_id
+        if eos_id not in np.concatenate(last_ids):
             logging.getLogger("titanlite").warning(
-                f"No document in a sample of {self.name} ends with the id {tokenizer.eos_id} "
-                f"(EOS). Check that {tokenizer.path} is the tokenizer of these files."
+                f"No document in a sample of {self.name} ends with the id {eos_id} (EOS). Check "
+                f"that {self._tokenizer.path} is the tokenizer of these files."
             )
 
     def where(self, part: int, number: int) -> str:
@@ -208,12 +208,13 @@ class TokenFiles(TokenSource):
         """
         token_file, start, end = self._index.locate(index)
         ids = token_file.read(start, end)
-        is_outside = (ids < 0) | (ids >= self._vocab_size)
+        vocab_size = self._tokenizer.vocab_size
+        is_outside = (ids < 0) | (ids >= vocab_size)
         if is_outside.any():
             first = int(is_outside.argmax())
             raise UserError(
                 f"{token_file.file.path}: token {start + first} is the id {ids[first]}, but "
-                f"{self._tokenizer_path} has the ids 0 to {self._vocab_size - 1}. {_REMEDY}"
+                f"{self._tokenizer.path} has the ids 0 to {vocab_size - 1}. {_REMEDY}"
             )
 
         ids = ids.astype(np.int32)
@@ -267,14 +268,14 @@ def _open_megatron(file: File, dtype: str | None) -> TokenFile:
 
 
 def _read_megatron_index(file: File) -> tuple[np.dtype, np.ndarray, np.ndarray]:
-    """Read a Megatron .idx file.
+    """Read a Megatron .idx file, which divides the tokens into sequences and documents.
 
-    It contains a header, the lengths of all sequences (4 bytes each), their positions in the .bin
-    file (8 bytes each), and the document bounds (8 bytes each).
+    It contains a header, the length of each sequence in tokens (int32), the position of each
+    sequence in the .bin file (int64), and the document bounds (int64).
 
     Returns:
-        The data type of the ids, the length of each sequence in tokens, and the document bounds:
-        the number of sequences before each document, followed by the total number of sequences.
+        The data type of the ids, the lengths of the sequences, and the document bounds: the number
+        of sequences before each document, followed by the total number of sequences.
 
     Raises:
         ValueError: If the file has a different format or is truncated.
@@ -286,11 +287,13 @@ def _read_megatron_index(file: File) -> tuple[np.dtype, np.ndarray, np.ndarray]:
     code, num_sequences, num_bounds = struct.unpack_from("<BQQ", raw, len(_MEGATRON_START))
     if code not in _MEGATRON_DTYPES:
         raise ValueError(f"{file.path} has the data type code {code}, which is not for token ids")
-    positions_start = _MEGATRON_HEADER_BYTES + 4 * num_sequences
+    # The header is followed by three arrays: the lengths, the positions and the bounds.
+    lengths_start = _MEGATRON_HEADER_BYTES
+    positions_start = lengths_start + 4 * num_sequences
     bounds_start = positions_start + 8 * num_sequences
     if len(raw) < bounds_start + 8 * num_bounds:
         raise ValueError(f"{file.path} is truncated")
-    lengths = np.frombuffer(raw, "<i4", num_sequences, _MEGATRON_HEADER_BYTES)
+    lengths = np.frombuffer(raw, "<i4", num_sequences, lengths_start)
     bounds = np.frombuffer(raw, "<i8", num_bounds, bounds_start)
     return np.dtype(_MEGATRON_DTYPES[code]), lengths, bounds
 
