@@ -90,10 +90,11 @@ def torchtitan_weights(path: str | Path, model: Model) -> Weights:
 
 
 def _open_checkpoint(path: Path) -> SafeReader:
-    """Open a torchtitan checkpoint to read its weights.
+    """Open a checkpoint of torchtitan, which has no manifest, to read its weights.
 
     Raises:
-        UserError: If `path` is a titanlite checkpoint, is not a checkpoint, or is damaged.
+        UserError: If the folder has a manifest, so that titanlite saved it, is not a checkpoint, or
+            is damaged.
     """
     if exists(path / MANIFEST):
         raise UserError(
