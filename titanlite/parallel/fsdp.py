@@ -92,8 +92,8 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
 def needs_fsdp(model: Llama, device_type: str, run: Run) -> bool:
     """Return whether a job runs on several ranks, or uses an option that only FSDP implements.
 
-    All other jobs compute the same results without FSDP, and faster. Rare exceptions are described
-    in titanlite/parallel/mixed_precision.py.
+    All other jobs are faster without FSDP, and compute bitwise equal results, except for rare
+    plugin models; see titanlite/parallel/mixed_precision.py.
 
     Args:
         model: Model or pipeline stage on the meta device.
