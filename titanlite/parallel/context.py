@@ -178,8 +178,8 @@ def _attend_causally(q: Tensor, full_k: Tensor, full_v: Tensor, rank: int) -> Te
     """
     early_q, late_q = q.chunk(2, dim=2)
     chunk_size = early_q.shape[2]
-    # The early chunk is number `rank` from the start of the sequence, and the late chunk is number
-    # `rank` from its end.
+    # Counting from 0, the early chunk is chunk `rank` from the start of the sequence, and the late
+    # chunk is chunk `rank` from its end.
     early_end = (rank + 1) * chunk_size
     late_end = full_k.shape[2] - rank * chunk_size
 

@@ -275,7 +275,7 @@ def _to_float8_style(style: ParallelStyle, module: nn.Module) -> ParallelStyle:
     """Return the torchao variant of a tensor parallel style, which gathers activations in FP8.
 
     Return `style` unchanged if torchao has no such variant, or if any linear layer of the module is
-    not an FP8 layer, because all of them read the gathered input.
+    not an FP8 layer, because it may read the gathered input in high precision.
 
     Args:
         style: Parallel style of `module`.

@@ -202,6 +202,7 @@ class ForwardBackward:
             total_loss += loss.detach()
 
         if self.offloaded_gradients is not None:
+            # This first adds the gradients of the last microbatch to the sums.
             self.offloaded_gradients.move_sums_to_parameters()
         return total_loss
 
@@ -262,8 +263,8 @@ class ForwardBackward:
 
 
 def _build_summed_loss(loss_fn: ScaledLoss, device: torch.device) -> NormalizedLoss:
-    """Return the plain sum of the token losses, as a `NormalizedLoss` with a divisor of 1."""
-    one = torch.ones((), device=device)
+    """Build a loss that sums the token losses without normalizing them."""
+    one = torch.ones((), device=device)  # the divisor of all microbatches
     return NormalizedLoss(loss_fn, get_divisor=lambda: one)
 
 
@@ -533,11 +534,11 @@ def _build_flex_mask(
 
     See `_build_boolean_mask` for the arguments.
     """
-    is_causal = _is_causal(batch, window)
+    is_plain_causal = _is_plain_causal(batch, window)
     # With context parallelism, flex attention is causal only with a mask.
-    if is_causal and context is None:
+    if is_plain_causal and context is None:
         return None
-    document_ids = None if is_causal else _get_document_ids(batch)
+    document_ids = None if is_plain_causal else _get_document_ids(batch)
     return flex_mask(batch.input_ids, document_ids, context, window)
 
 
@@ -554,7 +555,7 @@ def _build_boolean_mask(
     Returns:
         Mask from this rank's queries to all keys, shape (B, 1, T / context parallel degree, T).
     """
-    if _is_causal(batch, window):
+    if _is_plain_causal(batch, window):
         return None
     mask = document_mask(_get_document_ids(batch), window)  # (B, 1, T, T): queries, keys
     if context is None:
@@ -562,7 +563,7 @@ def _build_boolean_mask(
     return local_chunks(mask, context, dim=2)  # the queries of this rank
 
 
-def _is_causal(batch: Microbatch, window: int) -> bool:
+def _is_plain_causal(batch: Microbatch, window: int) -> bool:
     """Return whether every token attends to all earlier tokens of its sequence."""
     seq_len = batch.input_ids.shape[1]
     has_short_window = 0 < window < seq_len

@@ -90,10 +90,10 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
 
 
 def needs_fsdp(model: Llama, device_type: str, run: Run) -> bool:
-    """Return whether a job runs on several ranks, or uses an option that only FSDP implements.
+    """Return whether a job needs FSDP, as all jobs on several ranks do, or saves memory with it.
 
-    All other jobs are faster without FSDP, and compute bitwise equal results, except for rare
-    plugin models; see titanlite/parallel/mixed_precision.py.
+    Other jobs compute bitwise equal results with and without FSDP, except for rare plugin models;
+    see titanlite/parallel/mixed_precision.py.
 
     Args:
         model: Model or pipeline stage on the meta device.
@@ -252,7 +252,8 @@ def configure_microbatch(
 
     Args:
         model: Model after `apply_fsdp`.
-        reduces_gradients: Reduce the accumulated gradients over the ranks in the backward pass.
+        reduces_gradients: Reduce the accumulated gradients over the ranks in the backward pass. If
+            False, FSDP accumulates unsharded gradients.
         frees_output_after_forward: Free the output matrix after the forward pass. This has no
             effect if the matrix belongs to the root module.
         frees_output_after_backward: Free the output matrix after the backward pass.
@@ -261,8 +262,8 @@ def configure_microbatch(
         return
     model.set_requires_gradient_sync(reduces_gradients)
 
-    # With tied embeddings or in a small model, the output matrix belongs to the root module. Do not
-    # free it after the forward pass, because FSDP would gather it again for the backward pass.
+    # With tied embeddings or in a small model, the output matrix belongs to the root module.
+    # `apply_fsdp` has set whether the root module frees it after the forward pass.
     model.set_reshard_after_backward(frees_output_after_backward, recurse=False)
 
     if isinstance(model.output, FSDPModule):

@@ -155,8 +155,8 @@ def separates_norm(blocks: ModuleGroups, output: nn.Module, mesh: DeviceMesh, ru
     Tests: test_safe_savers_lower_the_peak_of_allocated_memory,
     test_no_saver_waits_for_the_output_if_that_costs_time_or_saves_little
     """
-    is_multi_node = mesh.size(-1) > RANKS_PER_NODE
-    if is_multi_node or is_small([output], run):
+    shards_across_nodes = mesh.size(-1) > RANKS_PER_NODE  # the wait would be long
+    if shards_across_nodes or is_small([output], run):
         return False
     return run.job.parallelism.memory_savers == "all" or _is_wait_short(blocks, output, run)
 

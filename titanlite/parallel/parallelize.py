@@ -98,7 +98,7 @@ def _build_stage(
 
 
 def _check_no_shared_parameters(model: Llama, num_parameters: int, class_name: str) -> None:
-    """Check that different FSDP groups share no parameters, as the model of a plugin might.
+    """Check that no parameter is shared by different FSDP groups, which plugin models may do.
 
     Each group allocates a separate copy of a shared parameter, so sharding would increase the
     number of parameters.

@@ -47,11 +47,9 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, gather_float8: bool) -
     for block in model.layers.values():
         # A plan maps submodules to parallel styles, which shard weights and add communication. The
         # second plan, if any, adds communication to submodules that already have a style.
-        plans = create_plans(model.arch)
-        if gather_float8:
-            plans = [float8_plan(plan, block) for plan in plans]
-        for plan in plans:
-            parallelize_module(block, mesh, plan)
+        for plan in create_plans(model.arch):
+            block_plan = float8_plan(plan, block) if gather_float8 else plan
+            parallelize_module(block, mesh, block_plan)
 
     if model.tok_embeddings is not None:
         _shard_embedding(model.tok_embeddings, mesh)

@@ -216,7 +216,7 @@ class Migration:
         return size if self.model == "llama3" else f"{self.model}-{size}"
 
     def _convert_model(self) -> None:
-        """Set the flavor (a named model size), its context length and its attention mask."""
+        """Set the flavor (a named model size), the sizes that differ from it, and the mask."""
         old_flavor = self._old.get("model.flavor", "debugmodel")
         new_flavor = self._convert_flavor(old_flavor)
         self._set_if_missing("model.flavor", new_flavor, reason=DEFAULT)
@@ -281,6 +281,9 @@ class Migration:
             section: Section of the new job file, "dataset" or "validation".
             old_section: Section of the old job file, "training" or "validation".
             default: Dataset that torchtitan uses if the old section does not name one.
+
+        Raises:
+            UserError: If titanlite does not know the dataset, and the job file sets no path.
         """
         name_key = f"{old_section}.dataset"
         path_key = f"{old_section}.dataset_path"
@@ -356,7 +359,7 @@ class Migration:
     def _set_global_batch_size(self, sequences_per_step: int, microbatch_size: int) -> None:
         """Set the global batch size to `sequences_per_step` times the data-parallel degree.
 
-        If the old job file does not set this degree, report how to compute the size instead.
+        If the job file sets no positive shard degree, report how to compute the size instead.
 
         Args:
             sequences_per_step: Number of sequences that a data-parallel rank trains on per step.
@@ -379,7 +382,7 @@ class Migration:
     def _get_microbatch_size(self, local_size: int, num_pipeline_ranks: int) -> int:
         """Return the number of sequences per pipeline microbatch in the old job file.
 
-        If the job file sets the number of microbatches instead, as in old versions, divide
+        If the job file sets the number of microbatches instead, as in early versions, divide
         `local_size` by this number.
 
         Args:
@@ -387,8 +390,8 @@ class Migration:
             num_pipeline_ranks: Default for the number of microbatches.
         """
         size = self._get_integer("parallelism.pipeline_parallel_microbatch_size", 1)
-        is_old_version = "experimental.pipeline_parallel_degree" in self._old
-        if not is_old_version:
+        is_early_version = "experimental.pipeline_parallel_degree" in self._old
+        if not is_early_version:
             return size
         key = "experimental.pipeline_parallel_microbatches"
         num_microbatches = max(1, self._get_integer(key, num_pipeline_ranks))
@@ -445,7 +448,7 @@ class Migration:
         return _parse_names(self._old.get(f"quantize.linear.{section}.filter_fqns", names))
 
     def _add_defaults(self) -> None:
-        """Set keys that the old job file omits, if torchtitan and titanlite default differ."""
+        """Set keys that the old job file omits, if the torchtitan and titanlite defaults differ."""
         # titanlite rejects these keys if the job does not also set `enable` in their section.
         if "compile.components" in self._new:
             self._set_if_missing("compile.enable", False, DEFAULT)

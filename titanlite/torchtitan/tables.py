@@ -27,7 +27,7 @@ _FILE: dict[str, Any] = tomli.loads(
 
 
 def _list_equivalents() -> dict[str, str]:
-    """Map each old key (of torchtitan) to the new key (of titanlite) with the same meaning.
+    """Map each torchtitan key to the titanlite key with the same meaning.
 
     For example, {"training.steps": "training.steps", "training.compile": "compile.enable", ...}.
     """

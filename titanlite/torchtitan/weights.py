@@ -90,11 +90,11 @@ def torchtitan_weights(path: str | Path, model: Model) -> Weights:
 
 
 def _open_checkpoint(path: Path) -> SafeReader:
-    """Open a checkpoint of torchtitan, which has no manifest, to read its weights.
+    """Open a torchtitan checkpoint, which has no manifest, to read its weights.
 
     Raises:
-        UserError: If the folder has a manifest, so that titanlite saved it, is not a checkpoint, or
-            is damaged.
+        UserError: If the folder is a titanlite checkpoint (it has a manifest), is not a checkpoint,
+            or is damaged.
     """
     if exists(path / MANIFEST):
         raise UserError(
