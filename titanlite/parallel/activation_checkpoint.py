@@ -171,7 +171,7 @@ def is_always_saved(op: Any) -> bool:
 
 
 def _checkpoint_block(model: Llama, block: nn.Module, create_contexts: CreateContexts) -> None:
-    """Make a block recompute its activations in the backward pass, by wrapping its `forward`.
+    """Make a block recompute its activations in the backward pass, by replacing its `forward`.
 
     Args:
         model: Model that contains the block.
@@ -180,11 +180,15 @@ def _checkpoint_block(model: Llama, block: nn.Module, create_contexts: CreateCon
     """
     forward = block.forward
     preserve_rng_state = draws_random_numbers(type(model))
-    # Not a `partial`, because the compiler does not trace into functions that are defined in torch.
-    block.forward = lambda *inputs: checkpoint(
-        forward,
-        *inputs,
-        use_reentrant=False,
-        preserve_rng_state=preserve_rng_state,
-        context_fn=create_contexts,
-    )
+
+    # The compiler traces this function, but would not trace a `partial` of `checkpoint`.
+    def forward_with_checkpoint(*inputs: Any) -> Any:
+        return checkpoint(
+            forward,
+            *inputs,
+            use_reentrant=False,
+            preserve_rng_state=preserve_rng_state,
+            context_fn=create_contexts,
+        )
+
+    block.forward = forward_with_checkpoint

@@ -178,12 +178,15 @@ def _attend_causally(q: Tensor, full_k: Tensor, full_v: Tensor, rank: int) -> Te
     """
     early_q, late_q = q.chunk(2, dim=2)
     chunk_size = early_q.shape[2]
+    # Counting from 0, the early chunk is chunk `rank` from the start of the sequence, and the late
+    # chunk is chunk `rank` from its end.
     early_end = (rank + 1) * chunk_size
     late_end = full_k.shape[2] - rank * chunk_size
 
     outputs = []
     for chunk_q, end in ((early_q, early_end), (late_q, late_end)):
-        # The queries of a chunk are the last `chunk_size` of the first `end` tokens.
+        # The queries of a chunk are the last `chunk_size` of the first `end` tokens. A window of 0
+        # means that they attend to all of these tokens.
         mask = causal_mask(num_queries=chunk_size, num_keys=end, window=0, device=q.device)
         outputs.append(attention(chunk_q, full_k[:, :, :end], full_v[:, :, :end], mask))
     return torch.cat(outputs, dim=2)

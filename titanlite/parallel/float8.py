@@ -127,7 +127,7 @@ def convert_to_float8(
     kept: Counter[str] = Counter()
 
     def should_convert(module: nn.Module, name: str) -> bool:
-        """Return whether to convert a module, and count linear layers by their name in a block."""
+        """Return whether to convert a module. Count linear layers in `converted` or `kept`."""
         if not isinstance(module, nn.Linear):
             return False
         is_chosen = is_converted(name, (module.in_features, module.out_features), config)
@@ -274,8 +274,8 @@ def float8_plan(plan: Mapping[str, ParallelStyle], block: nn.Module) -> dict[str
 def _to_float8_style(style: ParallelStyle, module: nn.Module) -> ParallelStyle:
     """Return the torchao variant of a tensor parallel style, which gathers activations in FP8.
 
-    Return `style` unchanged if torchao has no such variant, or if the module contains linear layers
-    in high precision, which read the same input.
+    Return `style` unchanged if torchao has no such variant, or if any linear layer of the module is
+    not an FP8 layer, because it may read the gathered input in high precision.
 
     Args:
         style: Parallel style of `module`.
@@ -298,7 +298,7 @@ def _to_float8_style(style: ParallelStyle, module: nn.Module) -> ParallelStyle:
 
 
 def _copy_linear_style(style: Any, style_class: Any) -> ParallelStyle:
-    """Return the parallel style of a linear layer as another class with the same settings."""
+    """Convert the parallel style of a linear layer to `style_class` and keep its settings."""
     # A linear layer has one input and one output.
     (input_layout,) = style.input_layouts
     (output_layout,) = style.output_layouts

@@ -7,7 +7,8 @@ vocabulary and blocks are distributed over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
@@ -22,6 +23,7 @@ from torch.profiler import record_function
 from titanlite.config.registry import LOSSES
 from titanlite.config.run import Run
 from titanlite.model.attention import DocumentBounds, document_mask, equal_bounds
+from titanlite.model.llama import Llama
 from titanlite.model.microbatch import IGNORE_INDEX, Microbatch
 from titanlite.optim.losses import CrossEntropy, LossRecipe
 from titanlite.parallel.context import flex_mask, local_chunks
@@ -56,18 +58,18 @@ class TokenCount:
     def __init__(
         self, num_valid_tokens: int, group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        """Start the all-reduce.
+        """Start an asynchronous all-reduce of the number of valid labels.
 
         Args:
             num_valid_tokens: Number of valid labels on this rank.
-            group: Ranks that read different data.
+            group: Data parallel group of this rank. Its ranks read different sequences.
             device: Device of this rank.
         """
         self._total = torch.full((), num_valid_tokens, dtype=torch.int64, device=device)
         self._all_reduce = dist.all_reduce(self._total, group=group, async_op=True)
 
     def wait(self) -> Tensor:
-        """Wait for the all-reduce, and return the number, a scalar on the device.
+        """Wait for the all-reduce, and return the global number, a scalar on the device.
 
         On a GPU, only the current stream waits, not the CPU. The method can be called repeatedly.
         """
@@ -182,7 +184,8 @@ class ForwardBackward:
     def __call__(self, microbatches: Sequence[Microbatch], global_tokens: TokenCount) -> Tensor:
         """Accumulate the gradients of all microbatches and return this rank's part of the loss.
 
-        The parts of all ranks in `mesh.loss_group` add up to the loss of the global batch.
+        FSDP sums gradients over the ranks in the last microbatch, or in each of them, depending on
+        the job. The losses of all ranks in `mesh.loss_group` add up to the global loss.
 
         Args:
             microbatches: This rank's sequences of the global batch.
@@ -195,29 +198,31 @@ class ForwardBackward:
             self._configure_fsdp(is_last)
             with record_function("forward"):
                 loss = self._forward(microbatch, loss_fn)
-
-            if self.offloaded_gradients is not None:
-                # The parameters still have the gradients of the previous microbatch, if any. The
-                # CPU adds them to its sums now, while the GPU computes this forward pass.
-                self.offloaded_gradients.move_gradients_to_sums()
-
-            with record_function("backward"):
-                loss.backward()
+            self._backward(loss)
             total_loss += loss.detach()
 
         if self.offloaded_gradients is not None:
-            self.offloaded_gradients.move_sums_to_parameters()  # first adds the last microbatch
+            # This first adds the gradients of the last microbatch to the sums.
+            self.offloaded_gradients.move_sums_to_parameters()
         return total_loss
 
+    def _backward(self, loss: Tensor) -> None:
+        """Run the backward pass of one microbatch.
+
+        With offloaded gradients, first let the CPU add the gradients of the previous microbatch to
+        its sums, while the GPU computes the forward pass of this microbatch.
+        """
+        if self.offloaded_gradients is not None:
+            self.offloaded_gradients.move_gradients_to_sums()
+        with record_function("backward"):
+            loss.backward()
+
     def _configure_fsdp(self, is_last: bool) -> None:
-        """Configure FSDP for the next microbatch.
+        """Configure when FSDP reduces gradients and frees the output matrix in a microbatch.
 
-        The output matrix is the largest parameter, so it stays unsharded until the last microbatch.
-        FSDP then frees it after the forward pass, or after the backward pass if the loss reads it
-        there.
-
-        Args:
-            is_last: Whether the next microbatch is the last of the step.
+        The output matrix is the largest parameter, so it stays unsharded until the last microbatch
+        of the step. FSDP then frees it after the forward pass, or after the backward pass if the
+        backward pass of the loss reads it.
         """
         configure_microbatch(
             self._model,
@@ -229,8 +234,7 @@ class ForwardBackward:
     def _forward(self, microbatch: Microbatch, loss_fn: NormalizedLoss) -> Tensor:
         """Return the loss of one microbatch."""
         inputs = local_inputs([microbatch], self._mesh, self._run)
-        head = LossHead(inputs.labels, loss_fn)
-        return self._model(inputs.tokens, head=head, **inputs.attention)
+        return self._model(inputs.tokens, **inputs.forward_options(loss_fn))
 
     @torch.no_grad()
     def evaluate(
@@ -248,22 +252,32 @@ class ForwardBackward:
         """
         if loss_fn is None:
             loss_fn = self._cross_entropy
-        # Dividing by 1 keeps the sum. One tensor serves all microbatches.
-        one = torch.ones((), device=self._device)
-        summed_loss = NormalizedLoss(loss_fn, get_divisor=lambda: one)
-
-        self._model.eval()  # turns off dropout in the model of a plugin
-        try:
+        summed_loss = _build_summed_loss(loss_fn, self._device)
+        with _evaluation_mode(self._model):
             return self._sum_losses(microbatches, summed_loss)
-        finally:
-            self._model.train()
-            for module in fsdp_modules(self._model):
-                module.reshard()  # FSDP frees some parameters only in the backward pass
 
     def _sum_losses(self, microbatches: Sequence[Microbatch], loss_fn: NormalizedLoss) -> Tensor:
         """Return the sum of the losses of all microbatches, a float64 scalar."""
         losses = [self._forward(microbatch, loss_fn) for microbatch in microbatches]
         return torch.stack(losses).double().sum()
+
+
+def _build_summed_loss(loss_fn: ScaledLoss, device: torch.device) -> NormalizedLoss:
+    """Build a loss that sums the token losses without normalizing them."""
+    one = torch.ones((), device=device)  # the divisor of all microbatches
+    return NormalizedLoss(loss_fn, get_divisor=lambda: one)
+
+
+@contextmanager
+def _evaluation_mode(model: Llama) -> Iterator[None]:
+    """Turn off dropout in a `with` block, and then free the parameters that FSDP has gathered."""
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+        for module in fsdp_modules(model):
+            module.reshard()  # FSDP frees some parameters only in the backward pass
 
 
 class PipelineForwardBackward(ForwardBackward):
@@ -300,7 +314,7 @@ class PipelineForwardBackward(ForwardBackward):
     def _sum_losses(self, microbatches: Sequence[Microbatch], loss_fn: NormalizedLoss) -> Tensor:
         """Return the sum of the losses of all microbatches, a float64 scalar.
 
-        A schedule runs a fixed number of microbatches, so pad its last run with microbatches
+        A schedule runs a fixed number of microbatches, so its last run is padded with microbatches
         without labels.
         """
         total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -320,7 +334,7 @@ class PipelineForwardBackward(ForwardBackward):
     ) -> Tensor:
         """Run a pipeline schedule and return the sum of this rank's losses.
 
-        Ranks without the last stage compute no loss and return 0.
+        The last stage computes the loss of each microbatch. Ranks without this stage return 0.
 
         Args:
             run_schedule: Method of a torch schedule: `step` for training, `eval` for validation.
@@ -328,24 +342,18 @@ class PipelineForwardBackward(ForwardBackward):
             loss_fn: Function that computes the loss of a microbatch.
         """
         inputs = local_inputs(microbatches, self._mesh, self._run)
-        head = LossHead(inputs.labels, loss_fn)
         # Only the first stage has the embedding. All others get hidden states from other ranks.
         stage_inputs = [] if self._model.tok_embeddings is None else [inputs.tokens]
-
+        model_options = inputs.forward_options(loss_fn)
         losses: list[Tensor] = []  # the schedule appends the loss of each microbatch
         run_schedule(
-            # Arguments of `Llama.forward`, which the schedule splits into microbatches. With a
-            # `LossHead`, the last stage returns the loss instead of logits.
             *stage_inputs,
-            head=head,
-            **inputs.attention,
-            # torch requires a target to compute losses. The loss function of the schedule ignores
-            # it, because the head has the labels.
+            **model_options,  # passed to `Llama.forward`
             losses=losses,
-            target=inputs.labels,
+            target=inputs.labels,  # required by torch, but not used: the model has the labels
             return_outputs=False,
         )
-        if not losses:  # another rank has the last stage
+        if not losses:
             return torch.zeros((), device=inputs.tokens.device)
         return torch.stack(losses).detach().sum()
 
@@ -392,6 +400,10 @@ class LocalInputs(NamedTuple):
     labels: Tensor
     attention: dict[str, Any]
 
+    def forward_options(self, loss_fn: NormalizedLoss) -> dict[str, Any]:
+        """Return keyword arguments that make `Llama.forward` return the loss of these labels."""
+        return {"head": LossHead(self.labels, loss_fn), **self.attention}
+
 
 def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh, run: Run) -> LocalInputs:
     """Concatenate microbatches and select this rank's part of each sequence.
@@ -427,27 +439,38 @@ def _add_needed_positions(batch: Microbatch, mesh: Mesh) -> Microbatch:
 def _build_masks(
     microbatches: Sequence[Microbatch], batch: Microbatch, context: DeviceMesh | None, run: Run
 ) -> dict[str, Mask | None]:
-    """Build the attention masks of all layers in the format of the attention backend.
+    """Build the attention mask of all layers, or two masks if only some layers have a window.
 
     Args:
         microbatches: Microbatches with whole sequences.
         batch: The same sequences, concatenated by `_join`.
         context: Mesh of the context parallel ranks, or None.
-        run: The run, which selects the attention backend.
+        run: The run, which selects the sliding window and the attention backend.
 
     Returns:
         Arguments of `Llama.forward`: "mask", and "full_mask" if some layers have no sliding window.
         A mask is None if plain causal attention is enough.
     """
-    windows = {"mask": run.arch.sliding_window}
+    window = run.arch.sliding_window
+    masks = {"mask": _build_mask(microbatches, batch, context, run, window)}
     if run.arch.full_attention_interval > 0:
-        windows["full_mask"] = 0
+        masks["full_mask"] = _build_mask(microbatches, batch, context, run, window=0)  # no window
+    return masks
 
+
+def _build_mask(
+    microbatches: Sequence[Microbatch],
+    batch: Microbatch,
+    context: DeviceMesh | None,
+    run: Run,
+    window: int,
+) -> Mask | None:
+    """Build the mask for one window in the format of the attention backend; see `_build_masks`."""
     if run.job.model.uses_document_bounds:  # variable-length attention
-        return {name: _build_bounds(microbatches, window) for name, window in windows.items()}
-    uses_flex = run.job.model.attention_backend == "flex"
-    build_mask = _build_flex_mask if uses_flex else _build_boolean_mask
-    return {name: build_mask(batch, context, window) for name, window in windows.items()}
+        return _build_bounds(microbatches, window)
+    if run.job.model.attention_backend == "flex":
+        return _build_flex_mask(batch, context, window)
+    return _build_boolean_mask(batch, context, window)
 
 
 def _join(microbatches: Sequence[Microbatch]) -> Microbatch:
@@ -511,10 +534,11 @@ def _build_flex_mask(
 
     See `_build_boolean_mask` for the arguments.
     """
-    document_ids = _find_document_ids(batch, window)
+    is_plain_causal = _is_plain_causal(batch, window)
     # With context parallelism, flex attention is causal only with a mask.
-    if document_ids is None and context is None:
+    if is_plain_causal and context is None:
         return None
+    document_ids = None if is_plain_causal else _get_document_ids(batch)
     return flex_mask(batch.input_ids, document_ids, context, window)
 
 
@@ -531,24 +555,25 @@ def _build_boolean_mask(
     Returns:
         Mask from this rank's queries to all keys, shape (B, 1, T / context parallel degree, T).
     """
-    document_ids = _find_document_ids(batch, window)
-    if document_ids is None:
+    if _is_plain_causal(batch, window):
         return None
-    mask = document_mask(document_ids, window)  # (B, 1, T, T): queries, keys
+    mask = document_mask(_get_document_ids(batch), window)  # (B, 1, T, T): queries, keys
     if context is None:
         return mask
     return local_chunks(mask, context, dim=2)  # the queries of this rank
 
 
-def _find_document_ids(batch: Microbatch, window: int) -> Tensor | None:
-    """Return the document of each token, shape (B, T), or None if all earlier tokens are visible.
+def _is_plain_causal(batch: Microbatch, window: int) -> bool:
+    """Return whether every token attends to all earlier tokens of its sequence."""
+    seq_len = batch.input_ids.shape[1]
+    has_short_window = 0 < window < seq_len
+    return batch.document_ids is None and not has_short_window
 
-    Without document ids, only a window that is shorter than the sequences needs a mask. Each
-    sequence is then one document.
-    """
-    tokens = batch.input_ids
-    if batch.document_ids is None and 0 < window < tokens.shape[1]:
-        return torch.zeros_like(tokens)
+
+def _get_document_ids(batch: Microbatch) -> Tensor:
+    """Return the document of each token, (B, T). By default, each sequence is one document."""
+    if batch.document_ids is None:
+        return torch.zeros_like(batch.input_ids)
     return batch.document_ids
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, cast
 
 import torch
@@ -90,7 +90,7 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
 
 
 def needs_fsdp(model: Llama, device_type: str, run: Run) -> bool:
-    """Return whether a job needs FSDP. All jobs on several ranks need it.
+    """Return whether a job needs FSDP, as all jobs on several ranks do, or saves memory with it.
 
     Other jobs compute bitwise equal results with and without FSDP, except for rare plugin models;
     see titanlite/parallel/mixed_precision.py.
@@ -104,10 +104,10 @@ def needs_fsdp(model: Llama, device_type: str, run: Run) -> bool:
     return (
         run.degrees.world > 1
         or _casts_with_fsdp(job.training, device_type)
-        or _shares_parameters(model)
-        or job.training.enable_cpu_offload
+        or _shares_parameters(model)  # FSDP preserves sharing when it allocates parameters
+        or job.training.enable_cpu_offload  # FSDP copies parameters to the GPU
         or job.float8.enable  # FSDP all-gathers FP8 weights
-        or job.optimizer.name not in PLAIN_TENSOR_OPTIMIZERS
+        or job.optimizer.name not in PLAIN_TENSOR_OPTIMIZERS  # others need DTensors
     )
 
 
@@ -125,10 +125,10 @@ def _casts_with_fsdp(training: Training, device_type: str) -> bool:
 
 
 def _shares_parameters(model: nn.Module) -> bool:
-    """Return whether several modules share a parameter, which is possible in a plugin.
+    """Return whether any parameter is shared between modules, as in some plugin models.
 
-    Without FSDP, `to_empty` would allocate the parameter separately for each module. FSDP keeps it
-    shared within a group.
+    FSDP keeps it shared within a group. Without FSDP, `to_empty` would allocate a separate copy for
+    each module.
     """
     parameters_by_name = list(model.named_parameters(remove_duplicate=False))
     return len(parameters_by_name) > len(list(model.parameters()))
@@ -232,11 +232,9 @@ def _should_reshard(blocks: ModuleGroups, mesh: DeviceMesh, run: Run) -> bool:
     also stay unsharded: freeing them saves little memory, and copying them again takes 1% of a
     step.
     """
-    num_params = sum(count_params(group) for group in blocks)
-    min_group_size = run.job.parallelism.fsdp_min_num_params
-    is_small = num_params < memory_savers.SMALL_MODEL_GROUPS * min_group_size
     is_single_rank = mesh.size() == 1
-    return len(blocks) > 1 and not (is_single_rank and is_small)
+    are_blocks_small = memory_savers.is_small(chain(*blocks), run)
+    return len(blocks) > 1 and not (is_single_rank and are_blocks_small)
 
 
 def configure_microbatch(
@@ -248,22 +246,24 @@ def configure_microbatch(
 ) -> None:
     """Configure when FSDP reduces gradients and frees the output matrix in the next microbatch.
 
-    Call this function before the forward pass of the microbatch. Without FSDP, it does nothing.
+    In a step with several microbatches, gradients need only be reduced in the last one, and keeping
+    the output matrix unsharded until then saves all-gathers. Call this function before the forward
+    pass of each microbatch. Without FSDP, it does nothing.
 
     Args:
         model: Model after `apply_fsdp`.
         reduces_gradients: Reduce the accumulated gradients over the ranks in the backward pass. If
             False, FSDP accumulates unsharded gradients.
-        frees_output_after_forward: Free the unsharded output matrix after the forward pass, if it
-            is a separate FSDP module.
-        frees_output_after_backward: Free the unsharded output matrix after the backward pass.
+        frees_output_after_forward: Free the output matrix after the forward pass. This has no
+            effect if the matrix belongs to the root module.
+        frees_output_after_backward: Free the output matrix after the backward pass.
     """
     if not isinstance(model, FSDPModule):
         return
     model.set_requires_gradient_sync(reduces_gradients)
 
-    # With tied embeddings or in a small model, the root module holds the output matrix. Otherwise,
-    # `model.output` holds it, and the root module usually has no parameters.
+    # With tied embeddings or in a small model, the output matrix belongs to the root module.
+    # `apply_fsdp` has set whether the root module frees it after the forward pass.
     model.set_reshard_after_backward(frees_output_after_backward, recurse=False)
 
     if isinstance(model.output, FSDPModule):

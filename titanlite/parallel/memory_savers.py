@@ -99,7 +99,7 @@ def free_gather_buffer_before_loss(model: Llama) -> None:
     the copy before the forward pass, after which FSDP2 frees the buffer at once.
 
     Gain: 0.97 GiB of allocated memory with "safe", 0.98 GiB in eager mode. With "all", another
-    saver has the same effect. No kernel launches.
+    saver has the same effect. No additional kernel launches.
     Hazard: None, because only the streams of later all-gathers wait for the copy.
     Test: test_safe_savers_lower_the_peak_of_allocated_memory
     """
@@ -115,19 +115,14 @@ def _unshard_before_forward(module: nn.Module, _args: Any) -> None:
 def regroup_norm(
     block_groups: ModuleGroups, output_groups: ModuleGroups, mesh: DeviceMesh, run: Run
 ) -> tuple[ModuleGroups, ModuleGroups]:
-    """Separate the final norm from the output projection, so that FSDP frees the projection early.
+    """Move the final norm out of the FSDP group of the output projection, if this saves memory.
 
     FSDP frees all weights of a group together. The backward pass reads the norm, but usually not
-    the projection. For a model with two blocks, the result is one of:
-
-        [block 0]  [block 1]        [norm, projection]    if FSDP keeps it for the backward pass
-        [block 0]  [block 1]        [norm]  [projection]  if `separates_norm`, to save more memory
-        [block 0]  [block 1, norm]  [projection]          otherwise, with fewer collectives
-
-    Without blocks, as in some pipeline stages, the second layout replaces the third.
+    the projection, so FSDP can free the projection early if it is a separate group. The norm then
+    joins the group of the last block, or becomes a separate group to save more memory.
 
     Args:
-        block_groups: FSDP groups of the blocks, in forward order.
+        block_groups: FSDP groups of the blocks, in forward order. Some pipeline stages have none.
         output_groups: The group [norm, projection] in a list. Empty without an output layer.
         mesh: Mesh of `fully_shard`.
         run: The validated job.
@@ -135,13 +130,15 @@ def regroup_norm(
     Returns:
         The new groups of the blocks, and the new groups of the output.
     """
+    # Comments show the result for a model with two blocks.
     if not output_groups or not frees_output_after_forward(run):
-        return block_groups, output_groups
+        return block_groups, output_groups  # [block 0] [block 1] [norm, projection]
 
     norm, projection = output_groups[0]
     if not block_groups or separates_norm(block_groups, projection, mesh, run):
-        return block_groups, [[norm], [projection]]
+        return block_groups, [[norm], [projection]]  # [block 0] [block 1] [norm] [projection]
 
+    # Otherwise, save a collective: [block 0] [block 1, norm] [projection]
     *first_groups, last_group = block_groups
     return [*first_groups, [*last_group, norm]], [[projection]]
 
@@ -149,37 +146,32 @@ def regroup_norm(
 def separates_norm(blocks: ModuleGroups, output: nn.Module, mesh: DeviceMesh, run: Run) -> bool:
     """Return whether the final norm becomes a separate FSDP group, to lower the peak memory.
 
-    In the backward pass, FSDP2 keeps the gradient of the output projection until the backward pass
-    of the next group is complete. In the order of the backward pass, the groups are:
-
-        by default:     [projection]  [last block, norm]    keeps it during the last block
-        separate norm:  [projection]  [norm]  [last block]  frees it before the last block
+    FSDP2 frees the gradient of the output projection only after the backward pass of the next
+    group. This takes much less time for a group with only the norm than for the last block.
 
     Gain: 1.33 GiB of reserved and 1.89 GiB of allocated memory, for 4 more kernel launches.
-    Hazard: The GPU waits until the gradient of the output projection is reduced, an estimated 5 ms
-    for the 8B model. So the norm is separate only if the wait is short or `memory_savers` is "all".
+    Hazard: The GPU waits until the gradient is reduced, an estimated 5 ms for the 8B model. The
+    level "safe" allows only a short wait.
     Tests: test_safe_savers_lower_the_peak_of_allocated_memory,
     test_no_saver_waits_for_the_output_if_that_costs_time_or_saves_little
-
-    Args:
-        blocks: Modules of each FSDP group of blocks, in forward order.
-        output: Output projection.
-        mesh: Mesh of `fully_shard`.
-        run: The validated job.
     """
-    if mesh.size(-1) > RANKS_PER_NODE:
-        return False  # parameters are sharded over several nodes, so the wait would be long
-    config = run.job.parallelism
-    if count_params([output]) < SMALL_MODEL_GROUPS * config.fsdp_min_num_params:
-        return False  # the gradient is small, so freeing it early saves little memory
-    return config.memory_savers == "all" or _is_wait_short(blocks, output, run)
+    shards_across_nodes = mesh.size(-1) > RANKS_PER_NODE  # the wait would be long
+    if shards_across_nodes or is_small([output], run):
+        return False
+    return run.job.parallelism.memory_savers == "all" or _is_wait_short(blocks, output, run)
+
+
+def is_small(modules: Iterable[nn.Module], run: Run) -> bool:
+    """Return whether modules are so small that freeing them early saves little memory."""
+    return count_params(modules) < SMALL_MODEL_GROUPS * run.job.parallelism.fsdp_min_num_params
 
 
 def _is_wait_short(blocks: ModuleGroups, output: nn.Module, run: Run) -> bool:
-    """Estimate whether reducing the gradient of the output takes at most 0.3% of a microbatch.
+    """Estimate whether reducing the gradient of the output projection takes little time.
 
-    The time of a microbatch is assumed to be proportional to the number of tokens times the number
-    of block parameters, and the time of the reduction to the number of output parameters.
+    The limit is 0.3% of the time of a microbatch. The time of a microbatch is assumed to be
+    proportional to the number of tokens times the number of block parameters, and the time of the
+    reduction to the number of output parameters.
     """
     num_block_params = sum(count_params(group) for group in blocks)
     microbatch_work = run.local_microbatch_tokens * num_block_params
@@ -199,8 +191,8 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 def keeps_reduced_gradients(run: Run) -> bool:
     """Return whether FSDP2 keeps the result of each reduce-scatter as the gradient.
 
-    If FSDP2 instead casts, accumulates or offloads the result, it frees the result before the main
-    stream has waited for the collective.
+    If FSDP2 casts, accumulates or offloads the result, it frees the result early instead, before
+    the main stream has waited for the collective that writes it.
     """
     training = run.job.training
     is_cast = training.dtype != training.mixed_precision_reduce
@@ -211,24 +203,16 @@ def reduce_in_main_stream(model: Llama, mesh: DeviceMesh, run: Run) -> None:
     """Let FSDP allocate reduced gradients in the main CUDA stream, which can reuse their memory.
 
     By default, FSDP2 allocates them in another stream, whose memory the main stream cannot reuse.
-    On a single rank, where gradients are not reduced, this also skips copying each gradient.
 
-    Gain: 3.75 GiB of reserved memory. No kernel launches.
-    Hazard: If FSDP2 frees reduced gradients early, the main stream would reuse their memory during
-    the collective. This function therefore does nothing unless `keeps_reduced_gradients` is True.
+    Gain: 3.75 GiB of reserved memory. No additional kernel launches.
+    Hazard: The main stream may reuse freed memory while a collective still writes to it. So this
+    function does nothing if FSDP2 frees reduced gradients early.
     Tests: test_only_gradients_that_are_kept_are_allocated_in_the_main_stream,
     test_a_single_rank_does_not_copy_gradients_to_reduce_them
-
-    Args:
-        model: Model after `fully_shard`.
-        mesh: Mesh of `fully_shard`.
-        run: The validated job.
     """
-    if not keeps_reduced_gradients(run):
-        return
-
-    for module in fsdp_modules(model):
-        module.set_custom_reduce_scatter(_create_reduce_scatter(mesh))
+    if keeps_reduced_gradients(run):
+        for module in fsdp_modules(model):
+            module.set_custom_reduce_scatter(_create_reduce_scatter(mesh))
 
 
 def _create_reduce_scatter(mesh: DeviceMesh) -> Any:
@@ -261,15 +245,16 @@ class _MainStreamReduceScatter:
 class _SingleRankReduceScatter:
     """The reduce-scatter of FSDP2 on a single rank, where input and result are the same tensor.
 
-    FSDP2 then copies the input to the result instead of calling this object. Copying a tensor to
-    itself does nothing.
+    For each reduction, FSDP2 first allocates the input, and then the result. On a single rank, it
+    copies the input to the result instead of calling this object. Copying a tensor to itself does
+    nothing.
     """
 
     def __init__(self) -> None:
         self._input: Tensor | None = None
 
     def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the input, or return the same tensor when FSDP2 allocates the result next."""
+        """Allocate the input in every first call. Return the same tensor in every second call."""
         if self._input is None:
             self._input = torch.empty(*size, dtype=dtype, device=device)
             return self._input
@@ -281,7 +266,7 @@ class _SingleRankReduceScatter:
 def gather_in_main_stream(model: Llama) -> None:
     """Allocate the results of FSDP all-gathers in the main stream, to save memory.
 
-    Gain: 1.06 GiB of reserved memory, 1.56 GiB in eager mode. No kernel launches.
+    Gain: 1.06 GiB of reserved memory, 1.56 GiB in eager mode. No additional kernel launches.
     Hazard: Casts and copies of weights before each all-gather also run in the main stream, so they
     no longer overlap with computation. The effect on a real GPU has not been measured.
     Test: test_each_saver_lowers_reserved_memory
@@ -295,7 +280,7 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
     torch allocates them during the first step, between large activations, which leaves holes in GPU
     memory. Other optimizers are left unchanged.
 
-    Gain: 0.02 GiB of reserved memory, 0.14 GiB in eager mode. No kernel launches.
+    Gain: 0.02 GiB of reserved memory, 0.14 GiB in eager mode. No additional kernel launches.
     Hazard: None, because torch would otherwise allocate the same tensors in the first step.
     Test: test_moments_exist_before_the_first_step
 
@@ -314,25 +299,26 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
 def find_unneeded_matmul(block: nn.Module) -> int | None:
     """Return the number of the last matmul of a block, if the backward pass never reads its output.
 
-    Selective activation checkpointing then does not save this output. Usually it is only added to
-    the residual stream, and the backward pass of an addition reads no values.
+    Selective activation checkpointing then does not save this output. Matmuls are numbered from 1
+    in the order of execution, and each linear layer computes one.
 
     Gain: 4.0 GiB of allocated and reserved memory in eager mode. The compiler does this anyway.
     Hazard: If the backward pass needs the output, the matmul is computed twice.
     Tests: test_each_saver_lowers_reserved_memory, test_safe_savers_compute_nothing_again
+    """
+    linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
+    return None if _needs_last_output(block, linears) else len(linears)
 
-    Returns:
-        Number of the last matmul among the matmuls of linear layers, counted from 1. None if its
-        output is needed.
+
+def _needs_last_output(block: nn.Module, linears: list[nn.Linear]) -> bool:
+    """Return whether the backward pass needs the output of the last linear layer of a block.
+
+    Usually the output is only added to the residual stream, and the backward pass of an addition
+    reads no values.
     """
     if isinstance(block, TransformerBlock) and block.norm_after:
-        return None  # the norm follows the last matmul, and its backward pass reads the output
+        return True  # the backward pass of the norm reads its input
 
-    linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
-    has_float8_layers = any(type(linear) is not nn.Linear for linear in linears)
-    if has_float8_layers:
-        # An FP8 layer saves its input for the backward pass only after its matmul. To restore the
-        # input, the recomputation would run the matmul again, unless its output is saved.
-        return None
-
-    return len(linears)  # each linear layer computes one matmul, so this is the last one
+    # An FP8 layer saves its input for the backward pass only after its matmul. To restore the
+    # input, the recomputation would run the matmul again, unless its output is saved.
+    return any(type(linear) is not nn.Linear for linear in linears)

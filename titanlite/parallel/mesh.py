@@ -40,8 +40,6 @@ class Mesh:
             tensor coordinate.
         stage_group: Ranks that hold parts of the same weights: all ranks with the same pipeline
             coordinate.
-        groups: All process groups of this rank that training uses, without duplicates. Groups for
-            checkpoints are not included, because saving may exceed the timeout of training.
     """
 
     degrees: Degrees
@@ -53,7 +51,18 @@ class Mesh:
     data_group: dist.ProcessGroup
     loss_group: dist.ProcessGroup
     stage_group: dist.ProcessGroup
-    groups: tuple[dist.ProcessGroup, ...]
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """All process groups of this rank that training uses, without duplicates.
+
+        Groups for checkpoints are not included, because saving may exceed the timeout of training.
+        """
+        groups = [get_world_group(), self.data_group, self.loss_group, self.stage_group]
+        for mesh in (self.pipeline, self.fsdp, self.tensor, self.context):
+            if mesh is not None:
+                groups += mesh.get_all_groups()
+        return list(dict.fromkeys(groups))
 
 
 def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
@@ -66,22 +75,14 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
         device_type: "cuda" or "cpu".
     """
     assert degrees.world == dist.get_world_size()
+    rank_grid = torch.arange(degrees.world).view(astuple(degrees))  # dimensions as in `Degrees`
     shard_mesh = _build_shard_mesh(degrees, device_type)
+    data_group = _create_group(rank_grid, REPLICATE, SHARD)
+    loss_group = _create_group(rank_grid, PIPELINE, REPLICATE, SHARD, CONTEXT)
+    stage_group = _create_group(rank_grid, REPLICATE, SHARD, CONTEXT, TENSOR)
+    context_mesh = _build_context_mesh(rank_grid, device_type) if degrees.context > 1 else None
 
-    # `shard_mesh` only has groups of ranks along one dimension. Create the groups along several
-    # dimensions separately. The ranks of a group differ only in the dimensions passed here.
-    rank_grid = torch.arange(degrees.world).view(astuple(degrees))
-    data_group = _create_group(rank_grid, REPLICATE, SHARD)  # read different data
-    loss_group = _create_group(rank_grid, PIPELINE, REPLICATE, SHARD, CONTEXT)  # add up the loss
-    stage_group = _create_group(rank_grid, REPLICATE, SHARD, CONTEXT, TENSOR)  # same stage
-    groups = [get_world_group(), *shard_mesh.get_all_groups(), data_group, loss_group, stage_group]
-
-    context_mesh = None
-    if degrees.context > 1:  # `shard_mesh` has no context dimension
-        context_mesh = _build_context_mesh(rank_grid, device_type)
-        groups.append(context_mesh.get_group())
-
-    # For HSDP, parameters are sharded along one dimension and replicated along the other.
+    # HSDP replicates parameters along one dimension and shards them along the other.
     fsdp_dims = ("dp_replicate", "dp_shard") if degrees.replicate > 1 else ("dp_shard",)
     return Mesh(
         degrees,
@@ -93,7 +94,6 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
         data_group=data_group,
         loss_group=loss_group,
         stage_group=stage_group,
-        groups=tuple(dict.fromkeys(groups)),  # without duplicates of the world
     )
 
 
@@ -115,7 +115,10 @@ def _build_shard_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
 
 
 def _build_context_mesh(rank_grid: torch.Tensor, device_type: str) -> DeviceMesh:
-    """Create the mesh of this rank's context parallel group, which `_build_shard_mesh` lacks."""
+    """Create the 1-D mesh of the context parallel ranks.
+
+    It is separate, because the mesh of `_build_shard_mesh` has no context dimension.
+    """
     group = _create_group(rank_grid, CONTEXT)
     return DeviceMesh.from_group(group, device_type, mesh_dim_names=("cp",))
 

@@ -31,16 +31,22 @@ def cast_weights(model: Llama, dtype: torch.dtype, compiles_blocks: bool) -> Non
     """
     names = [name for name, _ in model.named_parameters()]
     if compiles_blocks:
-        # Cast all weights outside of the blocks. If a compiled block contained the casts, the
+        # Cast all weights before the first block. If a compiled block contained the casts, the
         # compiler would skip the rounding of some gradients to `dtype`.
-        model_names = names
-    else:
-        # Cast in each block, so that activation checkpointing repeats the cast when it recomputes.
-        for block in model.layers.values():
-            block_names = [name for name, _ in block.named_parameters()]
-            block.forward = _ForwardWithCast(block.forward, block, block_names, dtype)
-        model_names = [name for name in names if not name.startswith("layers.")]
-    model.forward = _ForwardWithCast(model.forward, model, model_names, dtype)
+        _cast_in_forward(model, names, dtype)
+        return
+
+    # Cast in each block, so that activation checkpointing repeats the cast when it recomputes.
+    for block in model.layers.values():
+        block_names = [name for name, _ in block.named_parameters()]
+        _cast_in_forward(block, block_names, dtype)
+    other_names = [name for name in names if not name.startswith("layers.")]
+    _cast_in_forward(model, other_names, dtype)
+
+
+def _cast_in_forward(module: nn.Module, names: Sequence[str], dtype: torch.dtype) -> None:
+    """Make the forward pass of a module use copies of the named parameters in `dtype`."""
+    module.forward = _ForwardWithCast(module.forward, module, names, dtype)
 
 
 class FunctionModule(nn.Module):

@@ -17,7 +17,7 @@ class OffloadedGradients:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Prepare to accumulate gradients, with no sums yet.
+        """Create an accumulator without any gradients.
 
         Args:
             parameters: Sharded parameters on the CPU.

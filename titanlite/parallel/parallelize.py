@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,30 +65,43 @@ def build_model(
     Raises:
         UserError: If modules of a plugin share a parameter, but are in different FSDP groups.
     """
-    training = run.job.training
-    init_dtype = getattr(torch, training.init_dtype)
-    dtype = getattr(torch, training.dtype)
-    model_class = resolve(run.arch.model)
-
-    stages: dict[int, Llama] = {}
-    for stage, blocks in local_stages(run, mesh).items():
-        # On the meta device, parameters have no memory. Shard them before they are allocated.
-        with torch.device("meta"):
-            model = model_class(run.arch, blocks)
-        model.to(init_dtype)  # the dtype in which the initial shards are stored
-        num_unsharded_parameters = len(list(model.parameters()))
-        parallelize(model, mesh, run, log, has_float8)
-        _materialize(model, device, training)
-        _check_no_shared_parameters(model, num_unsharded_parameters, model_class.__name__)
-        stages[stage] = model.to(dtype)  # converts only this rank's shards
+    stages = {
+        number: _build_stage(blocks, run, mesh, device, log, has_float8)
+        for number, blocks in local_stages(run, mesh).items()
+    }
     return ShardedModel(whole=join_stages(list(stages.values())), stages=stages)
 
 
-def _check_no_shared_parameters(model: Llama, num_parameters: int, class_name: str) -> None:
-    """Check that different FSDP groups share no parameters, which is possible in a plugin.
+def _build_stage(
+    blocks: range,
+    run: Run,
+    mesh: Mesh,
+    device: torch.device,
+    log: Callable[[str], None],
+    has_float8: bool | None,
+) -> Llama:
+    """Build, shard and initialize the model or a pipeline stage with the given blocks.
 
-    Each group allocates a separate copy of a shared parameter, so the model has more parameters
-    afterward.
+    Parameters on the meta device take no memory, so only the shards of this rank are allocated.
+    They are initialized in `training.init_dtype`, and then converted to `training.dtype`.
+    """
+    training = run.job.training
+    model_class = resolve(run.arch.model)
+    with torch.device("meta"):
+        stage = model_class(run.arch, blocks)
+    stage.to(getattr(torch, training.init_dtype))
+    num_unsharded_parameters = len(list(stage.parameters()))
+    parallelize(stage, mesh, run, log, has_float8)
+    _materialize(stage, device, training)
+    _check_no_shared_parameters(stage, num_unsharded_parameters, model_class.__name__)
+    return stage.to(getattr(torch, training.dtype))
+
+
+def _check_no_shared_parameters(model: Llama, num_parameters: int, class_name: str) -> None:
+    """Check that no parameter is shared by different FSDP groups, which plugin models may do.
+
+    Each group allocates a separate copy of a shared parameter, so sharding would increase the
+    number of parameters.
 
     Args:
         model: Model or pipeline stage, after its parameters have been allocated.
@@ -142,10 +156,17 @@ def parallelize(
         has_float8: Whether the GPUs support the FP8 matmuls of the job. If None, detect it.
     """
     job = run.job
+    compute_dtype = job.training.mixed_precision_param
+    is_compiled = run.compiles("model")
     if job.float8.enable:
-        compute_dtype = job.training.mixed_precision_param
-        is_compiled = run.compiles("model")
-        convert_to_float8(model, job.float8, log, is_compiled, has_float8, compute_dtype)
+        convert_to_float8(
+            model,
+            job.float8,
+            log,
+            compiled=is_compiled,
+            has_hardware=has_float8,
+            compute_dtype=compute_dtype,
+        )
 
     if mesh.tensor is not None:
         # Activations can be gathered in FP8 only with one scale per tensor.
@@ -158,10 +179,9 @@ def parallelize(
         apply_context_parallel(model, mesh.context)
 
     uses_fsdp = needs_fsdp(model, mesh.fsdp.device_type, run)
-    if not uses_fsdp and job.training.mixed_precision_param != job.training.dtype:
+    if not uses_fsdp and compute_dtype != job.training.dtype:
         # Cast the weights for mixed precision in each forward pass, as FSDP would.
-        dtype = getattr(torch, job.training.mixed_precision_param)
-        cast_weights(model, dtype, run.compiles("model"))
+        cast_weights(model, getattr(torch, compute_dtype), is_compiled)
     checkpoint_and_compile(model, mesh, run)
     if uses_fsdp:
         apply_fsdp(model, mesh.fsdp, run)
@@ -170,35 +190,34 @@ def parallelize(
 def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
     """Apply activation checkpointing and `torch.compile` to the blocks, if the job enables them.
 
-    All blocks share one compiled graph, because they have the same code and shapes. If only some of
-    them have a sliding window, there are two graphs, one for each kind of mask.
+    If torch supports it, compile each block together with its recomputation, so that the compiler
+    optimizes both. Otherwise, compile only the forward pass. All blocks share one compiled graph,
+    or two if only some of them have a sliding window.
     """
     config = run.job.activation_checkpoint
     uses_savers = run.job.parallelism.memory_savers != "none"
-    compile_options: dict[str, Any] = {"fullgraph": True, "options": inductor_options(mesh, run)}
-    compiles_blocks = run.compiles("model")
-    compiles_recomputation = compiles_blocks and _can_compile_recomputation(mesh, config)
-
-    if compiles_blocks and not compiles_recomputation:
-        # Compile only the forward pass of each block, before checkpointing wraps it.
-        for block in model.layers.values():
-            block.forward = torch.compile(block.forward, **compile_options)
-
-    apply_activation_checkpointing(
-        model, config, is_compiled=compiles_recomputation, uses_savers=uses_savers
+    add_checkpointing = partial(
+        apply_activation_checkpointing, model, config, uses_savers=uses_savers
     )
+    compile_options: dict[str, Any] = {"fullgraph": True, "options": inductor_options(mesh, run)}
 
-    if compiles_recomputation:
-        # Compile each block together with its checkpointing, so that the compiler optimizes both.
+    if not run.compiles("model"):
+        add_checkpointing(is_compiled=False)
+    elif _can_compile_recomputation(mesh, config):
+        add_checkpointing(is_compiled=True)
         for block in model.layers.values():
             block.compile(**compile_options)
+    else:
+        for block in model.layers.values():
+            block.forward = torch.compile(block.forward, **compile_options)
+        add_checkpointing(is_compiled=False)  # wraps the compiled forward pass
 
 
 def _can_compile_recomputation(mesh: Mesh, config: schema.ActivationCheckpoint) -> bool:
     """Return whether torch can compile a block together with its activation checkpointing.
 
-    With the DTensors of tensor parallelism, torch 2.13 can do this only in the selective mode "op".
-    In other modes, it would try to save the DeviceMesh of a DTensor like a tensor.
+    With tensor parallelism, torch 2.13 can do this only in the selective mode "op". In other modes,
+    it would treat the DeviceMesh of a DTensor as a tensor to save, and fail.
     """
     is_selective_by_op = config.mode == "selective" and config.selective_ac_option == "op"
     return mesh.tensor is None or is_selective_by_op
@@ -215,12 +234,13 @@ def inductor_options(mesh: Mesh, run: Run) -> dict[str, Any] | None:
         return None
     return {
         # Launch fewer kernels: combine independent ones, such as the casts of all weights of a
-        # block. With full activation checkpointing, this would raise the peak memory.
+        # block. A combined kernel keeps more tensors alive, which would raise the peak memory of
+        # full activation checkpointing.
         "combo_kernels": job.activation_checkpoint.mode != "full",
         # Round to bf16 as often as in eager mode. Otherwise, rowwise scales can lead to NaN:
         # https://github.com/pytorch/pytorch/issues/150859
         "emulate_precision_casts": job.float8.recipe_name != "tensorwise",
-        # Fuse more operations before a result is written to memory. The emulated casts count, so
-        # with the default of 30, three intermediate results of SwiGLU would be written in fp32.
+        # Fuse up to 100 operations before a result is written to memory. The emulated casts count
+        # as operations, so the default of 30 would write three results of SwiGLU in fp32.
         "realize_opcount_threshold": 100,
     }

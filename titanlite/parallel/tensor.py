@@ -40,17 +40,16 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, gather_float8: bool) -
     Args:
         model: Model or pipeline stage on the meta device.
         mesh: 1-D mesh of the tensor parallel ranks.
-        gather_float8: Gather the inputs of FP8 layers, and their gradients, in FP8. An input that a
-            layer in higher precision also reads is gathered in that precision.
+        gather_float8: All-gather the inputs of FP8 layers, and their gradients, as FP8 values.
     """
-    # The architecture names the function that creates its plans. The default is `block_plan`. Plans
-    # map submodules of a block to parallel styles, which shard weights and add communication.
+    # The architecture names the function that creates the plans, by default `block_plan`.
     create_plans = resolve(model.arch.tensor_parallel)
     for block in model.layers.values():
+        # A plan maps submodules to parallel styles, which shard weights and add communication. The
+        # second plan, if any, adds communication to submodules that already have a style.
         for plan in create_plans(model.arch):
-            if gather_float8:
-                plan = float8_plan(plan, block)
-            parallelize_module(block, mesh, plan)
+            block_plan = float8_plan(plan, block) if gather_float8 else plan
+            parallelize_module(block, mesh, block_plan)
 
     if model.tok_embeddings is not None:
         _shard_embedding(model.tok_embeddings, mesh)

@@ -25,6 +25,11 @@ from titanlite.torchtitan.tables import TORCHTITAN_FLAVORS, Version
 
 DEFAULT = "the torchtitan default"
 C4_DATASETS = ("c4", "c4_validation")
+C4_TEST_REASON = (
+    "c4_test is a file of the torchtitan repository. The new job trains on "
+    'python_stdlib instead. To train on c4_test, set source = "jsonl" and '
+    'path = ".../tests/assets/c4_test/data.json".'
+)
 SMALL_LAYERS = "auto_filter_small_kn"
 """Keyword in filter_fqns that makes torchtitan keep small layers in high precision."""
 SIZES_FROM_OTHER_KEYS = ("vocab_size", "max_seq_len", "head_dim")
@@ -32,7 +37,7 @@ SIZES_FROM_OTHER_KEYS = ("vocab_size", "max_seq_len", "head_dim")
 
 
 class Migration:
-    """Convert one torchtitan job file to a titanlite job file.
+    """Convert one torchtitan job file (the old one) to a titanlite job file (the new one).
 
     Args:
         raw: Content of the torchtitan job file, or of a resolved config of torchtitan 0.3 (JSON).
@@ -95,13 +100,13 @@ class Migration:
 
     @property
     def carried(self) -> int:
-        """Number of keys of the torchtitan job file that have the same name in the new job file."""
+        """Number of keys of the old job file that have the same name in the new job file."""
         return sum(self._origin.get(key) == key for key in self._new)
 
     @property
     def renamed(self) -> dict[str, str]:
-        """New name of each renamed key of the torchtitan job file, by its torchtitan name."""
-        # Skip new keys that were removed again, and origins that the torchtitan job file lacks.
+        """Mapping from old to new names, for each key of the old job file with a new name."""
+        # Skip new keys that were removed again, and origins that the old job file lacks.
         return {
             old: new
             for new, old in self._origin.items()
@@ -116,7 +121,7 @@ class Migration:
     # Access to the torchtitan job file and the new job file.
 
     def _get_integer(self, key: str, default: int) -> int:
-        """Return the integer value of a key in the new job file or else in the torchtitan job file.
+        """Return the integer value of a key in the new job file, or else in the old one.
 
         If neither file has the key, return `default`, which is the torchtitan default.
 
@@ -129,16 +134,16 @@ class Migration:
             raise UserError(f"{old_key} = {format_value(value)}: must be an integer.")
         return value
 
-    def _carry_over(self, key: str, value: Any, old_key: str) -> None:
-        """Set a key of the new job file to a value from the torchtitan job file.
+    def _set_converted(self, key: str, value: Any, old_key: str) -> None:
+        """Set a key of the new job file to a value that was converted from the old job file.
 
         Args:
             key: Key of the new job file.
             value: Converted value.
-            old_key: Key of the torchtitan job file that had the value.
+            old_key: Key of the old job file from which the value was converted.
 
         Raises:
-            UserError: If another torchtitan key has already set `key` to another value.
+            UserError: If another old key has already set `key` to another value.
         """
         if key in self._new and self._new[key] != value:
             both = f"{self._origin[key]} and {old_key}"
@@ -146,7 +151,7 @@ class Migration:
         self._new[key] = value
         self._origin[key] = self._names_in_file.get(old_key, old_key)
 
-    def _set_default(self, key: str, value: Any, reason: str = "") -> None:
+    def _set_if_missing(self, key: str, value: Any, reason: str = "") -> None:
         """Set a key of the new job file, unless it already has a value.
 
         If `reason` is not empty, report the key with this reason.
@@ -155,12 +160,12 @@ class Migration:
             self._set(key, value, reason)
 
     def _set(self, key: str, value: Any, reason: str) -> None:
-        """Set a key of the new job file to a value that is not in the torchtitan job file.
+        """Set a key of the new job file to a value that the old job file does not contain.
 
         Args:
             key: Key of the new job file.
             value: Value, which replaces the current value of the key.
-            reason: Reason for the report, such as the torchtitan key from which the value was
+            reason: Reason to show in the report, such as the old key from which the value was
                 computed. If empty, the key is not reported.
         """
         self._new[key] = value
@@ -168,13 +173,13 @@ class Migration:
             self.added[f"{key} = {format_value(value)}"] = reason
 
     def _report_lost(self, key: str, reason: str) -> None:
-        """Report a key of the torchtitan job file that has no equivalent, with the reason."""
+        """Report that the new job file has no equivalent of a key of the old one, and why."""
         self.lost.setdefault(reason, []).append(self._names_in_file.get(key, key))
 
     # Conversion.
 
     def _convert_key(self, key: str, value: Any) -> None:
-        """Convert a key of the torchtitan job file and its value, and add them to the new job file.
+        """Convert a key of the old job file and its value, and add them to the new job file.
 
         Report the key as lost if titanlite has no equivalent.
         """
@@ -192,10 +197,10 @@ class Migration:
             value = self._convert_flavor(value)
         elif new_key in VALUE_CONVERTERS:
             value = VALUE_CONVERTERS[new_key](value)
-        self._carry_over(new_key, value, key)
+        self._set_converted(new_key, value, key)
 
     def _convert_flavor(self, flavor: Any) -> str:
-        """Return the titanlite name of a torchtitan model flavor, for example "8b" for "8B".
+        """Return the new name of an old flavor (model size), for example "8b" for "8B".
 
         Raises:
             UserError: If the flavor is not in `TORCHTITAN_FLAVORS`.
@@ -211,38 +216,40 @@ class Migration:
         return size if self.model == "llama3" else f"{self.model}-{size}"
 
     def _convert_model(self) -> None:
-        """Set the titanlite flavor, and keep torchtitan sizes that differ from this flavor."""
+        """Set the flavor (a named model size), the sizes that differ from it, and the mask."""
         old_flavor = self._old.get("model.flavor", "debugmodel")
         new_flavor = self._convert_flavor(old_flavor)
-        self._set_default("model.flavor", new_flavor, reason=DEFAULT)
-
-        reason = f"the torchtitan flavor {old_flavor}"
-        torchtitan_sizes = self._get_old_sizes(old_flavor)
-        titanlite_sizes = asdict(FLAVORS[new_flavor])
-        for key, size in titanlite_sizes.items():
-            if key not in SIZES_FROM_OTHER_KEYS and torchtitan_sizes[key] != size:
-                self._set_default(f"model.{key}", torchtitan_sizes[key], reason)
+        self._set_if_missing("model.flavor", new_flavor, reason=DEFAULT)
+        self._convert_sizes(old_flavor, new_flavor)
 
         # torchtitan sets the context length of the model to the sequence length.
         seq_len = self._get_integer("training.seq_len", 2048)
         if seq_len > FLAVORS[new_flavor].max_seq_len:
-            self._set_default("model.max_seq_len", seq_len, reason="training.seq_len")
+            self._set_if_missing("model.max_seq_len", seq_len, reason="training.seq_len")
 
         if old_flavor in tables.FLAVORS_WITH_DOCUMENT_MASK:
-            self._set_default("dataset.document_mask", True, reason)
+            reason = f"the torchtitan flavor {old_flavor}"
+            self._set_if_missing("dataset.document_mask", True, reason)
 
-    def _get_old_sizes(self, flavor: str) -> dict[str, Any]:
-        """Return the hyperparameters of the torchtitan model, by their names in `Architecture`."""
-        return {
-            **asdict(TORCHTITAN_FLAVORS[self.model][flavor]),
+    def _convert_sizes(self, old_flavor: str, new_flavor: str) -> None:
+        """Set each hyperparameter in which the old flavor differs from the new flavor."""
+        old_sizes = {
+            **asdict(TORCHTITAN_FLAVORS[self.model][old_flavor]),
             "rope_scaling_factor": self.rope_scaling_factor,
             **self._sizes,  # the sizes in a resolved config override the flavor
         }
+        new_sizes = asdict(FLAVORS[new_flavor])
+        for key, new_size in new_sizes.items():
+            old_size = old_sizes[key]
+            if key not in SIZES_FROM_OTHER_KEYS and old_size != new_size:
+                reason = f"the torchtitan flavor {old_flavor}"
+                self._set_if_missing(f"model.{key}", old_size, reason)
 
     def _convert_json_model(self) -> None:
-        """Enable the document mask, which torchtitan 0.3 always uses but does not list.
+        """Convert the settings of a torchtitan 0.3 model that its resolved config does not list.
 
-        Also report that the config does not show which layers use FP8.
+        Enable the document mask, which torchtitan 0.3 always uses. Report that the config does not
+        show which layers use FP8.
         """
         self._set("dataset.document_mask", True, "torchtitan 0.3 always masks documents")
         self._report_lost(
@@ -255,7 +262,7 @@ class Migration:
         """Set the training data of the new job file, and the validation data if it is enabled."""
         self._convert_source("dataset", old_section="training", default="c4_test")
         if self._old.get("validation.enable") is True:
-            self._set_default("validation.freq", 10, DEFAULT)
+            self._set_if_missing("validation.freq", 10, DEFAULT)
             self._convert_source("validation", old_section="validation", default="c4_validation")
             return
 
@@ -266,52 +273,55 @@ class Migration:
                 self._report_lost(key, reason)
 
     def _convert_source(self, section: str, old_section: str, default: str) -> None:
-        """Convert the torchtitan dataset to a data section of the new job file.
+        """Convert the dataset of a section of the old job file.
+
+        For example, training.dataset = "c4" becomes dataset.source = "c4".
 
         Args:
             section: Section of the new job file, "dataset" or "validation".
-            old_section: Section of the torchtitan job file that names the dataset.
-            default: Dataset that torchtitan uses if the section does not name one.
+            old_section: Section of the old job file, "training" or "validation".
+            default: Dataset that torchtitan uses if the old section does not name one.
 
         Raises:
-            UserError: If the dataset is unknown and has no path.
+            UserError: If titanlite does not know the dataset, and the job file sets no path.
         """
         name_key = f"{old_section}.dataset"
         path_key = f"{old_section}.dataset_path"
         dataset = self._old.get(name_key, default)
         if path_key in self._old:
-            self._carry_over(f"{section}.source", "huggingface", old_key=name_key)
-            self._carry_over(f"{section}.path", self._old[path_key], old_key=path_key)
-            if dataset in C4_DATASETS:  # torchtitan streams the English part of C4 from any path
-                self._set_default(f"{section}.config", "en")
-                self._set_default(f"{section}.streaming", True)
+            self._convert_dataset_with_path(section, name_key, path_key, dataset)
         else:
             self._convert_dataset_without_path(section, name_key, dataset)
 
         if dataset == "c4_validation":
-            self._set_default(f"{section}.split", "validation")
+            self._set_if_missing(f"{section}.split", "validation")
+
+    def _convert_dataset_with_path(
+        self, section: str, name_key: str, path_key: str, dataset: Any
+    ) -> None:
+        """Set the source to the Hugging Face dataset in a folder or on the Hub."""
+        self._set_converted(f"{section}.source", "huggingface", old_key=name_key)
+        self._set_converted(f"{section}.path", self._old[path_key], old_key=path_key)
+        if dataset in C4_DATASETS:  # torchtitan streams the English part of C4 from any path
+            self._set_if_missing(f"{section}.config", "en")
+            self._set_if_missing(f"{section}.streaming", True)
 
     def _convert_dataset_without_path(self, section: str, name_key: str, dataset: Any) -> None:
-        """Set the source of a torchtitan dataset without a path: C4 from the Hub, or c4_test.
+        """Set the source to C4 on the Hub, or replace the test dataset of torchtitan.
 
         Args:
             section: Section of the new job file, "dataset" or "validation".
-            name_key: Key of the torchtitan job file that names the dataset.
+            name_key: Key of the old job file that names the dataset.
             dataset: Name of the dataset.
 
         Raises:
             UserError: If torchtitan needs a path for this dataset.
         """
         if dataset in C4_DATASETS:
-            self._carry_over(f"{section}.source", "c4", old_key=name_key)
+            self._set_converted(f"{section}.source", "c4", old_key=name_key)
         elif dataset == "c4_test":
-            self._set_default(f"{section}.source", "python_stdlib")
-            self._report_lost(
-                name_key,
-                "c4_test is a file of the torchtitan repository. The new job trains on "
-                'python_stdlib instead. To train on c4_test, set source = "jsonl" and '
-                'path = ".../tests/assets/c4_test/data.json".',
-            )
+            self._set_if_missing(f"{section}.source", "python_stdlib")
+            self._report_lost(name_key, C4_TEST_REASON)
         else:
             raise UserError(
                 f"{name_key} = {format_value(dataset)}: torchtitan has c4, c4_test and "
@@ -329,29 +339,30 @@ class Migration:
     def _convert_microbatches(self) -> None:
         """Convert the batch sizes of a job with pipeline parallelism.
 
-        In the torchtitan job file, `training.local_batch_size` is the number of sequences that a
-        rank trains on per step. In the new job file, it is the number of sequences per microbatch,
-        and `training.global_batch_size` determines the number of microbatches.
+        In the old job file, `training.local_batch_size` is the number of sequences that a rank
+        trains on per step. In the new job file, it is the number of sequences per microbatch, and
+        `training.global_batch_size` determines the number of microbatches.
         """
-        num_stages = self._get_integer("parallelism.pipeline_parallel_degree", 1)
-        if num_stages == 1:
+        # The second arguments of `_get_integer` are the defaults of torchtitan.
+        num_pipeline_ranks = self._get_integer("parallelism.pipeline_parallel_degree", 1)
+        if num_pipeline_ranks == 1:
             return
 
         local_key = "training.local_batch_size"
         sequences_per_step = self._get_integer(local_key, 8)
-        microbatch_size = self._get_microbatch_size(sequences_per_step, num_stages)
+        microbatch_size = self._get_microbatch_size(sequences_per_step, num_pipeline_ranks)
         self._set(local_key, microbatch_size, "the size of a microbatch")
 
         if self._get_integer("training.global_batch_size", -1) == -1:  # not set
             self._set_global_batch_size(sequences_per_step, microbatch_size)
 
     def _set_global_batch_size(self, sequences_per_step: int, microbatch_size: int) -> None:
-        """Set the global batch size to one torchtitan local batch for each data-parallel rank.
+        """Set the global batch size to `sequences_per_step` times the data-parallel degree.
 
-        If the number of ranks depends on the world size, report how to compute the size instead.
+        If the job file sets no positive shard degree, report how to compute the size instead.
 
         Args:
-            sequences_per_step: The torchtitan local batch size.
+            sequences_per_step: Number of sequences that a data-parallel rank trains on per step.
             microbatch_size: Number of sequences per microbatch, for the report.
         """
         global_key = "training.global_batch_size"
@@ -368,22 +379,22 @@ class Migration:
                 "times the number of data-parallel ranks.",
             )
 
-    def _get_microbatch_size(self, local_size: int, num_stages: int) -> int:
-        """Return the number of sequences per pipeline microbatch in the torchtitan job file.
+    def _get_microbatch_size(self, local_size: int, num_pipeline_ranks: int) -> int:
+        """Return the number of sequences per pipeline microbatch in the old job file.
 
-        If the job file sets the number of microbatches instead, as in old versions, divide
+        If the job file sets the number of microbatches instead, as in early versions, divide
         `local_size` by this number.
 
         Args:
             local_size: Number of sequences of a data-parallel rank per step.
-            num_stages: Number of pipeline stages.
+            num_pipeline_ranks: Default for the number of microbatches.
         """
         size = self._get_integer("parallelism.pipeline_parallel_microbatch_size", 1)
-        is_old_version = "experimental.pipeline_parallel_degree" in self._old
-        if not is_old_version:
+        is_early_version = "experimental.pipeline_parallel_degree" in self._old
+        if not is_early_version:
             return size
         key = "experimental.pipeline_parallel_microbatches"
-        num_microbatches = max(1, self._get_integer(key, num_stages))
+        num_microbatches = max(1, self._get_integer(key, num_pipeline_ranks))
         return max(1, local_size // num_microbatches)
 
     def _report_converters(self) -> None:
@@ -406,12 +417,12 @@ class Migration:
             self._set("float8.filter_fqns", names_to_skip, "the filter of MXFP8")
         min_features = 1024 if SMALL_LAYERS in names_to_skip else 0
         reason = f"torchtitan keeps small layers in high precision only with {SMALL_LAYERS}"
-        self._set_default("float8.min_features", min_features, reason)
+        self._set_if_missing("float8.min_features", min_features, reason)
 
         self._report_output_layer(names_to_skip)
 
     def _report_output_layer(self, names_to_skip: list[Any]) -> None:
-        """Report an FP8 output layer of the torchtitan job, which titanlite does not support.
+        """Report if the old job converts the output layer to FP8, which titanlite does not.
 
         Args:
             names_to_skip: Names of layers that stay in high precision, from the option filter_fqns.
@@ -427,43 +438,43 @@ class Migration:
             )
 
     def _get_layers_to_skip(self, section: str) -> list[Any]:
-        """Return the torchtitan option filter_fqns: names of layers that stay in high precision.
+        """Return the names of layers that stay in high precision, from the option filter_fqns.
 
         Args:
-            section: Section of the option, "float8" or "mx". In torchtitan 0.2, its name starts
-                with "quantize.linear.".
+            section: Section of the old job file with this option, "float8" or "mx". torchtitan 0.2
+                adds the prefix "quantize.linear.".
         """
         names = self._old.get(f"{section}.filter_fqns", [])
         return _parse_names(self._old.get(f"quantize.linear.{section}.filter_fqns", names))
 
     def _add_defaults(self) -> None:
-        """Set missing keys to their torchtitan defaults, if the titanlite defaults differ."""
+        """Set keys that the old job file omits, if the torchtitan and titanlite defaults differ."""
         # titanlite rejects these keys if the job does not also set `enable` in their section.
         if "compile.components" in self._new:
-            self._set_default("compile.enable", False, DEFAULT)
+            self._set_if_missing("compile.enable", False, DEFAULT)
         if self._new.get("compile.components") == []:
             self._set("compile.enable", False, "compile.components is empty")
         if "float8.recipe_name" in self._new:
-            self._set_default("float8.enable", False, DEFAULT)
+            self._set_if_missing("float8.enable", False, DEFAULT)
         if self._sizes:
             return  # a resolved config has all keys
         for key, value in tables.DEFAULTS.items():
-            self._set_default(key, value, DEFAULT)
+            self._set_if_missing(key, value, DEFAULT)
         if self.version == "0.2" and self._new["checkpoint.enable"] is True:
-            self._set_default("checkpoint.last_save_model_only", True, DEFAULT)
+            self._set_if_missing("checkpoint.last_save_model_only", True, DEFAULT)
 
     def _convert_initial_weights(self) -> None:
-        """Set the path of the initial weights, if they are in the Hugging Face format.
+        """Set checkpoint.initial_load_path for initial weights in the Hugging Face format.
 
-        If they are in a torchtitan checkpoint, remove its path, and report how to convert the
-        checkpoint.
+        If it names a torchtitan checkpoint instead, remove it from the new job file, and report how
+        to convert the checkpoint.
         """
         key = "checkpoint.initial_load_path"
         if self._old.get("checkpoint.initial_load_in_hf") is True:
             # Without a path, torchtitan loads the weights in the folder of the tokenizer.
             folder = self._old.get("model.hf_assets_path", "./tests/assets/tokenizer")
             reason = f"{DEFAULT}: model.hf_assets_path"
-            self._set_default(key, folder, reason)
+            self._set_if_missing(key, folder, reason)
         elif key in self._new:
             command = self._get_import_command(self._new.pop(key))
             reason = f"It is a torchtitan checkpoint. To convert its weights, run {command}."
@@ -539,8 +550,10 @@ def _check_model(name: Any) -> None:
 def _check_is_job_file(keys: Collection[str]) -> None:
     """Check that a file with these keys is a torchtitan job file.
 
+    Unknown keys in known sections are allowed, as long as the file has a known key.
+
     Raises:
-        UserError: If a key is outside of the known sections, or all keys are unknown.
+        UserError: If a key is not in a known section, or no key is known.
     """
     for key in keys:
         section, dot, _ = key.partition(".")

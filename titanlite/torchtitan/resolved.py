@@ -10,7 +10,7 @@ from typing import Any
 from titanlite.config.errors import UserError
 
 ADAMW_DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-"""torch defaults for AdamW arguments that a parameter group omits."""
+"""torch defaults of AdamW arguments that a parameter group omits."""
 
 
 def read_config(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -49,8 +49,8 @@ def _read_optimizer(optimizer: dict[str, Any]) -> dict[str, Any]:
     For example, "betas" = [0.9, 0.95] becomes "beta1" = 0.9 and "beta2" = 0.95.
 
     Args:
-        optimizer: The optimizer in the config. Its only parameter group contains the name of the
-            optimizer and its arguments, such as the learning rate. All other entries are kept.
+        optimizer: The optimizer in the config. The name and the arguments of the optimizer, such as
+            the learning rate, are in its only parameter group. All other entries are kept.
 
     Raises:
         UserError: If the optimizer has several parameter groups.
@@ -60,7 +60,8 @@ def _read_optimizer(optimizer: dict[str, Any]) -> dict[str, Any]:
     if len(groups) > 1:
         raise UserError("optimizer.param_groups: must be one group. Remove the others.")
     group = groups[0]
-    section = optimizer | ADAMW_DEFAULTS | group["optimizer_kwargs"]
+    arguments = ADAMW_DEFAULTS | group["optimizer_kwargs"]  # the group overrides the defaults
+    section = optimizer | arguments
     del section["param_groups"]
     beta1, beta2 = section.pop("betas")
     return {**section, "name": group["optimizer_name"], "beta1": beta1, "beta2": beta2}

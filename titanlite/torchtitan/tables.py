@@ -27,7 +27,7 @@ _FILE: dict[str, Any] = tomli.loads(
 
 
 def _list_equivalents() -> dict[str, str]:
-    """Return a mapping from torchtitan keys to titanlite keys with the same meaning.
+    """Map each torchtitan key to the titanlite key with the same meaning.
 
     For example, {"training.steps": "training.steps", "training.compile": "compile.enable", ...}.
     """

@@ -90,10 +90,11 @@ def torchtitan_weights(path: str | Path, model: Model) -> Weights:
 
 
 def _open_checkpoint(path: Path) -> SafeReader:
-    """Open a torchtitan checkpoint to read its weights.
+    """Open a torchtitan checkpoint, which has no manifest, to read its weights.
 
     Raises:
-        UserError: If `path` is a titanlite checkpoint, is not a checkpoint, or is damaged.
+        UserError: If the folder is a titanlite checkpoint (it has a manifest), is not a checkpoint,
+            or is damaged.
     """
     if exists(path / MANIFEST):
         raise UserError(
