@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
     """
     options, words = parse_options_and_job(Profile, argv, "profile")
     run_on_ngpu_ranks("profile", argv)  # with NGPU=N, start N processes, and exit when they end
-    # `trains` checks that the output folder of the job is writable. With --out, it is not used.
+    # Without --out, the traces go to the output folder of the job, so check it as for training.
     run = load_run(words, read_world_size(), trains=options.out is None)
 
     # Importing torch is slow, so invalid options are reported first.

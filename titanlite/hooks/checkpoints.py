@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 def create_checkpoint_context(trainer: Trainer, job: JobConfig) -> CheckpointContext:
     """Describe the checkpoints of a run: their folder, and the tensors to save and load.
 
-    This also creates a process group of all ranks for checkpoints, which the caller must destroy by
-    `ranks.close()` on the result.
+    This also creates a process group of all ranks. When you no longer need the result, destroy the
+    group with `result.ranks.close()`.
 
     Args:
         trainer: Trainer whose model, optimizer and hooks are saved and loaded.

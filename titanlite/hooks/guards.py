@@ -348,7 +348,7 @@ class SpikeGuard(Hook):
     def resize_tensors(self, sizes: Mapping[str, torch.Size]) -> None:
         """Resize the history to its length in the checkpoint, so that it can be loaded."""
         if "history" in sizes:
-            # After the load, `started` or `_roll_back` resizes the history again.
+            # When it is loaded, `started` or `_roll_back` resizes it to guards.spike_history.
             self._history.values = self._history.values.new_full(sizes["history"], torch.nan)
 
     def started(self, step: int) -> None:
@@ -474,7 +474,7 @@ class SpikeGuard(Hook):
             self._trainer.log(f"Step {step}: no checkpoint to roll back to. Training continues.")
             return
 
-        # The checkpoint also contains the history, with the length that it had at that time.
+        # The rollback has also loaded the history, with the length that it had in the checkpoint.
         self._history.resize(self._config.spike_history, last_step=restored_step)
         self._num_roll_backs += 1
         text = (

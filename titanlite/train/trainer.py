@@ -284,9 +284,13 @@ class Trainer:
             self.validate()
 
         loop_end = self._run_steps()
+
+        # Usually, save and validate the last step.
         has_trained = self.steps_done > first_step
-        self._take_actions(self._choose_last_actions(loop_end, has_trained))  # such as a save
-        self._end_run(loop_end)
+        last_actions = self._choose_last_actions(loop_end, has_trained)
+        self._take_actions(last_actions)
+
+        self._end_run(loop_end)  # closes the trainer, and raises the error that ended the run
 
     def _run_steps(self) -> _LoopEnd:
         """Train until the last step, a request to end the run, or a data error.
@@ -344,7 +348,7 @@ class Trainer:
         return self._log_if_due(self._launch_step(has_request=False))
 
     def _launch_step(self, has_request: bool) -> _LaunchedStep:
-        """Read a batch and launch the next optimizer step, without waiting for its results.
+        """Read a batch and launch the next optimizer step. A GPU computes its results later.
 
         Args:
             has_request: Whether this rank requests an action of all ranks, such as a save. The
@@ -738,7 +742,9 @@ class Trainer:
         )
 
     def _end_run(self, end: _LoopEnd) -> None:
-        """End all hooks and close the trainer. Then log that the run has finished, or raise.
+        """End all hooks and close the trainer. Then log that the run has finished.
+
+        If an error or a signal ended the run, raise an exception instead of logging.
 
         Raises:
             Exception: The error of the training data, or else the first error of a hook.
