@@ -88,8 +88,8 @@ def settle_compute_dtype(run: Run, device: torch.device) -> Run:
     dtype: ComputeDtype | None = None
     if dist.get_rank() == 0:
         dtype = read_compute_dtype(run) or fast_compute_dtype(on_gpu)
-    dtype_of_rank0 = gathered(dtype)[0]
-    return run.resolve_compute_dtype(on_gpu, dtype_of_rank0)
+    dtype_by_rank: list[ComputeDtype | None] = gathered(dtype)
+    return run.resolve_compute_dtype(on_gpu, dtype_by_rank[0])  # rank 0 decides
 
 
 def describe_run(
