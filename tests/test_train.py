@@ -426,7 +426,7 @@ def test_delayed_requests_do_not_change_the_step_at_which_the_data_ends(tmp_path
     assert 3 < max(read_metrics(tmp_path / "cpu")) == max(read_metrics(tmp_path / "gpu"))
 
 
-launch_step = Trainer._launch_step
+plain_step = Trainer.step
 
 
 class ForbidReads(TorchDispatchMode):
@@ -437,19 +437,19 @@ class ForbidReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step_without_recompiling(self, has_request):
+def step_without_recompiling(self, **arguments):
     """Fail if a step after the first two recompiles."""
     torch._dynamo.config.error_on_recompile = self.steps_done >= 2  # pyright: ignore
-    return launch_step(self, has_request)
+    return plain_step(self, **arguments)
 
 
-def step_without_reading(self, has_request):
+def step_without_reading(self, **arguments):
     """Fail if a step that is not a log step reads a tensor on the CPU."""
     if self.meter.is_log_step(self.steps_done + 1):
-        return launch_step(self, has_request)
+        return plain_step(self, **arguments)
     fail = Mock(side_effect=AssertionError("a step read a tensor"))
     with ForbidReads(), patch.multiple(Tensor, cpu=fail, tolist=fail):
-        return launch_step(self, has_request)
+        return plain_step(self, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -470,6 +470,6 @@ def step_without_reading(self, has_request):
     ],
 )
 def test_a_step_neither_syncs_with_the_device_nor_recompiles(tmp_path, step, options):
-    before = functools.partial(setattr, Trainer, "_launch_step", step)
+    before = functools.partial(setattr, Trainer, "step", step)
     run_small(tmp_path / "out", "--metrics.log_freq 4", options, before=before)
     assert list(read_metrics(tmp_path / "out")) == [1, 4, 8, 12]

@@ -178,7 +178,7 @@ def _group_by_hook(sizes: Mapping[str, torch.Size]) -> dict[str, dict[str, torch
 def _is_always_saved(hook: Hook) -> bool:
     """Return whether every checkpoint of a run with this hook contains state or tensors of it.
 
-    This is not so for built-in hooks without tensors, because titanlite 0.2 and earlier did not
+    This is false for built-in hooks without tensors, because titanlite 0.2 and earlier did not
     save their state if it was empty.
     """
     is_built_in = hook.name in OLD_HOOK_NAMES.values()

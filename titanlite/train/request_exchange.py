@@ -62,7 +62,8 @@ class RequestExchange:
             step: Step to train next.
 
         Returns:
-            Whether this rank requests any action. Pass this to the step, which counts such ranks.
+            Whether the collected request is not empty. Pass this to the step, which counts the
+            ranks with such a request.
         """
         if len(self._queue) < self._delay:
             # No earlier step can count the request for the first step, so always gather it.

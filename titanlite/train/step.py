@@ -73,7 +73,7 @@ class TrainStep:
         self._mesh = mesh
         self._device = device
         self._compiles_optimizer = run.compiles("optimizer")
-        self._use_compiled_clip = run.compiles("clip")
+        self._compiles_clip = run.compiles("clip")
         self.model = sharded.whole
         self.forward_backward = build_forward_backward(sharded, mesh, run, device)
         self.optimizer = self.new_optimizer()
@@ -178,11 +178,11 @@ class TrainStep:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         # If n tensor parallel ranks have the same loss, each contributes 1 / n of it.
         loss_part = loss / self._mesh.degrees.tensor
-        sums = reduce_step_sums(gradients, loss_part, has_request, self._use_compiled_clip)
+        sums = reduce_step_sums(gradients, loss_part, has_request, self._compiles_clip)
 
         max_norm = self._job.training.max_norm
         if max_norm > 0:
-            scale_gradients_(gradients, max_norm, sums.grad_norm, self._use_compiled_clip)
+            scale_gradients_(gradients, max_norm, sums.grad_norm, self._compiles_clip)
         return sums
 
     def precompute_scales(self) -> None:

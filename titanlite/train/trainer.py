@@ -309,9 +309,8 @@ class Trainer:
         end = self._find_end_before_first_step()
         while end is None:
             has_request = exchange.collect_next(self.steps_done + 1)
-            launched = self._launch_step(has_request)  # also counts the ranks with a request
-            self._log_if_due(launched)
-            request_of_all_ranks = exchange.receive(launched.result.num_requests)
+            self.step(has_request=has_request)  # also counts the ranks with a request
+            request_of_all_ranks = exchange.receive(self._num_ranks_with_request)
 
             end = self._find_end(request_of_all_ranks)
             if end is None:
@@ -331,8 +330,12 @@ class Trainer:
         request = Request(stop=self.stop_signals.stop_signal, data_fails=data_error is not None)
         return self._find_end(combine_requests(request))
 
-    def step(self) -> LoggedStep | None:
+    def step(self, has_request: bool = False) -> LoggedStep | None:
         """Run one optimizer step on this rank's part of the global batch.
+
+        Args:
+            has_request: Whether this rank requests an action of all ranks, such as a save. The step
+                counts the ranks with a request.
 
         Returns:
             The metrics if this step is logged (metrics.log_freq), or None. Logging synchronizes
@@ -344,20 +347,6 @@ class Trainer:
             UserError: If the trainer is closed, all steps are done, a record cannot be read, or the
                 learning rate is invalid.
             GuardError: If a guard stops the run at a logged step.
-        """
-        return self._log_if_due(self._launch_step(has_request=False))
-
-    def _launch_step(self, has_request: bool) -> _LaunchedStep:
-        """Read a batch and launch the next optimizer step. A GPU computes its results later.
-
-        Args:
-            has_request: Whether this rank requests an action of all ranks, such as a save. The
-                result contains the number of ranks with a request.
-
-        Raises:
-            OutOfData: If there is no further batch. All ranks raise it at the same step.
-            UserError: If the trainer is closed, all steps are done, a record cannot be read, or the
-                learning rate is invalid.
         """
         self._check_is_open()
         step = self.steps_done + 1
@@ -374,33 +363,41 @@ class Trainer:
             batch = self.loader.next_global_batch()
         self.steps_done = step
 
-        num_tokens = batch.num_valid_tokens
+        # Launch the step. On a GPU, its results are not computed yet when the call returns.
         result = self.train_step(
-            batch.microbatches, num_tokens, lr, self.hooks, step, has_request=has_request
+            batch.microbatches,
+            batch.num_valid_tokens,
+            lr,
+            self.hooks,
+            step,
+            has_request=has_request,
         )
+        self._num_ranks_with_request = result.num_requests  # for `_run_steps`
         self.meter.record(result.grad_norm, result.num_valid_tokens, result.seconds)
         for hook in self.hooks:
             hook.after_step(step, result)
-        return _LaunchedStep(lr, num_tokens, result)
 
-    def _log_if_due(self, launched: _LaunchedStep) -> LoggedStep | None:
-        """At a log step, collect the metrics since the previous one and pass them to the hooks.
-
-        This reads values from the GPU, so the CPU waits until the step is complete. At other steps
-        (see metrics.log_freq), do nothing and return None.
-
-        Args:
-            launched: The newest step.
-        """
-        step = self.steps_done
         if not self.meter.is_log_step(step):
             return None
+        return self._log_step(lr, result, batch.num_valid_tokens)
 
-        losses = self._reduce_losses(launched.result.loss, launched.local_tokens)
+    def _log_step(self, lr: float, result: StepResult, local_tokens: int) -> LoggedStep:
+        """Collect the metrics since the previous logged step, log them, and pass them to the hooks.
+
+        This reads values from the GPU, so the CPU waits until the step is complete.
+
+        Args:
+            lr: Learning rate of the step.
+            result: Results of the step.
+            local_tokens: Number of valid labels in this rank's sequences.
+        """
+        step = self.steps_done
+        losses = self._reduce_losses(result.loss, local_tokens)
+
         metrics = self.loader.stats()
         for hook in self.hooks:
             metrics |= _read_numbers(hook, step)
-        entry = self.meter.read(step, launched.lr, losses, **metrics)
+        entry = self.meter.read(step, lr, losses, **metrics)
 
         for hook in self.hooks:
             hook.logged(entry)
@@ -694,8 +691,8 @@ class Trainer:
         """Add up the losses and the valid tokens of the ranks that train on the same sequences.
 
         These ranks have the same data rank and are context or pipeline parallel. Each of them has a
-        different part of the loss, but they all count the same tokens. Thus if 2 ranks share 4096
-        tokens, each adds 2048.
+        different part of the loss, but they all count the same tokens. For example, if 2 ranks
+        share 4096 tokens, each adds 2048.
 
         Args:
             loss: This rank's part of the loss.
@@ -818,20 +815,6 @@ class Trainer:
         return StoppedUnsaved(message, end.request.stop)
 
 
-class _LaunchedStep(NamedTuple):
-    """A step whose kernels are launched. A GPU may still be computing its results.
-
-    Attributes:
-        lr: Learning rate of the step.
-        local_tokens: Number of valid labels in this rank's sequences.
-        result: Results of the step, as tensors on the device.
-    """
-
-    lr: float
-    local_tokens: int
-    result: StepResult
-
-
 class _LoopEnd(NamedTuple):
     """Why the training loop ended.
 
@@ -884,12 +867,11 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
         UserError: If the run ends for a reason that the user can correct. Its `exit_code` is the
             exit code of the program.
     """
-    with process_group(run.job, ends_process=True) as device:
+    with process_group(run.job, ends_process=True) as device, _raising_for_sys_exit(run, argv):
         trainer = None
         try:
-            with _raise_error_for_sys_exit():
-                trainer = Trainer(run, device)
-                trainer.train()  # also closes the trainer
+            trainer = Trainer(run, device)
+            trainer.train()  # also closes the trainer
         except Exception as error:
             if is_out_of_memory(error):
                 when = "in the build" if trainer is None else f"at step {trainer.steps_done}"
@@ -899,20 +881,22 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
                 # A guard stops all ranks together, so they can complete a save in progress. After
                 # other errors, closing could hang, because other ranks may wait in a collective.
                 trainer.close()
-            # The same command would fail again if the run is invalid.
-            is_invalid_run = trainer is None and isinstance(error, UserError)
-            if not is_invalid_run:
+            # The same command would fail again if the build was rejected.
+            is_rejected_build = trainer is None and isinstance(error, UserError)
+            if not is_rejected_build:
                 error.add_note(resume_hint(run, argv))
             raise
 
 
 @contextmanager
-def _raise_error_for_sys_exit() -> Iterator[None]:
+def _raising_for_sys_exit(run: Run, argv: Sequence[str]) -> Iterator[None]:
     """Raise a RuntimeError if the `with` block calls `sys.exit`, for example in a plugin."""
     try:
         yield
     except SystemExit as error:
-        raise RuntimeError(
+        exit_call = RuntimeError(
             f"sys.exit({error.code!r}) was called during training. "
             'To end a run early, return Request(finish="reason") from Hook.wants.'
-        ) from error
+        )
+        exit_call.add_note(resume_hint(run, argv))
+        raise exit_call from error
