@@ -47,27 +47,28 @@ def main(argv: Sequence[str]) -> None:
         UserError: If the job, its data or an option is invalid.
     """
     options, words = parse_options_and_job(CheckOptions, argv, "check")
-    world_size = options.world_size or read_world_size()
-    run = load_run(words, world_size)
-    is_for_other_nodes = options.world_size is not None
-    check_memory(run, on_other_nodes=is_for_other_nodes)
+    run = load_run(words, options.world_size or read_world_size())
+    # With --world_size, the run is for other nodes, whose memory is unknown.
+    check_memory(run, on_other_nodes=options.world_size is not None)
+
     has_checkpoint = is_saved(run)
-    if has_checkpoint or _has_lost_checkpoints(run):
+    if has_checkpoint or _has_only_damaged_checkpoints(run):
         _check_resume(run)
+
     tokenizer = load_tokenizer(run.tokenizer_path, run.job)
     data = inspect_data(run, tokenizer)
-    toy_note = explain_toy_run(run, tokenizer, data)
+    note_if_too_small = explain_toy_run(run, tokenizer, data)  # "" if the run can be useful
 
-    _print_result(run, has_checkpoint, toy_note)
+    _print_result(run, has_checkpoint, note_if_too_small)
     if options.plot:
         width = get_terminal_size().columns
         print(f"\n{plot_schedule(run, width)}")
 
 
-def _has_lost_checkpoints(run: Run) -> bool:
-    """Return whether checkpoints of the run were damaged and renamed, and no mirror replaces them.
+def _has_only_damaged_checkpoints(run: Run) -> bool:
+    """Return whether a run without a valid checkpoint has damaged ones, so that it cannot start.
 
-    If no other checkpoint is left, the run cannot start.
+    With a mirror, the run could download a valid checkpoint, so return False.
     """
     checkpoint = run.job.checkpoint
     needs_checkpoint = checkpoint.enable and checkpoint.mirror is None
@@ -106,13 +107,13 @@ def _list_values(run: Run) -> dict[str, Any]:
     return run.job.model_dump(mode="json") | {"model": asdict(run.arch)}
 
 
-def _print_result(run: Run, has_checkpoint: bool, toy_note: str) -> None:
+def _print_result(run: Run, has_checkpoint: bool, note_if_too_small: str) -> None:
     """Print that the run can start, followed by warnings and notes about it.
 
     Args:
         run: The valid run.
         has_checkpoint: Whether the run would resume from a checkpoint.
-        toy_note: Note about a run that is too small to be useful, or "".
+        note_if_too_small: Note about a run that is too small to be useful, or "".
     """
     name = run.job.job.config_file or "the job"
     ok = f"OK: {name} can start on {format_count(run.world_size, 'rank')}"
@@ -121,14 +122,15 @@ def _print_result(run: Run, has_checkpoint: bool, toy_note: str) -> None:
     print(printable(f"{ok}."))
     for line in find_suspicious_values(run):
         print(printable(f"Warning: {line}"))
-    if toy_note:
-        print(printable(f"\n{toy_note}"))
+    if note_if_too_small:
+        print(printable(f"\n{note_if_too_small}"))
 
 
 def plot_schedule(run: Run, width: int) -> str:
     """Plot the learning rate, the batch size and the share of each data source as text.
 
-    Columns are steps at about equal distances. A value that never changes takes only one line.
+    Each column shows one step, and the steps are evenly spaced, up to rounding. A value that never
+    changes takes only one line.
 
     Args:
         run: The run.

@@ -103,7 +103,8 @@ def _write_pieces(pieces: Iterable[str]) -> int:
     """Print each piece of a completion as soon as it is generated.
 
     Args:
-        pieces: Text of each generated token, and a last piece that belongs to no token.
+        pieces: Text of each generated token, followed by a final piece with any remaining text,
+            which does not count as a token.
 
     Returns:
         Number of generated tokens.
@@ -113,7 +114,7 @@ def _write_pieces(pieces: Iterable[str]) -> int:
         _write(piece)
         num_pieces += 1
     _write("\n")
-    return num_pieces - 1  # the last piece does not belong to a token
+    return num_pieces - 1  # without the final piece
 
 
 def _write_results(results: Iterable[Completion], as_json: bool) -> int:

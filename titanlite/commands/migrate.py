@@ -76,7 +76,7 @@ def _format_report(migration: Migration, options: Migrate) -> str:
 
 
 def _format_changes(migration: Migration) -> list[str]:
-    """Format the keys that were renamed, added or left out as one section each."""
+    """Format the renamed, added and omitted keys, with one section per category."""
     renamed = [f"{old} -> {new}" for old, new in migration.renamed.items()]
     added = [f"{key}  ({reason})" for key, reason in migration.added.items()]
     omitted = [f"{', '.join(keys)}\n      {reason}" for reason, keys in migration.lost.items()]

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -143,9 +142,9 @@ def _check_new_file(path: Path) -> None:
 
 
 def _check_not_shortened(path: Path, run: Run) -> None:
-    """Check that a job is long enough for its warmup and decay, before --write writes it.
+    """Check that a job for --write is long enough for its warmup and decay.
 
-    `load_run` accepts a shorter job as a preview if the command line has shortened it.
+    This check is needed because `load_run` accepts a job that the command line has shortened.
 
     Raises:
         UserError: If the job ends before its warmup and decay are complete.
@@ -175,7 +174,7 @@ def _estimate(
         results: Standard output.
     """
     if options.as_json:
-        forecast = _make_plan(options, run, device)
+        forecast = _estimate_and_search(options, run, device)
         forecast = _add_training_time(forecast, tokens)
         print(forecast.model_dump_json(), file=results, flush=True)
         return
@@ -184,15 +183,18 @@ def _estimate(
         text = _format_forecast(run, _add_training_time(forecast, tokens))
         print(text, file=results, flush=True)
 
-    # The search for changes takes longer, so the estimate is printed before it starts.
-    forecast = _make_plan(options, run, device, show=print_estimate)
+    # The search for changes takes longer, so `print_estimate` is called before it starts.
+    forecast = _estimate_and_search(options, run, device, before_search=print_estimate)
     advice = _format_advice(run, forecast)
     if advice:
         print(advice, file=results, flush=True)
 
 
-def _make_plan(
-    options: PlanOptions, run: Run, device: Gpu, show: Callable[[Forecast], None] | None = None
+def _estimate_and_search(
+    options: PlanOptions,
+    run: Run,
+    device: Gpu,
+    before_search: Callable[[Forecast], None] | None = None,
 ) -> Forecast:
     """Estimate the memory and time of a job, and search for changes that improve the job.
 
@@ -200,25 +202,24 @@ def _make_plan(
         options: Options of the command.
         run: The run to estimate.
         device: GPU or CPU of each rank.
-        show: Function that is called with the estimate before the search starts.
+        before_search: Function that is called with the estimate before the search starts.
     """
     from titanlite.plan import advice  # slow, so import it before the worker processes fork
 
     if options.remedies:
         goal = "remedies"
     elif options.quick:
-        goal = "nothing"
+        goal = "nothing"  # do not search if the job fits
     else:
         goal = "largest_batch"
-    make_plan = partial(advice.make_plan, run, device, goal, show)
     if run.degrees.pipeline < _MIN_PIPELINE_RANKS_FOR_WORKERS:
-        return make_plan()
+        return advice.make_plan(run, device, goal, before_search)
     with workers() as pool:  # trace the pipeline ranks in parallel
-        return make_plan(map_function=pool.map)
+        return advice.make_plan(run, device, goal, before_search, pool.map)
 
 
 def _format_advice(run: Run, forecast: Forecast) -> str:
-    """Format the changes that make a job fit into memory, or the largest batch size if it fits.
+    """Describe changes that make a job fit into memory or, if it fits, its largest batch size.
 
     Return "" if there is nothing to advise, for example if --quick has skipped the search for the
     largest batch size.

@@ -38,11 +38,9 @@ def main(argv: Sequence[str]) -> None:
         UserError: If the job or an option is invalid.
     """
     options, words = parse_options_and_job(Profile, argv, "profile")
-    # With NGPU=N, run this command in N processes instead, and exit.
-    run_on_ngpu_ranks("profile", argv)
-    # Without --out, the output folder of the job must be writable.
-    writes_to_dump_folder = options.out is None
-    run = load_run(words, read_world_size(), trains=writes_to_dump_folder)
+    run_on_ngpu_ranks("profile", argv)  # with NGPU=N, start N processes, and exit when they end
+    # Without --out, the traces go to the output folder of the job, so check it as for training.
+    run = load_run(words, read_world_size(), trains=options.out is None)
 
     # Importing torch is slow, so invalid options are reported first.
     from titanlite.train.profile_steps import profile_steps

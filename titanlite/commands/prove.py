@@ -34,7 +34,7 @@ COLUMNS = ("check", "count", "worst error", "tolerance", "result", "where")
 
 
 class Prove(Options):
-    """Train a small version of a job in its layout, and compare every step with a reference.
+    """Train a scaled-down job in the same parallel layout, and compare each step with a reference.
 
     The reference computes the same steps in one process, in float64, with plain formulas. The
     command exits with code 0 if all numbers agree, with 3 if they differ, and with 2 if the job is

@@ -24,7 +24,7 @@ from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.data.tokenizer_files import write_tokenizer
 from titanlite.hooks.hook import Hook
-from titanlite.hooks.hook_state import hook_tensors, prepare_hooks
+from titanlite.hooks.hook_state import hook_tensors, prepare_hooks_for_loading
 from titanlite.observe.flops import DTYPE_BYTES, num_params
 from titanlite.optim.build import has_modes
 from titanlite.optim.clip import StepSums
@@ -34,15 +34,14 @@ if TYPE_CHECKING:
     from titanlite.train.trainer import Trainer
 
 
-def build_resumer(trainer: Trainer, job: JobConfig) -> Resumer:
-    """Create the `Resumer` that loads checkpoints into the model, optimizer and hooks of a trainer.
+def create_checkpoint_context(trainer: Trainer, job: JobConfig) -> CheckpointContext:
+    """Describe the checkpoints of a run: their folder, and the tensors to save and load.
 
-    The `Resumer` also checks that a checkpoint fits `job`, and the tokenizer and data of the
-    trainer. This function does not read any checkpoint yet. When you no longer need the result,
-    close its process group with `resumer.context.ranks.close()`.
+    This also creates a process group of all ranks. When you no longer need the result, destroy the
+    group with `result.ranks.close()`.
 
     Args:
-        trainer: Trainer whose model, optimizer and hooks receive the loaded tensors.
+        trainer: Trainer whose model, optimizer and hooks are saved and loaded.
         job: Job to compare with the job in each checkpoint.
     """
     live_state = LiveState(
@@ -50,9 +49,9 @@ def build_resumer(trainer: Trainer, job: JobConfig) -> Resumer:
         optimizer=trainer.optimizer,
         new_optimizer=trainer.train_step.new_optimizer,
         hook_tensors=partial(hook_tensors, trainer.hooks),
-        prepare_hooks=partial(prepare_hooks, trainer.hooks, trainer.warn),
+        prepare_hooks=partial(prepare_hooks_for_loading, trainer.hooks, trainer.warn),
     )
-    context = CheckpointContext(
+    return CheckpointContext(
         config=job.checkpoint,
         folder=trainer.run.checkpoint_folder,
         live=live_state,
@@ -60,6 +59,13 @@ def build_resumer(trainer: Trainer, job: JobConfig) -> Resumer:
         log=trainer.log,
         job=job.model_dump(mode="json"),
     )
+
+
+def create_resumer(trainer: Trainer, context: CheckpointContext) -> Resumer:
+    """Create the object that loads checkpoints into a trainer, without reading any of them yet.
+
+    It rejects checkpoints that do not fit the job, the tokenizer or the data of the run.
+    """
     return Resumer(
         context,
         is_same_tokenizer=trainer.tokenizer.is_known_as,
@@ -108,7 +114,8 @@ class Checkpointer(Hook):
     def _prepare(self) -> None:
         """Create the checkpoint folder and the objects that load, save and mirror checkpoints.
 
-        `close` later releases their resources.
+        If the job has a mirror (a URL to which checkpoints are copied), also download from it the
+        checkpoints that the run needs but does not have.
 
         Raises:
             UserError: If the disk lacks space for a checkpoint, or if the job does not match the
@@ -117,17 +124,16 @@ class Checkpointer(Hook):
                 valid and there is no local checkpoint.
         """
         trainer = self._trainer
-        self._resumer = build_resumer(trainer, trainer.job)
-        context = self._resumer.context
-        self._resources.callback(context.ranks.close)
+        context = create_checkpoint_context(trainer, trainer.job)
+        self._resumer = create_resumer(trainer, context)
+        self._resources.callback(context.ranks.close)  # destroys the process group for checkpoints
         context.prepare_folder()
         context.check_free_space(_estimate_bytes(trainer.run))
 
         if trainer.job.checkpoint.mirror is not None:
-            # The mirror is a URL to which checkpoints are copied.
-            self._mirror = Mirror(context, self._resumer.check_job)
+            self._mirror = Mirror(context, check_job=self._resumer.check_job)
             self._resources.callback(self._mirror.close)
-            self._mirror.restore()  # downloads the checkpoints that the run needs but does not have
+            self._mirror.restore()
         self._create_saver(context)
 
     def _create_saver(self, context: CheckpointContext) -> None:
@@ -176,8 +182,8 @@ class Checkpointer(Hook):
         """Replace the state after `step` with the newest valid checkpoint from an earlier step.
 
         This restores weights, optimizer state and hook tensors. The step count and the data
-        position do not change: training continues with step `step` + 1. A run that resumes must
-        start from the restored state as well, so the trainer saves it as the checkpoint of `step`.
+        position do not change: training continues with step `step` + 1. If the run resumes from
+        `step`, it must also start from the restored state, so request a save.
 
         Args:
             step: The step that has just been completed, such as one with a loss spike.
@@ -186,16 +192,19 @@ class Checkpointer(Hook):
             The step of the loaded checkpoint, or None if there is no earlier checkpoint.
         """
         self._saver.wait_until_saved()
-        # Schedule-free optimizers have two versions of the weights. Checkpoints contain the version
-        # for evaluation.
-        with self._trainer.evaluation_mode():
-            loaded_state = self._resumer.load_before(step)
-        if loaded_state is None:
-            return None
+        loaded_step = self._load_before(step)
+        if loaded_step is not None:
+            self._request_save(step)
+        return loaded_step
 
+    def _load_before(self, step: int) -> int | None:
+        """Load the newest valid checkpoint before `step`, and return its step, or None."""
+        with self._trainer.evaluation_mode():  # checkpoints contain the weights for evaluation
+            state = self._resumer.load_before(step)
+        if state is None:
+            return None
         self._trainer.train_step.precompute_scales()  # FP8 scales depend on the weights
-        self._request_save(step)
-        return loaded_state["step"]
+        return state["step"]
 
     def save(self, step: int, is_last: bool = False) -> None:
         """Save the state after `step` as a checkpoint.
@@ -249,13 +258,15 @@ class Checkpointer(Hook):
         Return an error message, or None on success.
         """
         self._saver.wait_until_saved()
-        if self._saver.has_saved(step):  # false if the export has failed
+        is_saved_and_exported = self._saver.has_saved(step)
+        if is_saved_and_exported:
             return None
-        if self._saver.failed_export is not None:
+
+        saved_folder = self._saver.failed_export  # the checkpoint that could not be exported
+        if saved_folder is not None:
             return (
-                f"{self._saver.failed_export} is saved, but exporting it in Hugging Face format "
-                "failed; see the log for the reason. Fix it and start again, or run "
-                "`titanlite export`."
+                f"{saved_folder} is saved, but exporting it in Hugging Face format failed; see the "
+                "log for the reason. Fix it and start again, or run `titanlite export`."
             )
         return (
             f"Could not save the last step, {step}; see the log for the reason. "
@@ -297,7 +308,7 @@ class BestCheckpoint(Hook):
     name = BEST_CHECKPOINT
 
     def built(self, trainer: Trainer) -> None:
-        """Start without a validation loss, and keep a reference to the checkpointer."""
+        """Reset the validation loss, and keep a reference to the checkpointer."""
         self._newest: dict[str, Any] = {}  # step and loss of the newest validation
         assert trainer.checkpointer is not None
         self._checkpointer = trainer.checkpointer

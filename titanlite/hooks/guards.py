@@ -113,8 +113,8 @@ class NonFiniteGuard(Hook):
         """Return the number of skipped steps since step 1, to store in a checkpoint.
 
         Returns:
-            "skipped": Total number of skipped steps. "in_row": Number of consecutive skipped steps
-            up to now. If no step was skipped, {}.
+            A dictionary with the keys "skipped" (total number of skipped steps) and "in_row"
+            (number of consecutive skipped steps up to now), or {} if no step was skipped.
         """
         self._read_results()  # does nothing during a save, because `saving` already did this
         if not self._num_skipped:
@@ -130,7 +130,7 @@ class NonFiniteGuard(Hook):
         """Read the results of recent steps from the GPU, and count the skipped steps.
 
         Also prepare one log line for each skipped step. All ranks must call this together, because
-        they exchange the causes.
+        they exchange the reasons why steps were skipped.
         """
         results = self._unread_results
         self._unread_results = []
@@ -178,8 +178,8 @@ class NonFiniteGuard(Hook):
         This waits for the GPU.
 
         Returns:
-            The problems by kind, "loss" or "gradient". A kind without a problem is omitted, and so
-            is a gradient whose parameter is unknown.
+            The problems by kind, "loss" or "gradient". A kind without a problem is omitted. So is
+            the gradient if `_find_non_finite_gradient` cannot determine the name of its parameter.
         """
         rank = self._trainer.rank
         host = self._trainer.hosts[rank]
@@ -322,59 +322,38 @@ class SpikeGuard(Hook):
     name = SPIKE_GUARD
 
     def built(self, trainer: Trainer) -> None:
-        """Read the options, reset the counters and allocate an empty history of recent steps.
+        """Create an empty history of recent steps, with which later steps are compared.
 
-        The history contains the losses and gradient norms with which later steps are compared. With
-        guards.on_spike = "skip", it is on the GPU, which compares a step before the weight update.
-        Otherwise, it is on the CPU, which compares the values when it reads them.
+        With guards.on_spike = "skip", spikes are detected before the weight update, so the history
+        is on the GPU. Otherwise, the CPU detects spikes later, so the history is on the CPU.
         """
         self._trainer = trainer
         self._config = trainer.job.guards
         self._should_skip = self._config.on_spike == "skip"
         self._should_roll_back = self._config.on_spike == "roll_back"
-
         self._num_spikes = 0
         self._num_roll_backs = 0
         self._needs_roll_back = False
-        # Results of `before_update` that the CPU has not read yet, by step number: with "skip", the
-        # result of `_compare`, and otherwise the loss, the gradient norm and whether to skip.
-        self._unread: dict[int, Tensor] = {}
+
+        # Results that the CPU has not read from the GPU yet, by step number.
+        self._unread_comparisons: dict[int, Tensor] = {}  # only with on_spike = "skip"
+        self._unread_values: dict[int, Tensor] = {}  # otherwise: loss, gradient norm, skip flag
 
         device = torch.device("cpu")
         if self._should_skip:
             first_parameter = next(trainer.model.parameters())
             device = local_shard(first_parameter).device
-
-        # The loss and gradient norm of step s are in column s % spike_history. NaN means no value.
-        shape = (2, self._config.spike_history)
-        self._history = torch.full(shape, torch.nan, dtype=torch.float64, device=device)
+        self._history = SpikeHistory(self._config.spike_history, device)
 
     def resize_tensors(self, sizes: Mapping[str, torch.Size]) -> None:
-        """Resize the history to its length in the checkpoint, so that it can be loaded.
-
-        If `guards.spike_history` has changed since the save, `_convert_history` later converts the
-        loaded history to the new length.
-        """
+        """Resize the history to its length in the checkpoint, so that it can be loaded."""
         if "history" in sizes:
-            self._history = self._history.new_full(sizes["history"], torch.nan)
+            # When it is loaded, `started` or `_roll_back` resizes it to guards.spike_history.
+            self._history.values = self._history.values.new_full(sizes["history"], torch.nan)
 
     def started(self, step: int) -> None:
         """Convert a loaded history to the length in this job (guards.spike_history)."""
-        self._convert_history(step)
-
-    def _convert_history(self, step: int) -> None:
-        """Convert a history from the checkpoint of `step` to the length in guards.spike_history.
-
-        The history contains losses and gradient norms. If it is too long, drop its oldest values.
-        If it is too short, repeat it, which hardly changes its median and deviation.
-        """
-        saved = self._history
-        saved_size = saved.shape[1]
-        size = self._config.spike_history
-        # In a history with n columns, the values of step s are in column s % n.
-        steps = torch.arange(step - size + 1, step + 1, device=saved.device)
-        self._history = saved.new_empty(2, size)
-        self._history[:, steps % size] = saved[:, steps % saved_size]
+        self._history.resize(self._config.spike_history, last_step=step)
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
         """Store the loss and the gradient norm of a step on the GPU, to look for spikes later.
@@ -384,14 +363,14 @@ class SpikeGuard(Hook):
         """
         values = torch.stack([sums.loss, sums.grad_norm.double()])
         if not self._should_skip:
-            self._unread[step] = torch.stack([*values, skip.double()])
+            self._unread_values[step] = torch.stack([*values, skip.double()])
             return
 
         comparison = self._compare(values, skip)
         is_spike = comparison[0]
         skip.copy_(torch.maximum(skip, is_spike.max()))
-        self._add_to_history(step, values, skip)
-        self._unread[step] = comparison
+        self._history.add(step, values, skip)
+        self._unread_comparisons[step] = comparison
 
     def _compare(self, values: Tensor, skip: Tensor) -> Tensor:
         """Compare the loss and the gradient norm of a step with the history.
@@ -406,32 +385,9 @@ class SpikeGuard(Hook):
             whether the value is a spike (0 or 1), the value, and the limit above which it is a
             spike.
         """
-        limits = self._compute_limits()
+        limits = self._history.compute_limits(self._config.spike_deviations)
         is_spike = (values > limits) & (skip == 0)
         return torch.stack([is_spike.double(), values, limits])
-
-    def _compute_limits(self) -> Tensor:
-        """Return the limits above which a loss and a gradient norm are spikes, shape (2,).
-
-        Until the history is full, the limits are NaN, so that no value is a spike.
-        """
-        median = _row_medians(self._history)
-        distances = (self._history - median[:, None]).abs()
-        deviation = NORMAL_SCALE * _row_medians(distances)
-        min_deviation = MIN_RELATIVE_DEVIATION * median.abs()
-        deviation = torch.maximum(deviation, min_deviation)
-        return median + self._config.spike_deviations * deviation
-
-    def _add_to_history(self, step: int, values: Tensor, skip: Tensor) -> None:
-        """Add a step to the history, replacing the step `guards.spike_history` steps earlier.
-
-        Args:
-            step: Number of the step.
-            values: Loss and gradient norm, shape (2,).
-            skip: Scalar. If it is 1, the step was skipped, and its values are not added.
-        """
-        column = self._history[:, step % self._config.spike_history]
-        column.copy_(torch.where(skip > 0, column, values))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
         """Return the metrics `spikes` and `roll_backs`: the number of each since step 1."""
@@ -467,19 +423,20 @@ class SpikeGuard(Hook):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the recent losses and gradient norms, shape (2, guards.spike_history)."""
-        return {"history": self._history}
+        return {"history": self._history.values}
 
     def _read_values(self) -> None:
         """Read the losses and gradient norms of recent steps from the GPU and report each spike.
 
         This waits for the GPU, so call it only at logged steps, saves and validations.
         """
-        for step, result in _move_to_cpu(self._unread).items():
-            comparison = result
-            if not self._should_skip:  # otherwise, the GPU has already compared the values
-                values, skip = result[:2], result[2]
-                comparison = self._compare(values, skip)
-                self._add_to_history(step, values, skip)
+        for step, comparison in _move_to_cpu(self._unread_comparisons).items():
+            self._report_spike(step, comparison)
+
+        for step, values_and_skip in _move_to_cpu(self._unread_values).items():
+            values, skip = values_and_skip[:2], values_and_skip[2]
+            comparison = self._compare(values, skip)
+            self._history.add(step, values, skip)
             self._report_spike(step, comparison)
 
     def _report_spike(self, step: int, comparison: Tensor) -> None:
@@ -509,6 +466,26 @@ class SpikeGuard(Hook):
             GuardError: If the run has already rolled back guards.max_roll_backs times.
         """
         self._needs_roll_back = False
+        self._check_max_roll_backs(step)
+
+        checkpointer = self._trainer.checkpointer
+        restored_step = None if checkpointer is None else checkpointer.roll_back(step)
+        if restored_step is None:
+            self._trainer.log(f"Step {step}: no checkpoint to roll back to. Training continues.")
+            return
+
+        # The rollback has also loaded the history, with the length that it had in the checkpoint.
+        self._history.resize(self._config.spike_history, last_step=restored_step)
+        self._num_roll_backs += 1
+        text = (
+            f"Step {step}: rolled back to the weights of step {restored_step} "
+            f"({self._num_roll_backs} of {self._config.max_roll_backs} rollbacks). "
+            "Training continues with the next data; the steps in between count as done."
+        )
+        self._trainer.log(Event(text, "roll back", step))
+
+    def _check_max_roll_backs(self, step: int) -> None:
+        """Raise a GuardError if the run has already rolled back guards.max_roll_backs times."""
         max_roll_backs = self._config.max_roll_backs
         if self._num_roll_backs >= max_roll_backs:
             raise GuardError(
@@ -517,22 +494,56 @@ class SpikeGuard(Hook):
                 "Before you restart, lower optimizer.lr or training.max_norm."
             )
 
-        checkpointer = self._trainer.checkpointer
-        restored_step = None if checkpointer is None else checkpointer.roll_back(step)
-        if restored_step is None:
-            self._trainer.log(f"Step {step}: no checkpoint to roll back to. Training continues.")
-            return
 
-        # The rollback has also replaced `self._history`. Its length differs from the current one if
-        # the checkpoint is from before guards.spike_history was changed.
-        self._convert_history(restored_step)
-        self._num_roll_backs += 1
-        text = (
-            f"Step {step}: rolled back to the weights of step {restored_step} "
-            f"({self._num_roll_backs} of {max_roll_backs} rollbacks). "
-            "Training continues with the next data; the steps in between count as done."
-        )
-        self._trainer.log(Event(text, "roll back", step))
+class SpikeHistory:
+    """Losses and gradient norms of recent steps, with which `SpikeGuard` compares a new step.
+
+    Attributes:
+        values: Losses (row 0) and gradient norms (row 1), float64. In a history of n steps, the
+            values of step s are in column s % n. NaN means that there is no value yet.
+    """
+
+    def __init__(self, num_steps: int, device: torch.device) -> None:
+        """Create an empty history of `num_steps` steps."""
+        self.values = torch.full((2, num_steps), torch.nan, dtype=torch.float64, device=device)
+
+    def resize(self, num_steps: int, last_step: int) -> None:
+        """Change the number of steps of a history that ends with `last_step`.
+
+        If the history is too long, drop its oldest values. If it is too short, repeat it, which
+        hardly changes its median and deviation.
+        """
+        old_values = self.values
+        old_num_steps = old_values.shape[1]
+        steps = torch.arange(last_step - num_steps + 1, last_step + 1, device=old_values.device)
+        self.values = old_values.new_empty(2, num_steps)
+        self.values[:, steps % num_steps] = old_values[:, steps % old_num_steps]
+
+    def add(self, step: int, step_values: Tensor, skip: Tensor) -> None:
+        """Add a step and drop the oldest one. If `skip` is 1, leave the history unchanged.
+
+        Args:
+            step: Number of the step.
+            step_values: Loss and gradient norm, shape (2,).
+            skip: Scalar: 1 if the step was skipped, else 0.
+        """
+        column = self.values[:, step % self.values.shape[1]]
+        column.copy_(torch.where(skip > 0, column, step_values))
+
+    def compute_limits(self, max_deviations: float) -> Tensor:
+        """Return the limits above which a loss and a gradient norm are spikes, shape (2,).
+
+        Until the history is full, the limits are NaN, so that no value is a spike.
+
+        Args:
+            max_deviations: Distance between the limit and the median, in deviations.
+        """
+        median = _row_medians(self.values)
+        distances = (self.values - median[:, None]).abs()
+        deviation = NORMAL_SCALE * _row_medians(distances)
+        min_deviation = MIN_RELATIVE_DEVIATION * median.abs()
+        deviation = torch.maximum(deviation, min_deviation)
+        return median + max_deviations * deviation
 
 
 def _move_to_cpu(tensors: dict[int, Tensor]) -> dict[int, Tensor]:

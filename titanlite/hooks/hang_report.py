@@ -132,7 +132,7 @@ class HangReport(Hook):
         return pending is not None, rank, text
 
     def _describe_code(self) -> str:
-        """Describe the current titanlite code line of the main thread and the innermost code line.
+        """Describe where the main thread is: its innermost titanlite frame and its innermost frame.
 
         For example, "/a/titanlite/train/trainer.py:310 in step, inside of /b/linear.py:134 in
         forward".

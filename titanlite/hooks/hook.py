@@ -142,9 +142,9 @@ class Hook:
         Hooks may read GPU tensors here, because a logged step waits for the GPU anyway.
 
         Returns:
-            Metric values by name, which JSON can represent. If the name is a `LoggedStep` field
-            with a default, the value sets this field. Names of fields without a default, such as
-            "loss", are not allowed. Any other name adds a field.
+            Mapping from metric names to values that JSON can represent. If the name is a
+            `LoggedStep` field with a default, the value sets this field. Names of fields without a
+            default, such as "loss", are not allowed. Any other name adds a field.
         """
         return {}
 
@@ -206,15 +206,15 @@ class Hook:
     def saving(self, step: int) -> None:
         """Called before a checkpoint of `step` is written.
 
-        Here, update the values that `state_dict` and `tensors` return. Raise an exception to
-        prevent the save. With async saves, this can be called before `saved` is called for the
+        Override this to update the values that `state_dict` and `tensors` return, or to prevent the
+        save by raising an exception. With async saves, this can be called before `saved` is called for the
         previous checkpoint.
         """
 
     def saved(self, step: int) -> None:
         """Called when the checkpoint of `step` is complete on disk.
 
-        After an async save, it is called at the latest at the next save or at the end of the run.
+        After an async save, this is called no later than the next save or the end of the run.
         """
 
     def ended(self, step: int, stopped: str) -> UserError | None:
@@ -232,7 +232,7 @@ class Hook:
         """Called when an exception ends this rank.
 
         Use this to write debug information, such as a memory snapshot. Must not use collectives,
-        because other ranks may not fail.
+        because the other ranks may still be training.
         """
 
     def close(self) -> None:

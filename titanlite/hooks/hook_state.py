@@ -111,15 +111,15 @@ def hook_tensors(hooks: Sequence[Hook]) -> dict[str, Tensor]:
     return tensors
 
 
-def prepare_hooks(
+def prepare_hooks_for_loading(
     hooks: Sequence[Hook],
     warn: Callable[[str], None],
     sizes: Mapping[str, torch.Size],
     states: Mapping[str, Any],
 ) -> None:
-    """Resize hook tensors to their sizes in a checkpoint before they are loaded.
+    """Resize hook tensors to their sizes in a checkpoint, so that they can be loaded.
 
-    Warn about hooks whose state exists only in the checkpoint or only in this run.
+    Also warn about hooks whose state exists only in the checkpoint or only in this run.
 
     Args:
         hooks: Hooks of this run.
@@ -131,17 +131,35 @@ def prepare_hooks(
     for hook in hooks:
         hook.resize_tensors(sizes_by_hook.get(hook.name, {}))
 
+    _warn_of_differences(hooks, warn, set(sizes_by_hook), states)
+
+
+def _warn_of_differences(
+    hooks: Sequence[Hook],
+    warn: Callable[[str], None],
+    names_with_tensors: set[str],
+    states: Mapping[str, Any],
+) -> None:
+    """Warn about hooks whose state exists only in a checkpoint or only in this run.
+
+    Args:
+        hooks: Hooks of this run.
+        warn: Function that logs a warning.
+        names_with_tensors: Names of the hooks with saved tensors.
+        states: Saved `state_dict` of each hook, by hook name.
+    """
     # Ignoring an empty state loses nothing.
-    non_empty_states = {name for name, state in states.items() if state}
-    ignored_hooks = {*sizes_by_hook, *non_empty_states} - {hook.name for hook in hooks}
-    if ignored_hooks:
-        names = ", ".join(sorted(ignored_hooks))
+    names_with_state = {name for name, state in states.items() if state}
+    ignored = (names_with_tensors | names_with_state) - {hook.name for hook in hooks}
+    if ignored:
+        names = ", ".join(sorted(ignored))
         warn(f"Ignoring the saved state of hooks that this run does not have: {names}")
 
-    saved_hooks = {*sizes_by_hook, *states}
-    missing_hooks = {hook.name for hook in hooks if _is_always_saved(hook)} - saved_hooks
-    if missing_hooks:
-        names = ", ".join(sorted(missing_hooks))
+    # Here, an empty state counts as saved.
+    expected = {hook.name for hook in hooks if _is_always_saved(hook)}
+    missing = expected - names_with_tensors - states.keys()
+    if missing:
+        names = ", ".join(sorted(missing))
         warn(f"The checkpoint has no state of these hooks, which start without it: {names}")
 
 
@@ -158,9 +176,10 @@ def _group_by_hook(sizes: Mapping[str, torch.Size]) -> dict[str, dict[str, torch
 
 
 def _is_always_saved(hook: Hook) -> bool:
-    """Return whether each checkpoint of a run with this hook has a tensor or state of the hook.
+    """Return whether every checkpoint of a run with this hook contains state or tensors of it.
 
-    titanlite 0.2 and earlier did not save the state of built-in hooks if it was empty.
+    This is false for built-in hooks without tensors, because titanlite 0.2 and earlier did not
+    save their state if it was empty.
     """
     is_built_in = hook.name in OLD_HOOK_NAMES.values()
     return bool(hook.tensors()) if is_built_in else keeps_state(hook)

@@ -62,7 +62,7 @@ class Norms(Hook):
                 self._store(GRADIENTS, parameter, local_shard(parameter.grad))
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
-        """Store the tensor from which `numbers` will read whether the step was skipped.
+        """Keep a reference to `skip`, which `numbers` reads later.
 
         Guards may still change its value after this call, so do not read it yet.
         """
@@ -81,9 +81,9 @@ class Norms(Hook):
                     self._store(WEIGHTS, parameter, local_shard(parameter))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """Return the norms of each group of parameters in this step as metrics.
+        """Return the norms of each group of parameters in the current step as metrics.
 
-        All ranks must call this together, once per logged step.
+        All ranks must call this together, once per logged step, because they add up their parts.
 
         Returns:
             Depending on metrics.details:
@@ -94,7 +94,7 @@ class Norms(Hook):
             - "update_ratios": Norm of the update divided by the norm of the weights, for each
               group. Missing if the step was skipped, because there was no update.
         """
-        gradient_squares, update_squares, weight_squares = self._pop_squares()
+        gradient_squares, update_squares, weight_squares = self._add_up_squares_and_reset()
 
         metrics: dict[str, Any] = {}
         if "gradients" in self._details:
@@ -104,7 +104,7 @@ class Norms(Hook):
             metrics["update_ratios"] = self._update_ratios(update_squares, weight_squares)
         return metrics
 
-    def _pop_squares(self) -> list[list[float]]:
+    def _add_up_squares_and_reset(self) -> list[list[float]]:
         """Return the stored sums of squares, added up over all ranks, and reset them to 0.
 
         Returns:
@@ -176,10 +176,10 @@ class Norms(Hook):
         return norms
 
     def _block_norms(self, squares: list[float]) -> dict[str, list[float]]:
-        """Return the norm in each transformer block for groups with several parameters.
+        """Return the norm of each parameter in the groups that have one parameter per block.
 
-        For example, the group "attention.wq" contains the matrix `wq` of each block. Omit groups
-        with one parameter, such as the embedding.
+        For example, the group "attention.wq" contains the matrix `wq` of each transformer block.
+        Omit groups with one parameter, such as the embedding.
 
         Args:
             squares: Sum of squares of each model parameter or of its gradient.

@@ -160,7 +160,7 @@ class Profiler(Hook):
             self._profiler.stop()
 
     def _finish_profile(self, profiler: profile) -> None:
-        """Write the trace of the profiled steps, log a table of operators, and add to `profiles`.
+        """Write the trace of the profiled steps, log a table of operators, and store the profile.
 
         If profiling.enable_memory_snapshot is set, also write a snapshot of GPU memory.
 

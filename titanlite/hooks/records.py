@@ -58,20 +58,20 @@ def lock_folders(run: Run, log: Callable[[str], None], resources: ExitStack) -> 
     Raises:
         UserError: If another run uses one of the folders, or if one is not writable.
     """
-    timeout = run.job.comm.init_timeout_seconds
-    # Give up before the other ranks, which wait for rank 0, reach their timeout.
-    lock_timeout = min(LOCK_TIMEOUT, timeout / 2)
+    ranks_timeout = run.job.comm.init_timeout_seconds
+    # Rank 0 gives up before the other ranks, which wait for it, reach their timeout.
+    lock_timeout = min(LOCK_TIMEOUT, ranks_timeout / 2)
 
     def lock_and_choose_id() -> str:
         for folder in _list_folders_to_lock(run):
             descriptor = lock_folder(folder, lock_timeout, log)
             if descriptor is not None:  # None if the file system does not support locks
-                resources.callback(os.close, descriptor)
+                resources.callback(os.close, descriptor)  # closing the file releases the lock
         return secrets.token_hex(8)
 
-    ranks = RankGroup(timeout)
+    ranks = RankGroup(ranks_timeout)
     run_id = ranks.run_on_rank0(lock_and_choose_id)
-    # Do not close after an error, because closing waits for other ranks, which may have failed.
+    # After an error, this line is not reached: closing would wait for ranks that may have failed.
     ranks.close()
     return run_id
 
@@ -79,8 +79,8 @@ def lock_folders(run: Run, log: Callable[[str], None], resources: ExitStack) -> 
 def _list_folders_to_lock(run: Run) -> list[Path]:
     """Return the folders to pass to `lock_folder`, which creates the lock file beside the folder.
 
-    For example, it creates "out/.run.lock" for the folder "out/run". This locks the output folder
-    "out", although "out/run" does not exist.
+    The name "run" is a placeholder, so that the lock file of the output folder is inside of it. For
+    example, the lock file of "out" is "out/.run.lock".
     """
     folders = [run.dump_folder / "run"]
     if run.job.checkpoint.enable:
@@ -221,9 +221,10 @@ class Records(Hook):
 
 
 def describe_environment(trainer: Trainer) -> dict[str, Any]:
-    """Return the content of environment.json: code, hardware, data, hooks and options of a start.
+    """Describe how the run was launched: code, hardware, data, hooks and options.
 
-    When the run resumes, it compares its environment with this file and logs the differences.
+    The result is written to environment.json. A resumed run logs how it differs from the previous
+    launch.
     """
     return {
         "run": trainer.run_id,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -29,11 +29,24 @@ from titanlite.optim.losses import fp32_logits, gather_logits
 if TYPE_CHECKING:
     from titanlite.train.trainer import Trainer
 
-ProcessLogits = Callable[[int, Tensor, Tensor, Tensor], None]
-"""Function that `process_logits` calls."""
-
 LOGITS_CHUNK = 256
 """Number of tokens whose logits are computed at once, to limit memory."""
+
+
+class LogitsChunk(NamedTuple):
+    """Logits of n tokens in a microbatch that have a label, where n is at most `LOGITS_CHUNK`.
+
+    Attributes:
+        microbatch: Index of the microbatch.
+        sequences: Index of each token's sequence in the microbatch, shape (n,).
+        labels: Label of each token, shape (n,).
+        logits: Logits in fp32, shape (n, V).
+    """
+
+    microbatch: int
+    sequences: Tensor
+    labels: Tensor
+    logits: Tensor
 
 
 class Samples(Hook):
@@ -115,16 +128,16 @@ class Samples(Hook):
         """
         microbatches = self._create_microbatches(sequences)
         batch_size = self._run.job.training.local_batch_size
+        # Each rank fills in the sequences whose last token it holds. All others stay -inf, so the
+        # maximum over all ranks contains the logits of all sequences.
         shape = (len(microbatches), batch_size, self._run.arch.vocab_size)
         all_logits = torch.full(shape, -torch.inf, device=self._trainer.device)
 
-        # Only the last token of each sequence has a label, so this stores one row per sequence, on
-        # the ranks that hold its last token. `indices` are the sequences in the microbatch.
-        def store(microbatch: int, indices: Tensor, labels: Tensor, logits: Tensor) -> None:
-            all_logits[microbatch, indices] = logits
+        # A chunk has one row per sequence, because only the last token of a sequence has a label.
+        def fill_in(chunk: LogitsChunk) -> None:
+            all_logits[chunk.microbatch, chunk.sequences] = chunk.logits
 
-        process_logits(self._trainer, microbatches, store)
-        # The logits are still -inf on all other ranks, so the maximum combines the ranks.
+        process_logits(self._trainer, microbatches, fill_in)
         dist.all_reduce(all_logits, op=dist.ReduceOp.MAX)
         # The last microbatch may be padded with empty sequences.
         return all_logits.flatten(0, 1)[: len(sequences)].cpu()
@@ -144,19 +157,20 @@ class Samples(Hook):
 def process_logits(
     trainer: Trainer,
     microbatches: Sequence[Microbatch],
-    process: ProcessLogits,
+    process: Callable[[LogitsChunk], None],
 ) -> None:
     """Run forward passes and call `process` with the logits of all tokens that have a label.
 
-    To limit memory, `process` gets at most `LOGITS_CHUNK` (256) tokens at once. It is called on the
-    ranks that hold these tokens, including all tensor-parallel ranks.
+    To limit memory, `process` gets only a few tokens at once. It is called on the ranks that hold
+    these tokens, including all tensor-parallel ranks.
 
     Args:
         trainer: Trainer whose model computes the logits.
         microbatches: Microbatches of this rank. Tokens whose label is IGNORE_INDEX are skipped.
-        process: Called with the index of a microbatch and, for n of its tokens, the indices of
-            their sequences in the microbatch (n,), the labels (n,) and the logits (n, V) in fp32.
+        process: Called with each chunk of logits during the forward passes.
     """
+    # Only the loss function can compute logits, because FSDP gathers the output matrix for it. So
+    # pass a loss function that calls `process`. The loss that it returns, 0, is not needed.
     loss_fn = _LogitsLoss(trainer, len(microbatches), process)
     trainer.forward_backward.evaluate(microbatches, loss_fn)
 
@@ -178,7 +192,7 @@ class _LogitsLoss:
 
     trainer: Trainer
     num_microbatches: int
-    process: ProcessLogits
+    process: Callable[[LogitsChunk], None]
     num_calls: int = 0
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
@@ -186,39 +200,36 @@ class _LogitsLoss:
         index = self.num_calls
         self.num_calls += 1
         if index < self.num_microbatches:
-            chunks = _split_logits(self.trainer, hidden, weight, labels)
-            for sequences, chunk_labels, logits in chunks:
-                self.process(index, sequences, chunk_labels, logits)
+            for chunk in _split_logits(self.trainer, index, hidden, weight, labels):
+                self.process(chunk)
         return torch.zeros_like(scale)
 
 
 def _split_logits(
-    trainer: Trainer, hidden: Tensor, weight: Tensor, labels: Tensor
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    trainer: Trainer, microbatch: int, hidden: Tensor, weight: Tensor, labels: Tensor
+) -> Iterator[LogitsChunk]:
     """Compute the logits of all tokens in a microbatch that have a label, a few tokens at a time.
 
     Args:
         trainer: Trainer whose model computed the hidden states.
+        microbatch: Index of the microbatch.
         hidden: Hidden states, shape (B, T, C). With tensor parallelism, a DTensor.
-        weight: Output matrix, shape (V, C).
+        weight: Output matrix, shape (V, C). With tensor parallelism, a DTensor sharded along V.
         labels: Labels, shape (B, T).
-
-    Yields:
-        For n tokens (at most `LOGITS_CHUNK`): the indices of their sequences in the microbatch
-        (n,), labels (n,) and logits (n, V) in fp32.
     """
     if trainer.mesh.tensor is not None:
+        # Each tensor-parallel rank needs the hidden states of all tokens.
         hidden = cast(DTensor, hidden).redistribute(placements=[Replicate()]).to_local()
     # Each row holds the index of a sequence and the position of a token in it.
     indices = (labels != IGNORE_INDEX).nonzero()
     for chunk in indices.split(LOGITS_CHUNK):
         sequences, positions = chunk.unbind(dim=1)
-        logits = _whole_logits(hidden[sequences, positions], weight)
+        logits = _compute_logits_of_full_vocabulary(hidden[sequences, positions], weight)
         logits = soft_cap(logits, trainer.run.arch.logit_softcap)
-        yield sequences, labels[sequences, positions], logits
+        yield LogitsChunk(microbatch, sequences, labels[sequences, positions], logits)
 
 
-def _whole_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+def _compute_logits_of_full_vocabulary(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return the logits of the full vocabulary in fp32, shape (n, V).
 
     Args:

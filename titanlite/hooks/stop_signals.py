@@ -75,5 +75,5 @@ class StopSignals(Hook):
         return request
 
     def saving(self, step: int) -> None:
-        """Discard a SIGUSR2 that arrived since the last request. This save also serves it."""
+        """Clear a pending save request from SIGUSR2, because this save fulfills it."""
         self._has_save_signal = False

@@ -56,8 +56,8 @@ PARTS = (
 class Stragglers(Hook):
     """Logs stragglers: ranks that are by far the slowest in three consecutive logged steps.
 
-    The ranks compare times in which they do not wait for each other: waiting for data, the
-    optimizer update, and a matrix product.
+    The ranks compare times that exclude waiting for other ranks: waiting for data, the optimizer
+    update, and a matrix product.
     """
 
     def built(self, trainer: Trainer) -> None:
@@ -137,7 +137,7 @@ class Stragglers(Hook):
             start = self._now()
             torch.mm(matrix, matrix)
             intervals.append((start, self._now()))
-        self._synchronize()
+        self._synchronize()  # on a GPU, `_now` records events, which can be read only now
         return min(self._seconds_between(start, end) for start, end in intervals)
 
     def _synchronize(self) -> None:

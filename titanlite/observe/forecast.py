@@ -114,7 +114,7 @@ class Forecast(FileModel):
         return self.needs <= self.memory
 
     def explain_memory(self) -> str:
-        """Return a paragraph that breaks down the memory peak and suggests a change that fits.
+        """Return a paragraph that breaks down the memory peak and suggests how to make the job fit.
 
         Use it to explain why a run has run out of memory.
         """

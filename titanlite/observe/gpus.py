@@ -346,13 +346,14 @@ def _describe_missing_memory(run: Run, memory: int, state: int) -> str:
 
 
 def _largest_memory(is_offloaded: bool) -> int:
-    """Return the most memory that a rank on an unknown node can have, in bytes.
+    """Return an upper bound, in bytes, on the memory of a rank on an unknown node.
 
-    This is the memory of the largest known GPU, or the CPU memory of this node if it is larger.
+    Without CPU offload, this is the memory of the largest known GPU, or the CPU memory of this node
+    if it is larger. With CPU offload, it is a huge value, because the CPU memory of other nodes is
+    unknown.
 
     Args:
-        is_offloaded: Whether the training state is in CPU memory. The CPU memory of other nodes
-            is unknown, so the result is then practically unlimited.
+        is_offloaded: Whether the training state is in CPU memory.
     """
     if is_offloaded:
         return int(MOST_GIB * GIB)

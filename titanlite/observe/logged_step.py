@@ -177,7 +177,7 @@ def json_line(values: Mapping[str, Any]) -> str:
 
 
 def _to_strict_json(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace numbers that strict JSON cannot represent, and remove empty dictionaries.
+    """Replace non-finite numbers by None, list them under "nonfinite", and remove empty objects.
 
     For example, {"loss": nan, "norms": {}} becomes {"loss": None, "nonfinite": {"loss": "nan"}}.
     """

@@ -118,10 +118,10 @@ def read_environment(folder: Path) -> dict[str, Any]:
 
 
 class OutputFolder:
-    """Continues or archives the files that earlier starts of a run left in the output folder.
+    """Continues or archives the files that earlier launches left in the output folder.
 
     Use this class on rank 0 only. Create the object before logging starts, because it records the
-    sizes of the logs to distinguish the lines of this start from earlier lines.
+    sizes of the logs to distinguish new lines from earlier lines.
 
     Args:
         folder: The output folder, which must exist.
@@ -188,8 +188,8 @@ class OutputFolder:
     def _archive_all(self, archive: Path) -> None:
         """Move the files of an earlier run to the new folder `archive`.
 
-        Lines that this start has already appended to the logs stay in place. If the earlier run has
-        written no metrics, do nothing.
+        The current process already writes to the logs (`LOGS`: train.log and events.jsonl), so its
+        lines stay there. If the earlier run has written no metrics, do nothing.
         """
         paths = [self._folder / name for name in METRICS_FILES]
         has_metrics = any(path.is_file() and path.stat().st_size > 0 for path in paths)

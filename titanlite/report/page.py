@@ -116,9 +116,9 @@ def page_data(folders: Sequence[Path]) -> JsonObject:
 
 
 def _read_runs(folders: Sequence[Path]) -> list[JsonObject]:
-    """Read several runs, name each one, and downsample its curves to fit on the page.
+    """Read several runs, name each one, and downsample its curves.
 
-    All runs share the limits of the page, so each curve has fewer points if there are many runs.
+    To limit the size of the page, the more runs there are, the less is kept of each one.
 
     Args:
         folders: Output folders of the runs.
@@ -127,8 +127,9 @@ def _read_runs(folders: Sequence[Path]) -> list[JsonObject]:
         Data of each run: the result of `_read_run` with downsampled curves, and the key "name",
         which contains the path relative to the common parent folder of all runs.
     """
-    runs = [_read_run(folder, len(folders)) for folder in folders]
+    runs = [_read_run(folder, num_runs=len(folders)) for folder in folders]
     num_points = _choose_num_points(runs)
+    # Name each run by its path from here. For example, runs in out/a and out/b are named a and b.
     common_folder = os.path.commonpath([run["folder"].parent for run in runs])
     return [
         {
@@ -181,16 +182,20 @@ def _make_safe(value: Any, max_length: int) -> Any:
 
 
 def _read_run(folder: Path, num_runs: int) -> JsonObject:
-    """Read the status, metrics, events, samples and config of a run for the script of the page.
+    """Read the status, metrics, events, samples and config of a run as JSON data for the page.
 
     Args:
         folder: Output folder of the run.
         num_runs: Number of runs on the page. The more runs there are, the fewer events and samples
             are kept for each one.
+
+    Returns:
+        Among others, "numbers": the metrics of the last log step, "curves": the metrics of all log
+        steps, and "validations": the results of all validations.
     """
     status = read_status(folder)  # error messages show the folder as the user wrote it
     folder = folder.resolve()
-    problems: list[str] = []
+    problems: list[str] = []  # the functions below append descriptions of damaged files
     metrics = make_columns(read_metrics(folder, problems))
     _remove_equal_curves(metrics)  # such as the maximum loss over all ranks in a run on one rank
     validations = make_columns(read_json_lines(folder / "validation.jsonl", problems))
@@ -316,11 +321,12 @@ def downsample(columns: Columns, max_points: int) -> JsonObject:
 
 
 def _downsample_axis(values: NDArray[np.float64], edges: NDArray[np.int64]) -> list[float]:
-    """Return the position of each point on an axis, which is the mean of the values it covers.
+    """Average the axis values that each point covers, to get its position on the axis.
 
     Args:
         values: Values of the axis at the log steps.
         edges: Point i covers the values from index edges[i] up to, but not including, edges[i + 1].
+            The last edge is len(values).
     """
     sums = np.add.reduceat(values, edges[:-1])
     means = sums / np.diff(edges)
@@ -336,21 +342,25 @@ def _downsample_curve(
     Args:
         values: Values of a metric at the log steps. NaN means unknown.
         edges: Point i covers the values from index edges[i] up to, but not including, edges[i + 1].
+            The last edge is len(values).
 
     Returns:
-        Lists "mean", "min" and "max" with one number per point. The number is NaN if the point
-        covers no known value. If each point covers one value, return only "mean".
+        Lists "mean", "min" and "max" with one number per point. A point that covers no known value
+        has NaN in all of them, which leaves a gap in the curve. If each point covers one value,
+        return only "mean".
     """
-    starts = edges[:-1]  # `reduceat` combines the values from each start to the next one
-    sums = np.add.reduceat(np.nan_to_num(values), starts)
+    # `reduceat` combines the values from each start up to, but not including, the next one. The
+    # last point extends to the end of `values`.
+    starts = edges[:-1]
     num_known = np.add.reduceat(~np.isnan(values), starts, dtype=float)
-    with np.errstate(invalid="ignore"):  # 0 / 0 is NaN, as intended.
+    sums = np.add.reduceat(np.nan_to_num(values), starts)
+    with np.errstate(invalid="ignore"):  # 0 / 0 is NaN, as intended
         means = sums / num_known
 
     curve = {"mean": _round(means)}
     covers_several_values = len(values) > len(starts)
     if covers_several_values:
-        # `fmin` and `fmax` ignore NaN.
+        # `fmin` and `fmax` ignore NaN unless all values are NaN.
         curve["min"] = _round(np.fmin.reduceat(values, starts))
         curve["max"] = _round(np.fmax.reduceat(values, starts))
     return curve
@@ -387,9 +397,8 @@ def _read_events(entries: Iterable[JsonObject], metrics: Columns) -> list[JsonOb
     is_running = False
     for event in _parse_events(entries, metrics):
         if event["kind"] == "start":
-            if is_running:
-                killed_step = max(events[-1]["step"], _find_logged_step(metrics, event["time"]))
-                events.append(_make_killed_event(killed_step, next_start=event))
+            if is_running:  # the previous process recorded no end
+                events.append(_make_killed_event(events[-1], event, metrics))
             _mark_undone(events, event["step"])
             is_running = True
         elif event["kind"] in ENDS:
@@ -398,16 +407,18 @@ def _read_events(entries: Iterable[JsonObject], metrics: Columns) -> list[JsonOb
     return events
 
 
-def _make_killed_event(step: float, next_start: JsonObject) -> JsonObject:
-    """Return an event for the end of a killed process.
+def _make_killed_event(
+    last_event: JsonObject, next_start: JsonObject, metrics: Columns
+) -> JsonObject:
+    """Return an event for the end of a process that was killed before the next start.
 
-    Args:
-        step: Last step that the process is known to have trained.
-        next_start: The next start event. Its time is used, because the time of the end is unknown.
+    The time of the end is unknown, so use the time of the next start. The step is the last one that
+    the process is known to have trained, from its last event or from metrics.jsonl.
     """
+    last_logged_step = _find_logged_step(metrics, next_start["time"])
     return {
         "time": next_start["time"],
-        "step": step,
+        "step": max(last_event["step"], last_logged_step),
         "undone": False,
         "kind": "killed",
         "text": "The run was killed: no end was recorded before the next start.",

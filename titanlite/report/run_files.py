@@ -135,6 +135,35 @@ class RunStatus:
         return text
 
 
+@dataclass(frozen=True)
+class _RunLog:
+    """The last lines that a run wrote to metrics.jsonl and events.jsonl, oldest first.
+
+    Attributes:
+        metrics: Metrics of each log step, by `LoggedStep` field.
+        events: Events, each with a valid time and text.
+    """
+
+    metrics: list[dict[str, float]]
+    events: list[JsonObject]
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Metrics of the last log step, or {} if there is none."""
+        return self.metrics[-1] if self.metrics else {}
+
+    @property
+    def starts_and_ends(self) -> list[JsonObject]:
+        """Events that record a start or an end of the run."""
+        return [event for event in self.events if event.get("event") in (*STARTS, *ENDS)]
+
+    @property
+    def last_update(self) -> float | None:
+        """Unix time of the last log step or event, or None if there is neither."""
+        times = [line.get("time", 0.0) for line in (self.numbers, *self.events[-1:])]
+        return float(max(times)) or None
+
+
 def sparkline(values: Sequence[float], width: int) -> str:
     """Draw `values` as a line of block characters.
 
@@ -176,7 +205,7 @@ def read_json_lines(
 
     Args:
         path: Path of the file.
-        problems: List to append a description of any damage to, after the last line.
+        problems: List to which a description of any damage is appended after the last line.
         tail: If given, read only about the last `tail` bytes.
     """
     if not os.path.lexists(path):
@@ -238,7 +267,7 @@ def read_metrics(
 
     Args:
         folder: Output folder of the run.
-        problems: List to append a description of any damage to.
+        problems: List to which a description of any damage is appended.
         tail: If given, read only about the last `tail` bytes.
     """
     for entry in read_json_lines(folder / "metrics.jsonl", problems, tail):
@@ -252,7 +281,7 @@ def read_table(path: Path, parse: Callable[[str], Any], problems: list[str]) -> 
     Args:
         path: Path of the file.
         parse: Parses the text of the file.
-        problems: List to append a description of any damage to.
+        problems: List to which a description of any damage is appended.
 
     Returns:
         The content, or an empty dictionary if the file is missing or damaged.
@@ -274,7 +303,7 @@ def read_config(folder: Path, problems: list[str]) -> dict[str, JsonObject]:
 
     Args:
         folder: Output folder of the run.
-        problems: List to append a description of any damage to.
+        problems: List to which a description of any damage is appended.
     """
     config = read_table(folder / "config.toml", tomli.loads, problems)
     return {name: section for name, section in config.items() if isinstance(section, dict)}
@@ -308,35 +337,30 @@ def read_status(folder: Path) -> RunStatus:
     problems: list[str] = []
     config = read_config(folder, problems)
     metrics = [get_numbers(entry) for entry in read_metrics(folder, problems, TAIL_BYTES)]
-    numbers = metrics[-1] if metrics else {}
-    events = _read_last_events(folder, problems)
-    starts_and_ends = [event for event in events if event.get("event") in (*STARTS, *ENDS)]
+    log = _RunLog(metrics, _read_last_events(folder, problems))
 
-    last_update = _find_last_update(numbers, events)
-    state, exit_reason = _find_state(numbers, events, starts_and_ends, last_update)
+    state, exit_reason = _find_state(log)
     return RunStatus(
         title=_make_title(folder, config),
         total_steps=_get_total_steps(config),
         state=state,
         exit_reason=exit_reason,
-        step=_find_step(numbers, events),
-        numbers=_drop_outdated_eta(numbers, starts_and_ends),
+        step=_find_step(log),
+        numbers=_drop_outdated_eta(log),
         losses=[entry["loss"] for entry in metrics if "loss" in entry],
-        events=_list_shown_events(events),
+        events=_list_shown_events(log.events),
         problems=problems,
-        last_update=last_update,
+        last_update=log.last_update,
     )
 
 
-def _drop_outdated_eta(
-    numbers: dict[str, float], starts_and_ends: Sequence[JsonObject]
-) -> dict[str, float]:
-    """Return the metrics of the last log step, without an ETA from before the last start or end.
+def _drop_outdated_eta(log: _RunLog) -> dict[str, float]:
+    """Return the metrics of the last log step, except an ETA that is out of date.
 
-    Args:
-        numbers: Metrics of the last log step.
-        starts_and_ends: Events that record a start or an end of the run, oldest first.
+    The ETA is out of date if the run started or ended after this log step.
     """
+    numbers = log.numbers
+    starts_and_ends = log.starts_and_ends
     if starts_and_ends and starts_and_ends[-1]["time"] > numbers.get("time", 0.0):
         return {name: number for name, number in numbers.items() if name != "eta"}
     return numbers
@@ -371,7 +395,7 @@ def _read_last_events(folder: Path, problems: list[str]) -> list[JsonObject]:
 
     Args:
         folder: Output folder of the run.
-        problems: List to append a description of any damage to.
+        problems: List to which a description of any damage is appended.
     """
     return [
         event
@@ -380,73 +404,54 @@ def _read_last_events(folder: Path, problems: list[str]) -> list[JsonObject]:
     ]
 
 
-def _find_last_update(numbers: dict[str, float], events: Sequence[JsonObject]) -> float | None:
-    """Return the Unix time of the last log step or event of a run, or None if there is neither.
-
-    Args:
-        numbers: Metrics of the last log step.
-        events: Last events of the run, oldest first.
-    """
-    times = [line.get("time", 0.0) for line in (numbers, *events[-1:])]
-    return float(max(times)) or None
-
-
-def _find_step(numbers: dict[str, float], events: Sequence[JsonObject]) -> int:
+def _find_step(log: _RunLog) -> int:
     """Return the number of completed steps, which is the highest step since the last start.
 
     The last log step alone is not enough, because events such as saves can have a later step.
-
-    Args:
-        numbers: Metrics of the last log step.
-        events: Last events of the run, oldest first.
     """
     step = 0.0
-    for event in events:
+    for event in log.events:
         event_step = get_number(event, "step") or 0.0
         if event.get("event") == "start":
             step = event_step
         step = max(step, event_step)
-    return int(max(step, numbers.get("step", 0.0)))
+    return int(max(step, log.numbers.get("step", 0.0)))
 
 
-def _find_state(
-    numbers: dict[str, float],
-    events: Sequence[JsonObject],
-    starts_and_ends: Sequence[JsonObject],
-    last_update: float | None,
-) -> StateAndReason:
-    """Return the state of a run, such as "running" or "failed", and the reason for it.
-
-    Args:
-        numbers: Metrics of the last log step.
-        events: Last events of the run, oldest first.
-        starts_and_ends: Events that record a start or an end of the run, oldest first.
-        last_update: Unix time of the last line that the run wrote, or None if unknown.
-    """
-    last_kind = events[-1].get("event") if events else None
+def _find_state(log: _RunLog) -> StateAndReason:
+    """Return the state of a run, such as "running" or "failed", and the reason for it."""
+    last_kind = log.events[-1].get("event") if log.events else None
     if last_kind in ENDS:
-        return _describe_end(starts_and_ends)
+        return _describe_end(log.starts_and_ends)
 
+    last_update = log.last_update
     age = None if last_update is None else time.time() - last_update  # seconds
     if last_kind == "restart" and age is not None and age < STALE_SECONDS:
         # New processes are starting, so do not check the old one.
         return "running", "its launcher is restarting it"
 
-    # No end is recorded, so the last of these events, if any, is a start.
-    last_start = starts_and_ends[-1] if starts_and_ends else {}
+    # The run has not ended, so the last of these events, if any, is a start.
+    last_start = log.starts_and_ends[-1] if log.starts_and_ends else {}
     if last_start.get("host") == socket.gethostname():
-        if _is_alive(last_start.get("process"), last_start["time"]):
-            return "running", ""
-        return "crashed", "its process was killed, or the node went down"
+        return _judge_by_process(last_start)
+    return _judge_by_age(age, log.numbers.get("step_time", 0.0))
 
-    return _judge_by_age(age, numbers.get("step_time", 0.0))
+
+def _judge_by_process(start: JsonObject) -> StateAndReason:
+    """Return "running" if the process that recorded a start on this node still exists.
+
+    Otherwise, return "crashed" and the reason.
+    """
+    if _is_alive(start.get("process"), since=start["time"]):
+        return "running", ""
+    return "crashed", "its process was killed, or the node went down"
 
 
 def _judge_by_age(age: float | None, step_time: float) -> StateAndReason:
-    """Return whether a run is "running" or "stale", and the reason, if its process is unknown.
+    """Classify a run whose process cannot be checked as "running" or "stale", with a reason.
 
-    For example, the process of a run on another node cannot be checked. A run is stale after five
-    minutes or, if longer, ten steps without an update.
+    For example, the process may be on another node. A run is stale after five minutes or, if
+    longer, ten steps without an update.
 
     Args:
         age: Seconds since the last update, or None if unknown.
@@ -476,18 +481,21 @@ def _describe_end(starts_and_ends: Sequence[JsonObject]) -> StateAndReason:
     if end["event"] in ("stop", "guard"):  # a signal, or the guards against bad steps
         return "stopped", reason
     if end["event"] in USER_ERRORS:
-        return _describe_user_error(reason, [event["event"] for event in earlier_events])
+        return _describe_user_error(reason, earlier_events)
     return "crashed", reason
 
 
-def _describe_user_error(reason: str, earlier_kinds: list[str]) -> StateAndReason:
+def _describe_user_error(reason: str, earlier_events: Sequence[JsonObject]) -> StateAndReason:
     """Return the state of a run that ended with an error that the user can fix, and the reason.
+
+    The earlier events show whether the error ended training or rejected a start.
 
     Args:
         reason: The error message.
-        earlier_kinds: Kinds of all start and end events before the error, oldest first, such as
-            ["data", "start", "finish", "data"].
+        earlier_events: All start and end events before the error, oldest first, for example of the
+            kinds "data", "start", "finish" and "data".
     """
+    earlier_kinds = [event["event"] for event in earlier_events]
     if earlier_kinds and earlier_kinds[-1] == "start":
         return "failed", reason  # the error ended training
 

@@ -42,8 +42,8 @@ def standard_hooks(run: Run) -> list[Hook]:
     hooks: list[Hook] = [GarbageCollection(job.training.gc_freq)]
     if profiling.enable_profiling or profiling.enable_memory_snapshot:
         hooks.append(Profiler(profiling, run.dump_folder))
-    # Ema and Norms may precede the guards, although a guard can decide later to skip the step: they
-    # read this decision only after the update.
+    # Ema and Norms may come before the guards, because they read the decision of a guard to skip a
+    # step only after the update.
     if job.ema.decay:
         hooks.append(Ema(job.ema.decay))
     if job.metrics.details:
@@ -57,7 +57,7 @@ def standard_hooks(run: Run) -> list[Hook]:
         hooks.append(Samples())
     hooks.append(LiveRun())
 
-    # Plugins come last, so their `before_update` can read which steps a guard skips.
+    # Plugins come after the guards, so their `before_update` can read which steps a guard skips.
     return hooks + _create_plugin_hooks(run)
 
 
@@ -78,8 +78,7 @@ def settle_compute_dtype(run: Run, device: torch.device) -> Run:
     """Replace `training.mixed_precision_param = "auto"` with the same concrete dtype on all ranks.
 
     A run that resumes keeps the dtype of its checkpoint. A new run uses the fastest dtype of the
-    device. Rank 0 chooses, because the CPUs of the nodes may differ. All ranks must call this
-    together.
+    device of rank 0, because the CPUs of the nodes may differ. All ranks must call this together.
 
     Returns:
         The run with the chosen dtype, or `run` itself if the job sets a dtype.
@@ -90,10 +89,9 @@ def settle_compute_dtype(run: Run, device: torch.device) -> Run:
     on_gpu = device.type == "cuda"
     dtype: ComputeDtype | None = None
     if dist.get_rank() == 0:
-        # Without a checkpoint to resume from, use the fastest dtype of the device.
         dtype = read_compute_dtype(run) or fast_compute_dtype(on_gpu)
     dtype_by_rank: list[ComputeDtype | None] = gathered(dtype)
-    return run.resolve_compute_dtype(on_gpu, dtype_by_rank[0])
+    return run.resolve_compute_dtype(on_gpu, dtype_by_rank[0])  # rank 0 decides
 
 
 def describe_run(
@@ -139,8 +137,8 @@ def _summarize_run(run: Run, device: torch.device, loader: Loader) -> str:
 def _describe_data(run: Run, tokenizer: Tokenizer, loader: Loader) -> Iterator[Event]:
     """Yield a log event with the estimated size of each training source.
 
-    Also log a warning if options look suspicious, or if the data or the tokenizer is too small to
-    train a useful model.
+    This also logs warnings directly: if options look suspicious, or if the data or the tokenizer is
+    too small to train a useful model.
     """
     logger = logging.getLogger(LOGGER_NAME)
     for line in find_suspicious_values(run):

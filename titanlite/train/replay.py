@@ -17,7 +17,7 @@ from titanlite.config.registry import HOOKS
 from titanlite.config.run import Run, with_keys
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import OutOfData
-from titanlite.hooks.checkpoints import build_resumer
+from titanlite.hooks.checkpoints import create_checkpoint_context, create_resumer
 from titanlite.hooks.guards import build_guards
 from titanlite.observe.logged_step import LoggedStep
 from titanlite.optim.schedule import learning_rate_at
@@ -68,7 +68,7 @@ class History(NamedTuple):
 
 
 def read_history(folder: Path) -> History:
-    """Read the starts and rollbacks that led to the current weights of a run from events.jsonl.
+    """Read from events.jsonl the starts and rollbacks that led to the current weights of a run.
 
     Args:
         folder: Output folder of the run.
@@ -104,9 +104,10 @@ def _read_events(folder: Path) -> tuple[list[JsonObject], list[int]]:
         if event.get("event") == "roll back":
             roll_backs.append(step)
         elif event.get("event") == "start" and "record" in event:
-            # The run resumed from `step`, so all later steps were trained again. An earlier start
-            # from the same step trained only later steps, so it is left out as well.
+            # The run resumed from `step`, so drop everything that happened after this step. A
+            # rollback after exactly this step counts, because the resumed weights contain it.
             roll_backs = [roll_back for roll_back in roll_backs if roll_back <= step]
+            # A start from exactly this step trained only later steps, so drop it.
             start_events = [start for start in start_events if start["step"] < step]
             start_events.append(event)
     return start_events, roll_backs
@@ -232,21 +233,20 @@ class ReplayTrainer(Trainer):
             UserError: If the steps since the checkpoint cannot be reproduced: the run rolled back
                 in between, had other options, or used hooks that may have changed the weights.
         """
-        # Load the state into this trainer. Before that, `load_before` compares the job of the
-        # checkpoint with the original job of the run.
-        resumer = build_resumer(self, self._saved_job)
-        rank_group = resumer.context.ranks
-        self._resources.callback(rank_group.close)  # called when the trainer is closed
+        # The checkpoint must fit the original job, not the options of the replay.
+        context = create_checkpoint_context(self, self._saved_job)
+        resumer = create_resumer(self, context)
+        self._resources.callback(context.ranks.close)  # called when the trainer is closed
 
-        state = resumer.load_before(self._last_step)
+        state = resumer.load_before(self._last_step)  # loads the tensors
         if state is None:
             resumer.load_initial_weights()
         else:
-            self.load_state_dict(state)
+            self.load_state_dict(state)  # everything else, such as the step and the data position
 
         # Check that all steps from here on can be reproduced. The first of them is known only now,
         # because invalid checkpoints are skipped.
-        history = rank_group.run_on_rank0(lambda: read_history(self.run.dump_folder))
+        history = context.ranks.run_on_rank0(lambda: read_history(self.run.dump_folder))
         check_history(history, self._saved_job, self.steps_done, self._last_step)
 
     def log(self, line: str | Event) -> None:
@@ -255,7 +255,7 @@ class ReplayTrainer(Trainer):
             note(str(line))
 
     def warn(self, line: str) -> None:
-        """Discard warnings, which are about the saved states of hooks that a replay leaves out."""
+        """Discard warnings. They only concern saved states of hooks that a replay does not run."""
 
 
 def replay(run: Run, step: int) -> list[LoggedStep]:

@@ -55,11 +55,15 @@ class RequestExchange:
     def collect_next(self, step: int) -> bool:
         """Collect the next request of this rank. Call this before each step is trained.
 
+        On a GPU, the request is for the actions after step `step` + 1, because requests are
+        collected one step early. On a CPU, it is for the actions after `step`.
+
         Args:
-            step: Step to train. On a GPU, the request is for the step after it.
+            step: Step to train next.
 
         Returns:
-            Whether the request is not empty, so that the step has to count it.
+            Whether the collected request is not empty. Pass this to the step, which counts the
+            ranks with such a request.
         """
         if len(self._queue) < self._delay:
             # No earlier step can count the request for the first step, so always gather it.
@@ -86,11 +90,11 @@ class RequestExchange:
 
 
 class _CountedRequest(NamedTuple):
-    """A request of this rank that has not been received yet.
+    """A request of this rank, and the number of ranks that request an action after the same step.
 
     Attributes:
-        request: Actions that this rank has requested.
-        count: Number of ranks that have requested an action. None if it is unknown.
+        request: Actions that this rank requests. Empty if it requests none.
+        count: Number of ranks whose request is not empty. None if no step has counted them.
     """
 
     request: Request

@@ -130,7 +130,7 @@ class TrainStep:
         for hook in hooks:
             hook.gradients(step)
         with record_function("clipping"):
-            sums = self._reduce_and_clip(loss, has_request)
+            sums = self._reduce_sums_and_clip(loss, has_request)
 
         # `skip` becomes 1 if the norm or the loss is not finite, or if a hook sets it in place.
         # Hooks keep this tensor, so never replace it. The sum of norm and loss is finite only if
@@ -161,11 +161,10 @@ class TrainStep:
             squares=sums.squares,
         )
 
-    def _reduce_and_clip(self, loss: Tensor, has_request: bool) -> StepSums:
-        """Compute the gradient norm over all ranks, and clip the gradients to training.max_norm.
+    def _reduce_sums_and_clip(self, loss: Tensor, has_request: bool) -> StepSums:
+        """Sum the gradient norm, the loss and the requests over all ranks, and clip the gradients.
 
-        The all-reduce of the norm also sums the loss and counts the requests of the ranks, which
-        saves separate collectives.
+        A single all-reduce computes all three. The gradients are clipped to training.max_norm.
 
         Args:
             loss: This rank's part of the loss.
@@ -177,7 +176,7 @@ class TrainStep:
         """
         parameters = self.model.parameters()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        # All ranks of a tensor parallel group have the same loss, and the sum must count it once.
+        # If n tensor parallel ranks have the same loss, each contributes 1 / n of it.
         loss_part = loss / self._mesh.degrees.tensor
         sums = reduce_step_sums(gradients, loss_part, has_request, self._compiles_clip)
 

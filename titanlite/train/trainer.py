@@ -112,7 +112,7 @@ class Trainer:
         self.validator: Validator | None = None
         self._is_closed = False
         self._resources = ExitStack()  # closed in reverse order by `close`
-        self._locks = ExitStack()  # locks on the folders of the run, released after all resources
+        self._folder_locks = ExitStack()  # on the folders of the run, released after `_resources`
         try:
             run = job if isinstance(job, Run) else check_run(job, read_world_size())
             check_memory(run)
@@ -188,7 +188,7 @@ class Trainer:
         self.hang_report = HangReport(self)  # first, so that it covers the rest of the build
         self._resources.callback(self.hang_report.close)  # also if the lock fails
         # Lock the output folder before the records write to it.
-        self.run_id = lock_folders(self.run, self.log, self._locks)
+        self.run_id = lock_folders(self.run, self.log, self._folder_locks)
         return [self.hang_report, Records(self)]
 
     def _create_hooks(self, extra_hooks: Sequence[Hook], standard: bool) -> list[Hook]:
@@ -266,7 +266,7 @@ class Trainer:
             raise
 
     def _train(self) -> None:
-        """Run the training loop, save the last step, and end all hooks.
+        """Run the training loop, save and validate the last step, and close the trainer.
 
         Unlike `train`, this does not call `Hook.failed` if an exception is raised.
         """
@@ -283,11 +283,14 @@ class Trainer:
         if first_step == 0:
             self.validate()
 
-        end = self._run_steps()
+        loop_end = self._run_steps()
+
+        # Usually, save and validate the last step.
         has_trained = self.steps_done > first_step
-        final_actions = self._choose_final_actions(end, has_trained)
-        self._take_actions(final_actions)
-        self._finish(end)
+        last_actions = self._choose_last_actions(loop_end, has_trained)
+        self._take_actions(last_actions)
+
+        self._end_run(loop_end)  # closes the trainer, and raises the error that ended the run
 
     def _run_steps(self) -> _LoopEnd:
         """Train until the last step, a request to end the run, or a data error.
@@ -296,8 +299,8 @@ class Trainer:
         requested. All ranks must call this together.
 
         Returns:
-            Why the loop ended, and the actions requested after the last step, which are not taken
-            yet.
+            Why the loop ended, with the actions requested after the last step, which the caller
+            must take.
 
         Raises:
             UserError: If the data ends before the first step.
@@ -306,12 +309,12 @@ class Trainer:
         end = self._find_end_before_first_step()
         while end is None:
             has_request = exchange.collect_next(self.steps_done + 1)
-            self.step(has_request=has_request)
-            # Combine the requests of all ranks. `step` has counted the ranks with a request.
-            request = exchange.receive(self._num_requests)
-            end = self._find_end(request)
+            self.step(has_request=has_request)  # also counts the ranks with a request
+            request_of_all_ranks = exchange.receive(self._num_ranks_with_request)
+
+            end = self._find_end(request_of_all_ranks)
             if end is None:
-                self._take_actions(request)
+                self._take_actions(request_of_all_ranks)
         return end
 
     def _find_end_before_first_step(self) -> _LoopEnd | None:
@@ -354,7 +357,6 @@ class Trainer:
             )
         lr = learning_rate_at(self.job, step)
 
-        # Read the batch.
         for hook in self.hooks:
             hook.before_step(step)
         with self.meter.timing("data"), record_function("data"):
@@ -370,7 +372,7 @@ class Trainer:
             step,
             has_request=has_request,
         )
-        self._num_requests = result.num_requests  # for `_run_steps`
+        self._num_ranks_with_request = result.num_requests  # for `_run_steps`
         self.meter.record(result.grad_norm, result.num_valid_tokens, result.seconds)
         for hook in self.hooks:
             hook.after_step(step, result)
@@ -392,13 +394,11 @@ class Trainer:
         step = self.steps_done
         losses = self._reduce_losses(result.loss, local_tokens)
 
-        # Collect the metrics.
         metrics = self.loader.stats()
         for hook in self.hooks:
             metrics |= _read_numbers(hook, step)
         entry = self.meter.read(step, lr, losses, **metrics)
 
-        # Pass them on.
         for hook in self.hooks:
             hook.logged(entry)
         return entry
@@ -483,8 +483,8 @@ class Trainer:
     def report_progress(self) -> None:
         """Report that this rank is alive.
 
-        Call this every few seconds during long work between steps. Otherwise, if the work takes
-        most of the timeout of collectives, `HangReport` reports that this rank hangs.
+        Call this every few seconds during long work between steps. Otherwise, if the work lasts
+        almost as long as the timeout of collectives, `HangReport` reports that this rank hangs.
         """
         if self.hang_report is not None:
             self.hang_report.restart()
@@ -559,7 +559,7 @@ class Trainer:
         and settings of torch. A second call does nothing.
         """
         self._is_closed = True
-        with self._locks:
+        with self._folder_locks:
             self._resources.close()
 
     def _check_is_open(self) -> None:
@@ -590,7 +590,7 @@ class Trainer:
         if step > self.job.training.steps:
             return Request()  # the run ends before this step
 
-        # If a rank cannot read the data of the next step, all ranks must stop after `step`.
+        # If a rank cannot read the data of the next step (if any), all ranks stop after `step`.
         data_error = self._try_to_read_ahead(step + 1)
 
         should_save = self.checkpointer is not None and step % self.job.checkpoint.interval == 0
@@ -605,11 +605,11 @@ class Trainer:
     def _try_to_read_ahead(self, step: int) -> Exception | None:
         """Wait until this rank has read the data up to `step`, or up to the last step of the run.
 
-        Return an error while reading the data instead of raising it.
+        Errors are returned, not raised.
 
         Returns:
-            The first exception raised while reading the data, such as `OutOfData`, or None. If a
-            stop signal arrives during the wait, an `Interrupted` exception.
+            The first error while reading the data, such as `OutOfData`, or None. If a stop signal
+            arrives during the wait, the result is an `Interrupted` error.
         """
         last_step = min(step, self.job.training.steps)
         num_steps = max(0, last_step - self.steps_done)
@@ -678,40 +678,43 @@ class Trainer:
         Returns:
             Both losses, shape (2,), on the device.
         """
+        # Both have shape (number of data-parallel ranks,).
         loss_parts, num_tokens = self._sum_losses_by_data_rank(loss, local_tokens)
         global_loss = loss_parts.sum()
 
-        # Each part was divided by the number of tokens in the global batch. Undo this division, and
-        # divide by the number of tokens of the data rank, which may be 0.
+        # Each part was divided by the number of tokens in the global batch. Undo this division.
         loss_sums = loss_parts * num_tokens.sum()
-        mean_losses = loss_sums / num_tokens.clamp(min=1.0)
+        mean_losses = loss_sums / num_tokens.clamp(min=1.0)  # 0 for a rank without tokens
         return torch.stack([global_loss, mean_losses.max()])
 
     def _sum_losses_by_data_rank(self, loss: Tensor, local_tokens: int) -> Tensor:
-        """Return the part of the loss and the number of valid tokens of each data-parallel rank.
+        """Add up the losses and the valid tokens of the ranks that train on the same sequences.
 
-        Several context and pipeline parallel ranks can share the sequences of a data-parallel rank.
-        Each of them has a different part of the loss, but they count the same tokens.
+        These ranks have the same data rank and are context or pipeline parallel. Each of them has a
+        different part of the loss, but they all count the same tokens. For example, if 2 ranks
+        share 4096 tokens, each adds 2048.
 
         Args:
             loss: This rank's part of the loss.
             local_tokens: Number of valid labels in this rank's sequences.
 
         Returns:
-            Losses and numbers of tokens, shape (2, number of data-parallel ranks), float64, on the
-            device.
+            Losses (row 0) and numbers of tokens (row 1) of each data-parallel rank, shape
+            (2, number of data-parallel ranks), float64, on the device.
         """
-        sums = torch.zeros(2, self.mesh.degrees.data, dtype=torch.float64, device=self.device)
+        degrees = self.mesh.degrees
+        num_sharing_ranks = degrees.context * degrees.pipeline
+
+        # Each rank fills in the column of its data rank.
+        sums = torch.zeros(2, degrees.data, dtype=torch.float64, device=self.device)
         sums[0, self.mesh.data_rank] = loss
-        # Divide the tokens among the ranks that share them, so that the sum counts them once.
         # Assigning a number to a GPU tensor is a host sync, but this runs only in log steps.
-        num_sharing_ranks = self.mesh.degrees.context * self.mesh.degrees.pipeline
         sums[1, self.mesh.data_rank] = local_tokens / num_sharing_ranks
-        # Tensor parallel ranks compute the same loss, so they are not in this group.
+        # This group has all ranks except tensor parallel ranks, which compute the same loss.
         dist.all_reduce(sums, group=self.mesh.loss_group)
         return sums
 
-    def _choose_final_actions(self, end: _LoopEnd, has_trained: bool) -> Request:
+    def _choose_last_actions(self, end: _LoopEnd, has_trained: bool) -> Request:
         """Return the actions to take after the last step: usually a save and a validation.
 
         Requests for other actions are kept.
@@ -722,22 +725,23 @@ class Trainer:
         """
         request = end.request
         has_data_error = end.data_error is not None
-        has_stop_signal = request.stop != 0
 
-        # If this process could not read the data of its first step, there is nothing to save.
-        should_save = has_trained or not has_data_error
+        # Save even without new weights, because the options for the last save, such as a Hugging
+        # Face export, may be new. If the data of the first step cannot be read, save nothing.
+        has_failed_at_start = has_data_error and not has_trained
 
         # Validate new weights. After a signal or an error, however, the run has to end soon, so
         # validate only if a validation was requested.
-        is_interrupted = has_data_error or has_stop_signal
-        should_validate = request.validate or (has_trained and not is_interrupted)
-        return request._replace(save=should_save, validate=should_validate, last=end.has_finished)
+        must_end_soon = has_data_error or request.stop != 0
+        should_validate = request.validate or (has_trained and not must_end_soon)
+        return request._replace(
+            save=not has_failed_at_start, validate=should_validate, last=end.has_finished
+        )
 
-    def _finish(self, end: _LoopEnd) -> None:
-        """End all hooks, close the trainer, and log that the run has finished.
+    def _end_run(self, end: _LoopEnd) -> None:
+        """End all hooks and close the trainer. Then log that the run has finished.
 
-        Ending the hooks also completes the last save. If there was an error, or a signal stopped
-        the run early, raise an exception after closing, instead of logging.
+        If an error or a signal ended the run, raise an exception instead of logging.
 
         Raises:
             Exception: The error of the training data, or else the first error of a hook.
@@ -746,19 +750,29 @@ class Trainer:
                 saved.
             StoppedUnsaved: If a signal stopped the run and checkpoint.enable is false.
         """
-        stop_message = self._describe_stop(end.request.stop)
-        hook_error = self._end_hooks(stop_message)
-        stop_error = self._create_stop_error(end, stop_message)
-        error = _find_first_error([end.data_error, hook_error, stop_error])
+        error = self._end_hooks(end)
 
         self._is_closed = True
         # Unlock the output folder last, so that the next run cannot write to the log before this
         # run has logged its end.
-        with self._locks:
+        with self._folder_locks:
             self._resources.close()
             if error is not None:
                 raise error
-            self._log_finish(end.request.finish)
+            self._log_finish(reason=end.request.finish)
+
+    def _end_hooks(self, end: _LoopEnd) -> Exception | None:
+        """Call `Hook.ended` of all hooks, which also completes the last save.
+
+        Returns:
+            The error with which the run ends: the error of the training data, or else the first
+            error of a hook, or else the error for a stop signal. None if there is no error.
+        """
+        stop_message = self._describe_stop(end.request.stop)
+        # In reverse order, so that the checkpointer comes last and waits for the last save.
+        hook_errors = [hook.ended(self.steps_done, stop_message) for hook in reversed(self.hooks)]
+        stop_error = self._create_stop_error(end, stop_message)
+        return _find_first_error([end.data_error, *hook_errors, stop_error])
 
     def _log_finish(self, reason: str) -> None:
         """Log that the run has finished.
@@ -781,18 +795,8 @@ class Trainer:
         signal_name = signal.Signals(signal_number).name
         return f"Stopped by {signal_name} after step {self.steps_done}"
 
-    def _end_hooks(self, stop_message: str) -> Exception | None:
-        """Call `Hook.ended` of all hooks, and return the first error that a hook returns, if any.
-
-        Args:
-            stop_message: Message about the signal that stopped the run, or "".
-        """
-        # In reverse order, so that the checkpointer comes last and waits for the last save.
-        results = [hook.ended(self.steps_done, stop_message) for hook in reversed(self.hooks)]
-        return _find_first_error(results)
-
     def _create_stop_error(self, end: _LoopEnd, stop_message: str) -> UserError | None:
-        """Create the error that ends a run after a stop signal. It says whether the run was saved.
+        """Create the error that ends a run after a stop signal and reports whether it was saved.
 
         Args:
             end: Why the training loop ended.
@@ -800,7 +804,7 @@ class Trainer:
                 "" without a signal.
 
         Returns:
-            The error. None without a signal, or if the run has finished, because then there is
+            The error, or None if no signal was received or the run has finished, so that there is
             nothing to resume.
         """
         if not stop_message or end.has_finished:
@@ -863,30 +867,36 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
         UserError: If the run ends for a reason that the user can correct. Its `exit_code` is the
             exit code of the program.
     """
-    with process_group(run.job, ends_process=True) as device:
+    with process_group(run.job, ends_process=True) as device, _raising_for_sys_exit(run, argv):
         trainer = None
         try:
             trainer = Trainer(run, device)
             trainer.train()  # also closes the trainer
-        except UserError as error:
-            if trainer is None:
-                raise  # without the command that resumes the run, because it would fail again
-            if isinstance(error, GuardError):
-                # A guard stops all ranks together, so they can complete a save in progress. After
-                # other errors, closing could hang, because other ranks may wait in a collective.
-                trainer.close()
-            error.add_note(resume_hint(run, argv))
-            raise
-        except SystemExit as error:  # for example, from a plugin
-            exit_call = RuntimeError(
-                f"sys.exit({error.code!r}) was called during training. "
-                'To end a run early, return Request(finish="reason") from Hook.wants.'
-            )
-            exit_call.add_note(resume_hint(run, argv))
-            raise exit_call from error
         except Exception as error:
             if is_out_of_memory(error):
                 when = "in the build" if trainer is None else f"at step {trainer.steps_done}"
                 raise explain_out_of_memory(error, run, argv, device, when) from None
-            error.add_note(resume_hint(run, argv))
+
+            if trainer is not None and isinstance(error, GuardError):
+                # A guard stops all ranks together, so they can complete a save in progress. After
+                # other errors, closing could hang, because other ranks may wait in a collective.
+                trainer.close()
+            # The same command would fail again if the build was rejected.
+            is_rejected_build = trainer is None and isinstance(error, UserError)
+            if not is_rejected_build:
+                error.add_note(resume_hint(run, argv))
             raise
+
+
+@contextmanager
+def _raising_for_sys_exit(run: Run, argv: Sequence[str]) -> Iterator[None]:
+    """Raise a RuntimeError if the `with` block calls `sys.exit`, for example in a plugin."""
+    try:
+        yield
+    except SystemExit as error:
+        exit_call = RuntimeError(
+            f"sys.exit({error.code!r}) was called during training. "
+            'To end a run early, return Request(finish="reason") from Hook.wants.'
+        )
+        exit_call.add_note(resume_hint(run, argv))
+        raise exit_call from error

@@ -26,7 +26,7 @@ from titanlite.config.schema import ListOf, PathText, Section
 from titanlite.data.batch import Window
 from titanlite.data.validation import TextWindows, window_batches
 from titanlite.hooks.hook import Hook
-from titanlite.hooks.samples import process_logits
+from titanlite.hooks.samples import LogitsChunk, process_logits
 
 
 class Evaluation(Section):
@@ -206,12 +206,12 @@ class _HarnessModel(LM):
         # For each microbatch, the indices of its windows.
         window_indices: list[Tensor] = []
 
-        def add_scores(microbatch: int, sequences: Tensor, labels: Tensor, logits: Tensor) -> None:
-            indices = window_indices[microbatch][sequences]
-            scores = logits.log_softmax(dim=1)
-            label_scores = scores.gather(1, labels[:, None])[:, 0]
+        def add_scores(chunk: LogitsChunk) -> None:
+            indices = window_indices[chunk.microbatch][chunk.sequences]
+            scores = chunk.logits.log_softmax(dim=1)
+            label_scores = scores.gather(1, chunk.labels[:, None])[:, 0]
             log_probs.index_add_(0, indices, label_scores.double())
-            num_wrong.index_add_(0, indices, (scores.argmax(dim=1) != labels).double())
+            num_wrong.index_add_(0, indices, (scores.argmax(dim=1) != chunk.labels).double())
 
         for batches in window_batches(windows, trainer.run, trainer.mesh.data_rank, device):
             window_indices.clear()
