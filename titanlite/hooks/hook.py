@@ -207,8 +207,8 @@ class Hook:
         """Called before a checkpoint of `step` is written.
 
         Override this to update the values that `state_dict` and `tensors` return, or to prevent the
-        save by raising an exception. With async saves, this can be called before `saved` is called for the
-        previous checkpoint.
+        save by raising an exception. With async saves, this can be called before `saved` is called
+        for the previous checkpoint.
         """
 
     def saved(self, step: int) -> None:

@@ -283,7 +283,7 @@ def _find_peaks(log: Iterable[LogEntry]) -> dict[Location, np.ndarray]:
 
 def _follow_gpu_memory(log: Iterable[LogEntry]) -> Iterator[tuple[Location, list[int]]]:
     """Yield the location and the bytes of each of `KINDS` whenever a step has allocated memory."""
-    allocated = dict.fromkeys((*KINDS, OFFLOADED), 0)  # bytes by kind
+    allocated: dict[str, int] = dict.fromkeys((*KINDS, OFFLOADED), 0)  # bytes by kind
     for location, entry in log:
         if isinstance(entry, Allocation):
             allocated[entry.storage.kind] += entry.change
