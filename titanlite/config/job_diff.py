@@ -135,27 +135,56 @@ def compare_jobs(
     """
     old_values = flatten(before)
     new_values = flatten(now)
-    resumes_data = data is not None
-    has_other_data = data not in (None, SAME_DATA)
+    effects = {
+        name: _get_effect(name, old_values, new_values)
+        for name in _list_changed_keys(old_values, new_values)
+    }
     changes: list[Change] = []
-    for name in sorted(old_values.keys() & new_values.keys()):
-        old_value = old_values[name]
-        new_value = new_values[name]
-        if old_value == new_value or _is_ignored(name, new_values):
-            continue
-        if has_other_data and _determines_data(name, new_values):
-            continue  # `data` describes the change
-        effect = _classify(name, old_values, new_values, resumes_data)
-        description = f"{name}: {shorten(str(old_value))} -> {shorten(str(new_value))}"
-        changes.append(Change(effect, description))
-
     if data is not None:
+        effects = _replace_data_effects(effects, data, new_values)
         changes += _classify_data_changes(data, new_values)
+    for name, effect in effects.items():
+        old_text = shorten(str(old_values[name]))
+        new_text = shorten(str(new_values[name]))
+        changes.append(Change(effect, f"{name}: {old_text} -> {new_text}"))
     return sorted(changes, key=lambda change: (_ORDER.index(change.effect), change.description))
 
 
+def _list_changed_keys(old_values: dict[str, Any], new_values: dict[str, Any]) -> list[str]:
+    """Return the full names of the keys to report, which both jobs have with different values."""
+    return [
+        name
+        for name in old_values.keys() & new_values.keys()
+        if old_values[name] != new_values[name] and not _is_ignored(name, new_values)
+    ]
+
+
+def _replace_data_effects(
+    effects: dict[str, Effect], data: DataChanges, new_values: dict[str, Any]
+) -> dict[str, Effect]:
+    """Replace the effects of data keys for a run that resumes from the saved data position.
+
+    If the data is the same, its keys are compatible: for example, its folder may have another name.
+    If the data differs, its keys are omitted, because `data` describes the change.
+
+    Args:
+        effects: Effect of each changed key, by full name.
+        data: Differences of the data, from `Loader.compare`.
+        new_values: Values of the job that resumes, by full name.
+    """
+    new_effects = {}
+    for name, effect in effects.items():
+        if _is_mixture_key(name):
+            new_effects[name] = _get_content_effect(new_values)
+        elif not _determines_data(name, new_values):
+            new_effects[name] = effect
+        elif data == SAME_DATA:
+            new_effects[name] = COMPATIBLE
+    return new_effects
+
+
 def _classify_data_changes(data: DataChanges, new_values: dict[str, Any]) -> list[Change]:
-    """Return the effect and description of each difference in the data.
+    """Return each difference in the data, with its effect on a run that resumes.
 
     Args:
         data: Differences of the data, from `Loader.compare`.
@@ -259,24 +288,14 @@ def _determines_data(name: str, new_values: dict[str, Any]) -> bool:
     return f"{section}.{key}" in _DATA_KEYS
 
 
-def _classify(
-    name: str, old_values: dict[str, Any], new_values: dict[str, Any], resumes_data: bool
-) -> Effect:
-    """Return the effect of a changed key on a resumed run.
-
-    If `resumes_data`, the caller must skip keys that determine the data, unless the data is
-    unchanged.
+def _get_effect(name: str, old_values: dict[str, Any], new_values: dict[str, Any]) -> Effect:
+    """Return the effect of a changed key on a run that resumes, but reads the data from its start.
 
     Args:
         name: Full name of the key, such as "training.seed" or "dataset.sources.0.path".
         old_values: Values of the job in the checkpoint, by full name.
         new_values: Values of the job that resumes, by full name.
-        resumes_data: Whether the run resumes from the data position in the checkpoint.
     """
-    if resumes_data and _determines_data(name, new_values):
-        return COMPATIBLE  # for example, a folder with the same data has another name
-    if resumes_data and _is_mixture_key(name):
-        return _get_content_effect(new_values)
     if name == "training.local_batch_size":
         return _get_local_batch_effect(old_values)
     if name == "optimizer.name":
@@ -285,21 +304,25 @@ def _classify(
 
 
 def _is_mixture_key(name: str) -> bool:
-    """Return whether a key sets how often a data source is used, as dataset.sources.0.weight."""
+    """Return whether a key limits or weights a data source, such as dataset.sources.0.weight."""
     return name.startswith("dataset.sources.") and name.endswith((".weight", ".max_epochs"))
 
 
 def _get_optimizer_effect(new_values: dict[str, Any]) -> Effect:
-    """Return the effect of another optimizer, which cannot load the state in the checkpoint."""
+    """Return the effect of a changed optimizer on a run that resumes.
+
+    The optimizer cannot load the state of another one. Resuming is only possible if
+    `checkpoint.exclude_from_loading` resets this state.
+    """
     loads_state = "optimizer" not in new_values["checkpoint.exclude_from_loading"]
     return INCOMPATIBLE if loads_state else AFFECTS_TRAINING
 
 
 def _get_local_batch_effect(old_values: dict[str, Any]) -> Effect:
-    """Return the effect of a changed local batch size.
+    """Return the effect of a changed local batch size on a run that resumes.
 
-    The local batch size determines the global batch size, unless `training.global_batch_size` is
-    set.
+    It changes the global batch size, and thus affects training, unless
+    `training.global_batch_size` is set.
     """
     # Old checkpoints do not have this key. Its default, -1, means that it is not set.
     global_batch_size = old_values.get("training.global_batch_size", -1)
@@ -331,9 +354,10 @@ def _get_effect_of_key(name: str) -> Effect:
 
 
 def _get_effect_of_section(section: str) -> Effect:
-    """Return the effect of a changed section: compatible, or the effect that a plugin declares.
+    """Return the effect of changed keys in a section on a run that resumes.
 
-    Other built-in sections, and plugins that declare no effect, have AFFECTS_TRAINING.
+    The sections in `_COMPATIBLE_SECTIONS` are compatible. A plugin section has the effect that it
+    declares. All other sections, and plugin sections that declare none, affect training.
     """
     if section in _COMPATIBLE_SECTIONS:
         return COMPATIBLE
