@@ -304,7 +304,9 @@ def _generate_tokens(
     prompts_BT, padding_B = _pad_prompts(decodings)
     max_steps = max(decoding.num_remaining for decoding in decodings)
     cache = _create_cache(checkpoint.model, len(decodings), prompts_BT.shape[1] + max_steps)
-    generators = _create_generators(len(decodings), options.seed)
+    # Each prompt has a separate generator, so that its completion does not depend on the others.
+    # Sample on the CPU, so that a seed gives the same random numbers for any device.
+    generators = [torch.Generator().manual_seed(options.seed) for _ in decodings]
 
     # The first step processes all tokens of the prompts, and the other steps one token each.
     next_inputs_BT = prompts_BT
@@ -316,13 +318,7 @@ def _generate_tokens(
         yield
 
 
-def _create_generators(count: int, seed: int) -> list[torch.Generator]:
-    """Create a random number generator for each prompt, all with the same seed.
 
-    A completion thus depends neither on the number of prompts nor on their order. The generators
-    are on the CPU, so that a seed gives the same random numbers for any device.
-    """
-    return [torch.Generator().manual_seed(seed) for _ in range(count)]
 
 
 def _pad_prompts(decodings: Sequence[Decoding]) -> tuple[Tensor, Tensor]:

@@ -135,52 +135,16 @@ def compare_jobs(
     """
     old_values = flatten(before)
     new_values = flatten(now)
-    effects = {
-        name: _get_effect(name, old_values, new_values)
-        for name in _list_changed_keys(old_values, new_values)
-    }
-    changes: list[Change] = []
-    if data is not None:
-        effects = _replace_data_effects(effects, data, new_values)
-        changes += _classify_data_changes(data, new_values)
-    for name, effect in effects.items():
-        old_text = shorten(str(old_values[name]))
-        new_text = shorten(str(new_values[name]))
-        changes.append(Change(effect, f"{name}: {old_text} -> {new_text}"))
+    changes = [] if data is None else _classify_data_changes(data, new_values)
+    for name in old_values.keys() & new_values.keys():
+        old_value = old_values[name]
+        new_value = new_values[name]
+        if old_value == new_value or _is_ignored(name, new_values, data):
+            continue
+        effect = _get_effect(name, old_values, new_values, data)
+        description = f"{name}: {shorten(str(old_value))} -> {shorten(str(new_value))}"
+        changes.append(Change(effect, description))
     return sorted(changes, key=lambda change: (_ORDER.index(change.effect), change.description))
-
-
-def _list_changed_keys(old_values: dict[str, Any], new_values: dict[str, Any]) -> list[str]:
-    """Return the full names of the keys to report, which both jobs have with different values."""
-    return [
-        name
-        for name in old_values.keys() & new_values.keys()
-        if old_values[name] != new_values[name] and not _is_ignored(name, new_values)
-    ]
-
-
-def _replace_data_effects(
-    effects: dict[str, Effect], data: DataChanges, new_values: dict[str, Any]
-) -> dict[str, Effect]:
-    """Replace the effects of data keys for a run that resumes from the saved data position.
-
-    If the data is the same, its keys are compatible: for example, its folder may have another name.
-    If the data differs, its keys are omitted, because `data` describes the change.
-
-    Args:
-        effects: Effect of each changed key, by full name.
-        data: Differences of the data, from `Loader.compare`.
-        new_values: Values of the job that resumes, by full name.
-    """
-    new_effects = {}
-    for name, effect in effects.items():
-        if _is_mixture_key(name):
-            new_effects[name] = _get_content_effect(new_values)
-        elif not _determines_data(name, new_values):
-            new_effects[name] = effect
-        elif data == SAME_DATA:
-            new_effects[name] = COMPATIBLE
-    return new_effects
 
 
 def _classify_data_changes(data: DataChanges, new_values: dict[str, Any]) -> list[Change]:
@@ -256,15 +220,19 @@ def flatten(table: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _is_ignored(name: str, new_values: dict[str, Any]) -> bool:
+def _is_ignored(name: str, new_values: dict[str, Any], data: DataChanges | None) -> bool:
     """Return whether to ignore a changed key, for example because its new value is "auto".
 
     Args:
         name: Full name of the key, such as "model.dim".
         new_values: Values of the job that resumes, by full name.
+        data: Differences of the data, or None if the run reads the data from its start.
     """
     if name in ("tokenizer.path", "tokenizer.name"):
         return True  # token IDs are compared instead
+    has_other_data = data not in (None, SAME_DATA)
+    if has_other_data and _determines_data(name, new_values):
+        return True  # `data` describes the change
     # "auto" keeps the dtype of the checkpoint, or chooses an attention backend for the device.
     has_auto = name in ("training.mixed_precision_param", "model.attention_backend")
     if has_auto and new_values[name] == "auto":
@@ -288,14 +256,21 @@ def _determines_data(name: str, new_values: dict[str, Any]) -> bool:
     return f"{section}.{key}" in _DATA_KEYS
 
 
-def _get_effect(name: str, old_values: dict[str, Any], new_values: dict[str, Any]) -> Effect:
-    """Return the effect of a changed key on a run that resumes, but reads the data from its start.
+def _get_effect(
+    name: str, old_values: dict[str, Any], new_values: dict[str, Any], data: DataChanges | None
+) -> Effect:
+    """Return the effect of a changed key on a run that resumes.
 
     Args:
         name: Full name of the key, such as "training.seed" or "dataset.sources.0.path".
         old_values: Values of the job in the checkpoint, by full name.
         new_values: Values of the job that resumes, by full name.
+        data: Differences of the data, or None if the run reads the data from its start.
     """
+    if data == SAME_DATA and _determines_data(name, new_values):
+        return COMPATIBLE  # for example, a folder with the same data has another name
+    if data is not None and _is_mixture_key(name):
+        return _get_content_effect(new_values)
     if name == "training.local_batch_size":
         return _get_local_batch_effect(old_values)
     if name == "optimizer.name":

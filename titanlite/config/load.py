@@ -368,13 +368,13 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         name = flag.removeprefix("--").replace("-", "_")
         if name in RENAMED_KEYS:  # former names are still accepted
             renamed.append(name)
-        current_name = RENAMED_KEYS.get(name, name)
-        key, is_negated = _find_key(current_name, keys)
+            name = RENAMED_KEYS[name]
+        key, is_negated = _find_key(name, keys)
         try:
             annotation = _get_annotation(key, flag, keys)
             values[key] = _parse_option(key, is_negated, words, annotation)
         except ValueError as error:
-            mistakes.append(_describe_invalid_option(key, flag, str(error)))
+            mistakes.append(Mistake(key, flag, value="", problem=str(error)))
     return Arguments(values, help_topics, mistakes, renamed)
 
 
@@ -384,9 +384,7 @@ def _describe_stray_word(word: str) -> Mistake:
     return Mistake(key="", name=word, value="", problem=problem)
 
 
-def _describe_invalid_option(key: str, flag: str, problem: str) -> Mistake:
-    """Create a `Mistake` for an unknown or invalid option. Its message does not show the value."""
-    return Mistake(key, flag, value="", problem=problem)
+
 
 
 def _split_options(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
