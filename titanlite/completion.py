@@ -318,9 +318,6 @@ def _generate_tokens(
         yield
 
 
-
-
-
 def _pad_prompts(decodings: Sequence[Decoding]) -> tuple[Tensor, Tensor]:
     """Pad prompts at the front to the same length.
 

@@ -148,7 +148,7 @@ def compare_jobs(
 
 
 def _classify_data_changes(data: DataChanges, new_values: dict[str, Any]) -> list[Change]:
-    """Return each difference in the data, with its effect on a run that resumes.
+    """Return each difference in the data, and whether it prevents a run from resuming.
 
     Args:
         data: Differences of the data, from `Loader.compare`.

@@ -328,7 +328,7 @@ def find_key_lines(text: str) -> dict[str, int]:
     """
     lines: dict[str, int] = {}
     list_lengths: Counter[str] = Counter()  # number of tables so far in each list
-    prefix = ""  # of all keys in the current table, such as "dataset.sources.0."
+    table = ""  # full name of the current table, such as "dataset.sources.0"
     for number, line in enumerate(text.splitlines(), start=1):
         table_header = _TABLE_HEADER.match(line)
         list_header = _LIST_HEADER.match(line)
@@ -336,16 +336,15 @@ def find_key_lines(text: str) -> dict[str, int]:
         if table_header:
             table = table_header[1]
             lines.setdefault(table, number)
-            prefix = f"{table}."
         elif list_header:
-            list_name = list_header[1]
-            table = f"{list_name}.{list_lengths[list_name]}"
-            list_lengths[list_name] += 1
-            lines.setdefault(list_name, number)
+            name = list_header[1]
+            table = f"{name}.{list_lengths[name]}"
+            list_lengths[name] += 1
+            lines.setdefault(name, number)
             lines[table] = number
-            prefix = f"{table}."
         elif assignment:
-            lines.setdefault(prefix + assignment[1], number)
+            key = f"{table}.{assignment[1]}" if table else assignment[1]
+            lines.setdefault(key, number)
     return lines
 
 
@@ -382,9 +381,6 @@ def _describe_stray_word(word: str) -> Mistake:
     """Create a `Mistake` for a word in front of all options, which may be a job file."""
     problem = f"is not an option. To pass a job file, write --{CONFIG_FILE} {word}."
     return Mistake(key="", name=word, value="", problem=problem)
-
-
-
 
 
 def _split_options(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:

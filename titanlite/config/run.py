@@ -38,7 +38,7 @@ MOST_RANKS = 1_000_000
 ONE_STAGE_A_RANK = ("1F1B", "GPipe")
 """Pipeline schedules that run exactly one stage on each rank."""
 V_SHAPED = ("ZBVZeroBubble",)  # rank r runs stages r and n - 1 - r
-SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")
+ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 """Zero-bubble pipeline schedules, which compute weight gradients later than activation gradients.
 
 They do not support compiled blocks, whose backward pass frees buffers ("donated buffers") that the
@@ -293,7 +293,7 @@ class Run:
         """Return a run in which "auto" in `model.attention_backend` is replaced by a backend.
 
         On a GPU, choose flex attention if attention needs a mask for documents, a sliding window or
-        context parallelism, because only this kernel is tested with these masks. In all other
+        context parallelism, because no other kernel is known to support these masks. In all other
         cases, choose scaled dot-product attention.
 
         Args:

@@ -830,10 +830,13 @@ class Float8(Section):
         return 32 if self.recipe_name == "mxfp8" else 16
 
     def shard_multiple(self, tensor_degree: int) -> int:
-        """Return the number that must divide both dimensions of an FP8 weight on a rank.
+        """Return the number that must divide both dimensions of an FP8 weight shard.
 
         The MXFP8 kernels of torch store the scales of 128 x 128 weights together, and tensor
         parallelism must not split such a block.
+
+        Args:
+            tensor_degree: Tensor-parallel degree.
         """
         has_blocks = self.recipe_name == "mxfp8" and not self.emulate
         return 128 if has_blocks and tensor_degree > 1 else self.size_multiple
@@ -1151,8 +1154,11 @@ class JobConfig(RootConfig):
         return tables | plugin_sections, errors
 
     @classmethod
-    def _upgrade(cls, job: dict[str, Any] | Self) -> dict[str, Any]:
-        """Convert a job that an earlier version saved: rename keys, and remove unused ones."""
+    def _upgrade(cls, job: Any) -> dict[str, Any]:
+        """Return the sections of a job, without the former and the removed keys of old versions.
+
+        Removed keys that do not have their default are kept, so that validation reports them.
+        """
         tables = cls.without_dropped_defaults(dict(job))
         rename_keys(tables)
         return tables

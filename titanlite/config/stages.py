@@ -47,7 +47,8 @@ class PieceCosts:
 def forward_flops(arch: Architecture, seq_len: int) -> PieceCosts:
     """Estimate the forward FLOPs per token of the embedding, a block and the output.
 
-    The embedding has no matmuls, so its time is converted to the forward FLOPs that take as long.
+    The embedding has no matmuls, so its time is expressed as the number of FLOPs that would take
+    the same time.
 
     Args:
         arch: Architecture of the model.
@@ -63,9 +64,9 @@ def forward_flops(arch: Architecture, seq_len: int) -> PieceCosts:
 
 
 def _convert_embedding_time(arch: Architecture, seq_len: int) -> float:
-    """Convert the time that the embedding takes to forward FLOPs per token that take as long.
+    """Express the time of the embedding as an equivalent number of forward FLOPs per token.
 
-    Only the backward pass counts. It writes a dense fp32 gradient, once per sequence.
+    Only its backward pass counts, which writes a dense fp32 gradient once per sequence.
     """
     gradient_bytes = 4 * arch.vocab_size * arch.dim
     flops_during_write = gradient_bytes * FLOPS_PER_BYTE
