@@ -146,11 +146,12 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
 def _omit_uncertain(length_problems: list[Problem], mistakes: Sequence[Mistake]) -> list[Problem]:
     """Return the problems with lengths, or [] if other mistakes may have caused them.
 
-    This is the case if a section that affects the number of tokens or steps has an invalid value.
+    If a section that affects the number of tokens or steps has an invalid value, lengths were
+    computed with its default instead.
     """
     invalid_sections = _find_invalid_sections(mistakes)
-    affects_lengths = invalid_sections & {"model", "training", "parallelism", "dataset"}
-    return [] if affects_lengths else length_problems
+    can_count_tokens = invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset"))
+    return length_problems if can_count_tokens else []
 
 
 def _find_invalid_sections(errors: Sequence[Mistake | Problem]) -> set[str]:

@@ -286,7 +286,7 @@ def _is_mixture_key(name: str) -> bool:
 def _get_optimizer_effect(new_values: dict[str, Any]) -> Effect:
     """Return the effect of a changed optimizer on a run that resumes.
 
-    The optimizer cannot load the state of another one. Resuming is only possible if
+    The new optimizer cannot load the saved optimizer state. The run can resume only if
     `checkpoint.exclude_from_loading` resets this state.
     """
     loads_state = "optimizer" not in new_values["checkpoint.exclude_from_loading"]

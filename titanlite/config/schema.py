@@ -559,7 +559,7 @@ class Dataset(TextSource):
 
 
 class Validation(TextSource):
-    """Validation loss on held-out data or on separate data.
+    """Validation loss on held-out documents or on separate data sources.
 
     The keys of this section describe one source. For a mixture, use [[validation.sources]].
     """
@@ -1087,7 +1087,7 @@ def rename_keys(tables: dict[str, Any]) -> list[str]:
         _, current_name = current_key.split(".")
         table = tables.get(section)
         if not isinstance(table, dict):
-            continue
+            continue  # for example, an object that was created in Python
         has_only_former_name = former_name in table and current_name not in table
         if has_only_former_name:
             value = table[former_name]
@@ -1139,29 +1139,14 @@ class JobConfig(RootConfig):
         if not isinstance(values, dict | cls):
             return values, []  # pydantic reports the wrong type
 
-        tables = cls._upgrade(values)
-        plugin_sections: dict[str, Any] = {}
-        errors: list[Any] = []
-        plugin_names = [name for name in SECTIONS if name not in cls.model_fields]
-        for name in plugin_names:
-            table = tables.pop(name, {})
-            try:
-                plugin_sections[name] = SECTIONS[name].model_validate(table)
-            except ValidationError as failure:
-                errors += _list_errors_in_section(name, failure)
-
-        errors += _list_unknown_sections(tables)
-        return tables | plugin_sections, errors
-
-    @classmethod
-    def _upgrade(cls, job: Any) -> dict[str, Any]:
-        """Return the sections of a job, without the former and the removed keys of old versions.
-
-        Removed keys that do not have their default are kept, so that validation reports them.
-        """
-        tables = cls.without_dropped_defaults(dict(job))
+        # Convert a job that an earlier version saved: drop removed keys, and rename others.
+        tables = cls.without_dropped_defaults(dict(values))
         rename_keys(tables)
-        return tables
+
+        plugin_names = [name for name in SECTIONS if name not in cls.model_fields]
+        plugin_tables = {name: tables.pop(name, {}) for name in plugin_names}
+        plugin_sections, errors = _validate_sections(plugin_tables)
+        return tables | plugin_sections, errors + _list_unknown_sections(tables)
 
     @classmethod
     def read(cls, tables: dict[str, Any]) -> tuple[Self, Sequence[Mistake]]:
@@ -1186,10 +1171,20 @@ class JobConfig(RootConfig):
         return self.model_copy(update={section: table})
 
 
-def _list_errors_in_section(section: str, failure: ValidationError) -> list[Any]:
-    """Return the errors of a section with their location in the job, such as (section, "lr")."""
-    errors = failure.errors(include_url=False)
-    return [{**error, "loc": (section, *error["loc"])} for error in errors]
+def _validate_sections(tables: dict[str, Any]) -> tuple[dict[str, Section], list[Any]]:
+    """Validate the tables of plugins, and return the valid sections and the errors in the others.
+
+    The location of an error starts with the name of its section, as in ("my_section", "lr").
+    """
+    sections: dict[str, Section] = {}
+    errors: list[Any] = []
+    for name, table in tables.items():
+        try:
+            sections[name] = SECTIONS[name].model_validate(table)
+        except ValidationError as failure:
+            for error in failure.errors(include_url=False):
+                errors.append({**error, "loc": (name, *error["loc"])})
+    return sections, errors
 
 
 def _list_unknown_sections(tables: dict[Any, Any]) -> list[Any]:
