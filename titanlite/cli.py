@@ -269,7 +269,7 @@ def train(argv: Sequence[str]) -> int:
     from titanlite.observe.gpus import check_memory
 
     world_size = read_world_size()
-    _check_logged_ranks(world_size)
+    logged_ranks(world_size)  # raises a UserError if LOG_RANK does not list existing ranks
     run = load_run(argv, world_size)
     check_memory(run)
     _print_certificate(run)
@@ -280,11 +280,6 @@ def train(argv: Sequence[str]) -> int:
     if has_launcher:  # the launcher has prepared the output folder for all ranks
         return train_run()
     return run_in_output_folder(run, train_run)
-
-
-def _check_logged_ranks(world_size: int) -> None:
-    """Raise a `UserError` if the environment variable LOG_RANK does not list existing ranks."""
-    logged_ranks(world_size)
 
 
 def _preload_trainer() -> None:

@@ -344,8 +344,7 @@ def check_pipeline_schedule(run: Run) -> Problems:
             key, 'needs compile.enable = false and activation_checkpoint.mode "full" or "none".'
         )
 
-    # Before torch 2.13, the autograd functions of FP8 and of variable-length attention cannot be
-    # split, and the stages of ZBVZeroBubble on the same rank cannot send to each other.
+    # For example, before torch 2.13, the backward pass of an FP8 layer cannot be split.
     uses_varlen_attention = run.job.model.uses_document_bounds
     needs_new_torch = run.job.float8.enable or uses_varlen_attention or schedule == "ZBVZeroBubble"
     if needs_new_torch and _is_torch_older_than_2_13():
@@ -928,9 +927,11 @@ def check_validation(run: Run) -> Problems:
     is_source_set = "source" in validation.model_fields_set  # even if to the default value
     if validation.holdout > 0:
         yield from _check_holdout(validation)
-    elif validation.freq == 0:
+        return
+    if validation.freq == 0:
         return  # there is no validation
-    elif validation.sources or is_source_set:
+
+    if validation.sources or is_source_set:
         yield from _check_sources("validation", validation)
     else:
         yield Problem(

@@ -88,7 +88,7 @@ class Architecture:
 
     @property
     def switches(self) -> dict[str, Any]:
-        """Return the fields in `SWITCHES` that have another value than in Llama, by name."""
+        """Return the fields in `SWITCHES` whose values differ from Llama, by name."""
         differences = {}
         for name in SWITCHES:
             value = getattr(self, name)
@@ -131,7 +131,8 @@ class Architecture:
         output_name = "norm.weight" if self.tied_embeddings else "output.weight"
         is_block_matrix = name.startswith("layers.") and ndim >= 2
         if is_block_matrix:
-            return q * math.sqrt(r), q * r
+            # This is q * sqrt(r). Another form would change the last bit of the result.
+            return q * r / math.sqrt(r), q * r
         if name == output_name:
             return r, r
         return q, q

@@ -226,7 +226,8 @@ def _is_ignored(name: str, new_values: dict[str, Any], data: DataChanges | None)
     Args:
         name: Full name of the key, such as "model.dim".
         new_values: Values of the job that resumes, by full name.
-        data: Differences of the data, or None if the run reads the data from its start.
+        data: Differences of the data, or None if the run does not resume from the saved data
+            position.
     """
     if name in ("tokenizer.path", "tokenizer.name"):
         return True  # token IDs are compared instead
@@ -265,7 +266,8 @@ def _get_effect(
         name: Full name of the key, such as "training.seed" or "dataset.sources.0.path".
         old_values: Values of the job in the checkpoint, by full name.
         new_values: Values of the job that resumes, by full name.
-        data: Differences of the data, or None if the run reads the data from its start.
+        data: Differences of the data, or None if the run does not resume from the saved data
+            position.
     """
     if data == SAME_DATA and _determines_data(name, new_values):
         return COMPATIBLE  # for example, a folder with the same data has another name

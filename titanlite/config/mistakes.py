@@ -162,7 +162,7 @@ def build_mistake(root: type[BaseModel], error: ErrorDetails) -> Mistake:
         key=_get_key(location),
         name=_get_displayed_name(root, location),
         value="" if is_missing else format_value(value),
-        problem=f"{requirement}. {suggestion}".rstrip(),
+        problem=f"{requirement}. {suggestion}" if suggestion else f"{requirement}.",
         kind=error["type"],
     )
 
@@ -266,7 +266,7 @@ def _describe_unknown(root: type[BaseModel], location: list[str], value: object)
     full_name = ".".join(location)
     tables = _list_tables(root)
     removal = _find_removal_message(location, tables)
-    if removal:
+    if removal is not None:
         return Mistake(key, full_name, format_value(value), removal, kind=REMOVED_NAME)
 
     displayed_name = f"[{key}]" if isinstance(value, dict) else full_name
@@ -274,12 +274,12 @@ def _describe_unknown(root: type[BaseModel], location: list[str], value: object)
     return Mistake(key, displayed_name, value="", problem=problem, kind=UNKNOWN_NAME)
 
 
-def _find_removal_message(location: list[str], tables: _Tables) -> str:
-    """Return the error message for a key that earlier versions had, or "" for any other name."""
+def _find_removal_message(location: list[str], tables: _Tables) -> str | None:
+    """Return the error message for a key that earlier versions had, or None for other names."""
     table = _find_table(location, tables)
     name = location[-1]
     if table is None or not issubclass(table, Section) or name not in table.dropped:
-        return ""
+        return None
     _former_default, message = table.dropped[name]
     return message
 

@@ -184,7 +184,6 @@ def _extract_message(box: str) -> str:
         │ For full helptext, run:             │
         │     titanlite export --help         │
         ╰─────────────────────────────────────╯
-
     """
     message = _list_message_lines(box)
     parts = [line.strip() for line in message if not line.startswith(HELP_TEXT_INDENT)]

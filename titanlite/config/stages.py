@@ -91,7 +91,7 @@ def activation_values(arch: Architecture, tensor_degree: int) -> float:
 
 
 class _SplitCost(NamedTuple):
-    """Times of the stages of a split. The smaller of two tuples belongs to the better split.
+    """Cost of a split of a model into pipeline stages. Smaller is better.
 
     Attributes:
         slowest_time: Time of the slowest stage, which determines the speed of the pipeline.
@@ -111,7 +111,7 @@ class _Split(NamedTuple):
     """A division of the first n blocks of a model into pipeline stages.
 
     Attributes:
-        cost: Times of the stages.
+        cost: Cost by which splits are compared.
         starts: First block of each stage, starting with 0.
     """
 

@@ -301,7 +301,7 @@ def read_block(url: str, version: tuple[int, str], number: int) -> bytes:
     file_size, _ = version
     start = number * BLOCK
     end = min(start + BLOCK, file_size)
-    cached_file = _get_cached_file(repr([url, version, number]))
+    cached_file = _prepare_cached_file(repr([url, version, number]))
     folder = cached_file.parent
 
     with storage_errors(url), _locked(folder):  # only one process of the node downloads the block
@@ -313,7 +313,7 @@ def read_block(url: str, version: tuple[int, str], number: int) -> bytes:
     return block
 
 
-def _get_cached_file(key: str) -> Path:
+def _prepare_cached_file(key: str) -> Path:
     """Return the path of a block in the cache, and create its folder.
 
     The cache is divided into many folders, so that evicting a block inspects only a few files.
