@@ -16,6 +16,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from titanlite.config.errors import UserError
@@ -252,8 +253,8 @@ def _report_error(error: Exception) -> int:
     return error.exit_code
 
 
-def train(argv: Sequence[str]) -> None:
-    """Validate a job and train it in this process.
+def train(argv: Sequence[str]) -> int:
+    """Validate a job, train it in this process, and return exit code 0.
 
     The process is either the only rank, or one of several ranks that a launcher started with the
     environment variables RANK and WORLD_SIZE.
@@ -268,39 +269,40 @@ def train(argv: Sequence[str]) -> None:
     from titanlite.observe.gpus import check_memory
 
     world_size = read_world_size()
-    logged_ranks(world_size)  # raises an error if the variable LOG_RANK is invalid
+    logged_ranks(world_size)  # raises a UserError if LOG_RANK does not list existing ranks
     run = load_run(argv, world_size)
     check_memory(run)
     _print_certificate(run)
 
-    train_run = _import_trainer()
+    _preload_trainer()
+    train_run = partial(_train_run, run, argv)
     has_launcher = "RANK" in os.environ
-    if has_launcher:  # it has prepared the output folder for all ranks
-        train_run(run, argv)
-        return
-
-    def train_here() -> int:
-        train_run(run, argv)
-        return 0  # exit code
-
-    run_in_output_folder(run, train_here)
+    if has_launcher:  # the launcher has prepared the output folder for all ranks
+        return train_run()
+    return run_in_output_folder(run, train_run)
 
 
-def _import_trainer() -> Callable[[Run, Sequence[str]], None]:
-    """Import torch and the trainer, and return the function that trains a run.
+def _preload_trainer() -> None:
+    """Import torch and the trainer, which takes seconds, before the run uses its output folder.
 
     To save time, raise the garbage collection thresholds, because collections would take a fifth of
     the import time. Also exclude the imported objects from later collections.
     """
     gc.set_threshold(20_000, 50, 1000)
+    importlib.import_module("titanlite.train.trainer")
+    gc.freeze()
+
+
+def _train_run(run: Run, argv: Sequence[str]) -> int:
+    """Train a run in this process, and return exit code 0."""
     from titanlite.train import trainer
 
-    gc.freeze()
-    return trainer.train
+    trainer.train(run, argv)
+    return 0
 
 
 def _print_certificate(run: Run) -> None:
-    """Print on rank 0 whether the run is proven, if there is a certificate for it."""
+    """Print on rank 0 the result of `titanlite prove` for this run, if it has a certificate."""
     from titanlite.config.certificate import find_certificate
 
     match = find_certificate(run)

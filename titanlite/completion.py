@@ -265,9 +265,14 @@ class Decoding:
         self.limit = min(len(self.ids) + max_new_tokens, max_seq_len)
 
     @property
+    def num_remaining(self) -> int:
+        """Number of tokens that can still be appended to `ids`."""
+        return self.limit - len(self.ids)
+
+    @property
     def is_unfinished(self) -> bool:
         """Whether the completion has reached neither the end of the document nor `limit`."""
-        return not self._document_ended and len(self.ids) < self.limit
+        return not self._document_ended and self.num_remaining > 0
 
     def push(self, token: int) -> None:
         """Append a generated token, or end the completion if the token ends the document."""
@@ -291,13 +296,15 @@ class Decoding:
 def _generate_tokens(
     checkpoint: LoadedCheckpoint, decodings: Sequence[Decoding], options: Generation
 ) -> Iterator[None]:
-    """Append generated tokens to the unfinished completions in `decodings`, one token at a time.
+    """Complete the prompts in `decodings` together. Each step appends a token to each unfinished one.
 
-    Yield after each token, so that the caller can read the completions so far.
+    Yield after each step, so that the caller can read the completions so far. Completions that end
+    earlier than others stay unchanged.
     """
     prompts_BT, padding_B = _pad_prompts(decodings)
-    max_new_tokens = max(decoding.limit - len(decoding.ids) for decoding in decodings)
-    cache = _create_cache(checkpoint.model, len(decodings), prompts_BT.shape[1] + max_new_tokens)
+    max_steps = max(decoding.num_remaining for decoding in decodings)
+    cache = _create_cache(checkpoint.model, len(decodings), prompts_BT.shape[1] + max_steps)
+    # Each prompt has a separate generator, so that its completion does not depend on the others.
     # Sample on the CPU, so that a seed gives the same random numbers for any device.
     generators = [torch.Generator().manual_seed(options.seed) for _ in decodings]
 
@@ -413,15 +420,21 @@ def _forward(
     num_cached = cache[0].length
     index_S = torch.arange(num_cached + tokens_BT.shape[1], device=tokens_BT.device)
     index_T = index_S[num_cached:]
-    # RoPE positions count from the first token of the prompt. With 2 padding positions, the indices
-    # [0, 1, 2, 3] have the positions [0, 0, 0, 1]. No token attends to padding, so its position
-    # does not matter.
-    rope_positions_BT = (index_T - padding_B[:, None]).clamp(min=0)
+    positions_BT = _rope_positions(index_T, padding_B)
 
     # In some architectures, only some layers have a sliding window. The others use `full_mask`.
-    mask = _attention_mask(index_T, index_S, padding_B, model.arch.sliding_window)
+    window_mask = _attention_mask(index_T, index_S, padding_B, model.arch.sliding_window)
     full_mask = _attention_mask(index_T, index_S, padding_B, sliding_window=0)
-    return model(tokens_BT, rope_positions_BT, mask, cache, full_mask=full_mask)
+    return model(tokens_BT, positions_BT, window_mask, cache, full_mask=full_mask)
+
+
+def _rope_positions(index_T: Tensor, padding_B: Tensor) -> Tensor:
+    """Return the RoPE positions of tokens, shape (B, T), counted from the first prompt token.
+
+    For example, with 2 padding positions, the tokens with the indices [0, 1, 2, 3] have the
+    positions [0, 0, 0, 1]. No token attends to padding, so its positions do not matter.
+    """
+    return (index_T - padding_B[:, None]).clamp(min=0)
 
 
 def _attention_mask(

@@ -126,26 +126,32 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     Raises:
         ConfigError: If anything is invalid. The message lists all mistakes.
     """
-    run_in_tokens, tokenizer_problems = _fit_to_tokenizer(Run(parsed.job, world_size))
-    run, length_problems = resolve_lengths(run_in_tokens)
+    run_as_written, tokenizer_problems = _fit_to_tokenizer(Run(parsed.job, world_size))
+    run, length_problems = resolve_lengths(run_as_written)
     invalid_sections = _find_invalid_sections([*parsed.mistakes, *length_problems])
-    problems = [*tokenizer_problems, *_apply_rules(run, parsed, invalid_sections, check_outputs)]
-    if _can_count_tokens(parsed.mistakes):  # otherwise, invalid values may have caused these
-        problems = [*length_problems, *problems]
-
-    # A problem names only a key. Convert it to a mistake, which also contains the value of the key.
-    # `run_in_tokens` has lengths as the user wrote them, such as "2B" instead of steps.
+    rule_problems = _apply_rules(run, parsed, invalid_sections, check_outputs)
+    problems = [
+        *_omit_uncertain(length_problems, parsed.mistakes),
+        *tokenizer_problems,
+        *rule_problems,
+    ]
+    # The mistakes show lengths as the user wrote them, such as "2B" tokens, not in steps.
     mistakes = [*parsed.mistakes, *_check_environment()]
-    mistakes += [make_mistake(run_in_tokens, problem) for problem in problems]
+    mistakes += [make_mistake(run_as_written, problem) for problem in problems]
     if mistakes:
         raise parsed.error(mistakes)
     return run
 
 
-def _can_count_tokens(mistakes: Sequence[Mistake]) -> bool:
-    """Return whether all sections that affect the number of tokens or steps are valid."""
+def _omit_uncertain(length_problems: list[Problem], mistakes: Sequence[Mistake]) -> list[Problem]:
+    """Return the problems with lengths, or [] if other mistakes may have caused them.
+
+    If a section that affects the number of tokens or steps has an invalid value, lengths were
+    computed with its default instead.
+    """
     invalid_sections = _find_invalid_sections(mistakes)
-    return invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset"))
+    can_count_tokens = invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset"))
+    return length_problems if can_count_tokens else []
 
 
 def _find_invalid_sections(errors: Sequence[Mistake | Problem]) -> set[str]:
@@ -158,11 +164,11 @@ def _find_invalid_sections(errors: Sequence[Mistake | Problem]) -> set[str]:
 
 
 def _fit_to_tokenizer(run: Run) -> tuple[Run, list[Problem]]:
-    """Load and check the tokenizer, which sets the vocabulary size of a small test model.
+    """Check the tokenizer of a run, and fit the vocabulary size of a small test model to it.
 
     Returns:
-        The run and the problems with its tokenizer. If the tokenizer cannot be loaded, the run is
-        unchanged.
+        The run with this vocabulary size, and the problems with the tokenizer. If the tokenizer
+        cannot be loaded, the run is unchanged.
     """
     try:
         tokenizer = load_tokenizer(run.tokenizer_path, run.job)
@@ -187,17 +193,15 @@ def _apply_rules(
         invalid_sections: Sections in which an invalid value was replaced.
         check_outputs: Whether to check the output folder and the initial weights.
     """
-    sections_of_rule = KEY_RULES | DATA_RULES
-    if check_outputs:
-        sections_of_rule |= OUTPUT_RULES
+    rules = KEY_RULES | DATA_RULES | (OUTPUT_RULES if check_outputs else {})
+    # This rule also depends on which keys the command line sets.
+    check_warmup_of_job = partial(check_warmup, is_preview=_is_preview(parsed))
+    rules[check_warmup_of_job] = ("training", "lr_scheduler")
 
     problems: list[Problem] = []
-    for check, sections in sections_of_rule.items():
+    for check, sections in rules.items():
         if invalid_sections.isdisjoint(sections):
             problems += check(run)
-    # This rule also depends on which keys the command line sets.
-    if invalid_sections.isdisjoint(("training", "lr_scheduler")):
-        problems += check_warmup(run, is_preview=_is_preview(parsed))
     return problems
 
 

@@ -27,11 +27,12 @@ from titanlite.config.files import find_write_problem
 from titanlite.config.flavors import Architecture
 from titanlite.config.mistakes import Mistake, format_value
 from titanlite.config.registry import resolve
-from titanlite.config.run import ONE_STAGE_A_RANK, SPLIT_BACKWARD, V_SHAPED, Run, sequence_divisor
+from titanlite.config.run import ONE_STAGE_A_RANK, V_SHAPED, ZERO_BUBBLE, Run, sequence_divisor
 from titanlite.config.schema import (
     Checkpoint,
     Dataset,
     DataSource,
+    LRScheduler,
     Optimizer,
     TextSource,
     Validation,
@@ -57,6 +58,8 @@ SOURCES_WITH_KEY = {
     "token_dtype": ("tokens",),
 }
 """Maps a key of data sources to the built-in sources that use it. Plugins may use all keys."""
+HOLDOUT_KEYS = {"freq", "sequences", "holdout"}
+"""Keys of [validation] that apply to documents held out from the training data."""
 NORMALIZING_OPTIMIZERS = ("AdamW", "AdamW8bit", "Muon", "Lion")
 """Optimizers that normalize the gradient, so that each weight changes by about the learning
 rate.
@@ -96,7 +99,7 @@ default value instead, so the rule could report a problem that the user did not 
 
 
 def make_mistake(run: Run, problem: Problem) -> Mistake:
-    """Convert a `Problem` to a `Mistake`, which also contains the current value of the key.
+    """Convert a broken rule to a `Mistake`, whose message also shows the current value of the key.
 
     If the job does not set a key of [model], its current value comes from the model flavor.
     """
@@ -140,9 +143,10 @@ def check_model(run: Run) -> Problems:
 
 
 def _check_rope_limits(run: Run) -> Problems:
-    """Check that the two limits of RoPE scaling, between which it is gradual, are in order.
+    """Check that the lower limit of RoPE scaling is below the upper limit.
 
-    Models without scaling are also checked. Their limits are the limits of "llama3".
+    The limits are rope_low_freq_factor and rope_high_freq_factor, or rope_beta_slow and
+    rope_beta_fast for YaRN. They are checked even if the model does not scale RoPE.
     """
     arch = run.arch
     if arch.rope_scaling == "yarn":
@@ -228,7 +232,7 @@ def check_layout(run: Run) -> Problems:
 
 
 def _describe_wrong_world_size(run: Run) -> Problem:
-    """Return the problem that the product of parallelism degrees is not the number of ranks."""
+    """Describe that the parallelism degrees do not multiply to the number of ranks."""
     # Report the largest degree, because the user will most likely change this one.
     degrees = {key: value for key, value in run.job.parallelism if key.endswith("_degree")}
     largest = max(degrees, key=degrees.__getitem__)
@@ -323,14 +327,14 @@ def _are_valid_cuts(run: Run) -> bool:
 
 
 def check_pipeline_schedule(run: Run) -> Problems:
-    """Check that a job with a zero-bubble pipeline schedule is compatible with it.
+    """Check that the job supports its zero-bubble pipeline schedule, if it has one.
 
-    Only zero-bubble schedules have restrictions. They split the backward pass of a block in two:
-    the gradients of its weights are computed after the gradients of its activations.
+    Zero-bubble pipeline schedules split the backward pass of a block in two: the gradients of its
+    weights are computed after the gradients of its activations.
     """
     key = "parallelism.pipeline_parallel_schedule"
     schedule = run.job.parallelism.pipeline_parallel_schedule
-    if schedule not in SPLIT_BACKWARD:
+    if schedule not in ZERO_BUBBLE:
         return
 
     # If a block is compiled, or recomputes only some operators, the first half of its backward pass
@@ -340,10 +344,10 @@ def check_pipeline_schedule(run: Run) -> Problems:
             key, 'needs compile.enable = false and activation_checkpoint.mode "full" or "none".'
         )
 
-    # For example, the pipeline of earlier versions fails with the autograd functions of FP8.
+    # For example, before torch 2.13, the backward pass of an FP8 layer cannot be split.
     uses_varlen_attention = run.job.model.uses_document_bounds
     needs_new_torch = run.job.float8.enable or uses_varlen_attention or schedule == "ZBVZeroBubble"
-    if needs_new_torch and _is_torch_older_than(2, 13):
+    if needs_new_torch and _is_torch_older_than_2_13():
         yield Problem(key, "needs torch 2.13 for FP8, variable-length attention or ZBVZeroBubble.")
 
 
@@ -353,17 +357,17 @@ def _recomputes_operators(run: Run) -> bool:
     return checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op"
 
 
-def _is_torch_older_than(major: int, minor: int) -> bool:
-    """Return whether the installed version of torch is older than major.minor."""
-    installed_major, installed_minor, *_ = version("torch").split(".")
-    return (int(installed_major), int(installed_minor)) < (major, minor)
+def _is_torch_older_than_2_13() -> bool:
+    """Return whether the installed version of torch is older than 2.13."""
+    major, minor, *_ = version("torch").split(".")
+    return (int(major), int(minor)) < (2, 13)
 
 
 def check_microbatches(run: Run) -> Problems:
-    """Check that the pipeline can run the number of microbatches in each global batch size.
+    """Check that the pipeline schedule supports the number of microbatches per step.
 
-    The problem asks for a multiple of the number of pipeline ranks, because every schedule can run
-    it. Some schedules can also run other numbers of microbatches.
+    Some schedules support other numbers than multiples of the number of pipeline ranks, but the
+    message asks for a multiple, because every schedule supports it.
     """
     num_ranks = run.degrees.pipeline
     unit = run.global_microbatch_size
@@ -379,9 +383,9 @@ def check_microbatches(run: Run) -> Problems:
 def _can_run_microbatches(run: Run, count: int) -> bool:
     """Return whether the pipeline schedule can run `count` microbatches per step.
 
-    There must be at least as many microbatches as pipeline ranks. Interleaved schedules also divide
-    the microbatches into equal rounds. For example, 4 ranks run 10 microbatches in 2 rounds of 5,
-    but cannot run 9.
+    There must be at least as many microbatches as pipeline ranks. Interleaved schedules run them in
+    `count // ranks` rounds of equal size. For example, 4 ranks can run 10 microbatches in 2 rounds
+    of 5, but not 9 microbatches, which 2 does not divide.
     """
     num_rounds = count // run.degrees.pipeline
     if num_rounds == 0:
@@ -442,12 +446,7 @@ def _check_schedule_length(run: Run) -> Problems:
     """Check that warmup and decay together are not longer than the learning rate schedule."""
     schedule = run.job.lr_scheduler
     total = schedule.total_steps or run.job.training.steps
-    # A plugin schedule may have another default warmup, or none.
-    has_default_warmup = schedule.name == "wsd"
-    if has_default_warmup:
-        warmup = schedule.count_warmup_steps(total)
-    else:
-        warmup = schedule.warmup_steps or 0
+    warmup = _count_warmup_steps(schedule, total)
     decay = schedule.decay_steps or 0
     if warmup > total:
         yield Problem(
@@ -463,12 +462,22 @@ def _check_schedule_length(run: Run) -> Problems:
         )
 
 
-def check_moments(run: Run) -> Problems:
-    """Check that optimizer moments stored in bfloat16 are precise enough to follow the gradients.
+def _count_warmup_steps(schedule: LRScheduler, total: int) -> int:
+    """Return the number of warmup steps in a schedule of `total` steps.
 
-    A step changes a moment by (1 - beta) times its distance to the new value. Rounding to bfloat16
-    drops changes of less than 2^-8 of the moment. With beta = 0.99, a moment can therefore stop at
-    0.72 to 1.64 times the new value. With beta = 0.996, it never decreases.
+    A plugin schedule without `warmup_steps` counts as 0, because its default is unknown.
+    """
+    is_plugin = schedule.name != "wsd"
+    if is_plugin:
+        return schedule.warmup_steps or 0
+    return schedule.count_warmup_steps(total)
+
+
+def check_moments(run: Run) -> Problems:
+    """Check that beta1 and beta2 are at most 0.99 if optimizer moments are stored in bfloat16.
+
+    With a larger beta, a step changes a moment by so little that rounding to bfloat16 drops the
+    change. For example, with beta = 0.996, a moment never decreases.
     """
     optimizer = run.job.optimizer
     if run.state_dtype != "bfloat16" or optimizer.stochastic_rounding:
@@ -531,12 +540,12 @@ def check_optimizer_groups(run: Run) -> Problems:
     Each name pattern of a group must also match at least one parameter.
     """
     groups = run.job.optimizer.groups
-    head_problems = list(_check_heads(run))  # `check_model` reports them
-    if not groups or head_problems:
+    # A model with invalid attention heads cannot be built. `check_model` reports these heads.
+    can_build_model = not list(_check_heads(run))
+    if not groups or not can_build_model:
         return
 
-    # This builds the model, which fails if heads are invalid, and imports torch, which is slow.
-    names = list(parameter_shapes(run.arch))
+    names = list(parameter_shapes(run.arch))  # slow, because it imports torch
     for number, group in enumerate(groups):
         for pattern in group.params:
             if not fnmatch.filter(names, pattern):
@@ -614,7 +623,7 @@ def _check_float8_layers(run: Run) -> Problems:
 def _check_float8_tokens(run: Run) -> Problems:
     """Check that FP8 matmuls support the number of tokens in a microbatch.
 
-    It matters only for the weight gradient, whose matmul sums over the tokens.
+    Only the weight gradient needs this check, because its matmul sums over the tokens.
     """
     float8 = run.job.float8
     has_bf16_weight_gradient = float8.recipe_name == "rowwise_with_gw_hp"
@@ -631,12 +640,11 @@ def _check_float8_tokens(run: Run) -> Problems:
 
 
 def _list_float8_sizes(run: Run) -> list[int]:
-    """Return the sizes of FP8 layers that tensor parallelism divides, each once.
+    """Return the distinct FP8 layer dimensions that tensor parallelism divides.
 
     For example, the matrices wq and wk have the shapes (q_dim, dim) and (kv_dim, dim), and tensor
-    parallelism divides q_dim and kv_dim. Layers that stay in bf16 are omitted, because
-    `float8.filter_fqns` matches them, or because their size is too small or not a suitable
-    multiple. The other dimension of all layers is dim.
+    parallelism divides q_dim and kv_dim. Layers that stay in bf16 are omitted: layers that
+    `float8.filter_fqns` names, and layers whose dimensions FP8 does not support.
     """
     arch = run.arch
     # Tensor parallelism divides the inputs of wo and w2, and the outputs of all other layers.
@@ -652,6 +660,7 @@ def _list_float8_sizes(run: Run) -> list[int]:
     float8 = run.job.float8
     sizes = []
     for name, size in size_of_layer.items():
+        # A filter for one block, such as "layers.0.attention.wq", leaves the other blocks in FP8.
         is_filtered = any(part in name for part in float8.filter_fqns)
         is_suitable = size >= float8.min_features and size % float8.size_multiple == 0
         if is_suitable and not is_filtered and size not in sizes:
@@ -790,8 +799,8 @@ def check_effects(run: Run) -> Problems:
 def check_switches(run: Run) -> Problems:
     """Report keys that have no effect because the job does not set the key that enables them.
 
-    For example, `float8.recipe_name` needs `float8.enable`. If a job explicitly sets
-    `float8.enable = false`, this is no problem. Only runs that train need this rule, because the
+    For example, `float8.recipe_name` needs `float8.enable`. Keys of a job that explicitly sets
+    `float8.enable = false` are not reported. Only runs that train need this rule, because the
     planner tries FP8 and compilation even if the job does not enable them.
     """
     for key, switch in SWITCHES.items():
@@ -915,25 +924,27 @@ def check_validation(run: Run) -> Problems:
     with `validation.holdout`, report all keys for separate sources that differ from their defaults.
     """
     validation = run.job.validation
+    is_source_set = "source" in validation.model_fields_set  # even if to the default value
     if validation.holdout > 0:
-        used_keys = {"freq", "sequences", "holdout"}
-        unused_keys = validation.model_dump(exclude=used_keys, exclude_defaults=True)
-        for key in unused_keys:
-            yield Problem(
-                f"validation.{key}",
-                "is not used with validation.holdout, which uses documents of [dataset]. "
-                "Remove one.",
-            )
+        yield from _check_holdout(validation)
         return
-    if validation.freq <= 0:
+    if validation.freq == 0:
         return  # there is no validation
 
-    is_source_set = "source" in validation.model_fields_set  # even if to the default value
     if validation.sources or is_source_set:
         yield from _check_sources("validation", validation)
     else:
         yield Problem(
             "validation.freq", "needs validation.holdout, such as 0.01, or validation.source."
+        )
+
+
+def _check_holdout(validation: Validation) -> Problems:
+    """Report keys of [validation] that do not apply to documents held out from [dataset]."""
+    for key in validation.model_dump(exclude=HOLDOUT_KEYS, exclude_defaults=True):
+        yield Problem(
+            f"validation.{key}",
+            "is not used with validation.holdout, which uses documents of [dataset]. Remove one.",
         )
 
 
@@ -1083,7 +1094,10 @@ def check_urls(run: Run) -> Problems:
 
 
 def check_mirror(run: Run) -> Problems:
-    """Check that `checkpoint.mirror` is a URL, and that files there outlive the output folder."""
+    """Check that `checkpoint.mirror` is the URL of a storage that survives the run.
+
+    It must be outside of memory and of the output folder.
+    """
     mirror = run.job.checkpoint.mirror
     if mirror is None:
         return
@@ -1125,24 +1139,24 @@ def check_checkpoints(run: Run) -> Problems:
     if is_new_run and checkpoint.initial_load_path is not None:
         yield from _check_initial_weights(checkpoint.initial_load_path, checkpoint)
 
-    selects_newest = checkpoint.load_step == -1
-    if not selects_newest and not checkpoint.mirror:  # the mirror may have any step
-        yield from _check_load_step(run, saved)
+    is_step_set = checkpoint.load_step != -1
+    if is_step_set and not checkpoint.mirror:  # the mirror may have any step
+        yield from _check_load_step(run, checkpoint.load_step, saved)
 
 
-def _check_load_step(run: Run, saved: list[Path]) -> Problems:
-    """Check that the run has a checkpoint of step `checkpoint.load_step`, if it still needs it.
+def _check_load_step(run: Run, load_step: int, saved: list[Path]) -> Problems:
+    """Check that the checkpoint to load exists, unless the run has already resumed from it.
 
     For example, if the run has loaded step 100 and later saved step 200, it now resumes from step
     200 and no longer needs the checkpoint of step 100.
 
     Args:
         run: The run.
+        load_step: Value of `checkpoint.load_step`, the step of the checkpoint to load.
         saved: Step folders of the run, sorted by step.
     """
-    step = run.job.checkpoint.load_step
-    is_saved = step in [get_step(folder) for folder in saved]
-    if is_saved or has_resumed_from(saved, step):
+    is_saved = load_step in [get_step(folder) for folder in saved]
+    if is_saved or has_resumed_from(saved, load_step):
         return
 
     names = ", ".join(folder.name for folder in saved) or "none"

@@ -212,10 +212,10 @@ def find_file_inside(folder: Path, name: str) -> Path:
 
 
 def _is_allowed_target(target: Path, folder: Path) -> bool:
-    """Return whether a file in `folder` may be a link to `target`, because `target` is inside it.
+    """Return whether a file in `folder` may be a link to `target`.
 
-    There is one exception: in a Hugging Face cache, the files in snapshots/REVISION may be links to
-    files in the folder "blobs".
+    Links must stay inside the folder. There is one exception: in a Hugging Face cache, the files in
+    snapshots/REVISION may be links to files in the folder "blobs".
     """
     if target.is_relative_to(folder):
         return True

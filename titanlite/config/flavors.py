@@ -110,12 +110,12 @@ class Architecture:
         """Return the factors by which muP scales a parameter's initial values and learning rate.
 
         With these factors, a learning rate that suits a narrow base model also suits wider models.
-        This model is m = dim / mup_base_dim times as wide as the base model. Without muP, m is 1.
-        `_get_query_factor` explains q, and docs/guides/mup.md the table.
+        They follow from r = mup_base_dim / dim, which is 1 without muP, and from q, which is 1
+        except for parameters of queries. docs/guides/mup.md explains the factors, with m = 1 / r.
 
             Parameter                               Initial values    Learning rate
-            Matrices of blocks                      q / sqrt(m)       q / m
-            Output matrix or, if tied, final norm   1 / m             1 / m
+            Matrices of blocks                      q * sqrt(r)       q * r
+            Output matrix or, if tied, final norm   r                 r
             All other parameters                    q                 q
 
         Args:
@@ -125,18 +125,16 @@ class Architecture:
         Returns:
             The factor for the initial values, and the factor for the learning rate.
         """
-        inverse_m = (self.mup_base_dim or self.dim) / self.dim
+        r = (self.mup_base_dim or self.dim) / self.dim
         q = self._get_query_factor(name)
-
-        is_block_matrix = name.startswith("layers.") and ndim >= 2
-        if is_block_matrix:
-            lr_factor = q * inverse_m
-            return lr_factor / math.sqrt(inverse_m), lr_factor
-
         # A tied output matrix is also the embedding, so scale the norm in front of it instead.
         output_name = "norm.weight" if self.tied_embeddings else "output.weight"
+        is_block_matrix = name.startswith("layers.") and ndim >= 2
+        if is_block_matrix:
+            # This is q * sqrt(r). Another form would change the last bit of the result.
+            return q * r / math.sqrt(r), q * r
         if name == output_name:
-            return inverse_m, inverse_m
+            return r, r
         return q, q
 
     def _get_query_factor(self, name: str) -> float:

@@ -176,10 +176,11 @@ def describe_type(field: FieldInfo) -> str:
 
 
 def _list_types(annotations: Sequence[Any]) -> list[str]:
-    """Return the names of the types in some annotations for the help text.
+    """Return the names of types for the help text.
 
-    For example, `int | None` gives ["<integer>"], and `Literal["a", "b"]` gives ["a|b"]. A registry
-    restricts a string to its names: `str` and a registry of "a" and "b" also give ["a|b"].
+    For example, `int | None` gives ["<integer>"], and `Literal["a", "b"]` gives ["a|b"]. A field
+    whose metadata contains a registry accepts only registered names, so `str` with a registry of
+    "a" and "b" also gives ["a|b"].
 
     Args:
         annotations: Type and metadata of a pydantic field, or arguments of a type such as a union.

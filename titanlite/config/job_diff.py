@@ -135,27 +135,20 @@ def compare_jobs(
     """
     old_values = flatten(before)
     new_values = flatten(now)
-    resumes_data = data is not None
-    has_other_data = data not in (None, SAME_DATA)
-    changes: list[Change] = []
-    for name in sorted(old_values.keys() & new_values.keys()):
+    changes = [] if data is None else _classify_data_changes(data, new_values)
+    for name in old_values.keys() & new_values.keys():
         old_value = old_values[name]
         new_value = new_values[name]
-        if old_value == new_value or _is_ignored(name, new_values):
+        if old_value == new_value or _is_ignored(name, new_values, data):
             continue
-        if has_other_data and _determines_data(name, new_values):
-            continue  # `data` describes the change
-        effect = _classify(name, old_values, new_values, resumes_data)
+        effect = _get_effect(name, old_values, new_values, data)
         description = f"{name}: {shorten(str(old_value))} -> {shorten(str(new_value))}"
         changes.append(Change(effect, description))
-
-    if data is not None:
-        changes += _classify_data_changes(data, new_values)
     return sorted(changes, key=lambda change: (_ORDER.index(change.effect), change.description))
 
 
 def _classify_data_changes(data: DataChanges, new_values: dict[str, Any]) -> list[Change]:
-    """Return the effect and description of each difference in the data.
+    """Return each difference in the data, and whether it prevents a run from resuming.
 
     Args:
         data: Differences of the data, from `Loader.compare`.
@@ -227,15 +220,20 @@ def flatten(table: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _is_ignored(name: str, new_values: dict[str, Any]) -> bool:
+def _is_ignored(name: str, new_values: dict[str, Any], data: DataChanges | None) -> bool:
     """Return whether to ignore a changed key, for example because its new value is "auto".
 
     Args:
         name: Full name of the key, such as "model.dim".
         new_values: Values of the job that resumes, by full name.
+        data: Differences of the data, or None if the run does not resume from the saved data
+            position.
     """
     if name in ("tokenizer.path", "tokenizer.name"):
         return True  # token IDs are compared instead
+    has_other_data = data not in (None, SAME_DATA)
+    if has_other_data and _determines_data(name, new_values):
+        return True  # `data` describes the change
     # "auto" keeps the dtype of the checkpoint, or chooses an attention backend for the device.
     has_auto = name in ("training.mixed_precision_param", "model.attention_backend")
     if has_auto and new_values[name] == "auto":
@@ -259,23 +257,21 @@ def _determines_data(name: str, new_values: dict[str, Any]) -> bool:
     return f"{section}.{key}" in _DATA_KEYS
 
 
-def _classify(
-    name: str, old_values: dict[str, Any], new_values: dict[str, Any], resumes_data: bool
+def _get_effect(
+    name: str, old_values: dict[str, Any], new_values: dict[str, Any], data: DataChanges | None
 ) -> Effect:
-    """Return the effect of a changed key on a resumed run.
-
-    If `resumes_data`, the caller must skip keys that determine the data, unless the data is
-    unchanged.
+    """Return the effect of a changed key on a run that resumes.
 
     Args:
         name: Full name of the key, such as "training.seed" or "dataset.sources.0.path".
         old_values: Values of the job in the checkpoint, by full name.
         new_values: Values of the job that resumes, by full name.
-        resumes_data: Whether the run resumes from the data position in the checkpoint.
+        data: Differences of the data, or None if the run does not resume from the saved data
+            position.
     """
-    if resumes_data and _determines_data(name, new_values):
+    if data == SAME_DATA and _determines_data(name, new_values):
         return COMPATIBLE  # for example, a folder with the same data has another name
-    if resumes_data and _is_mixture_key(name):
+    if data is not None and _is_mixture_key(name):
         return _get_content_effect(new_values)
     if name == "training.local_batch_size":
         return _get_local_batch_effect(old_values)
@@ -285,21 +281,25 @@ def _classify(
 
 
 def _is_mixture_key(name: str) -> bool:
-    """Return whether a key sets how often a data source is used, as dataset.sources.0.weight."""
+    """Return whether a key limits or weights a data source, such as dataset.sources.0.weight."""
     return name.startswith("dataset.sources.") and name.endswith((".weight", ".max_epochs"))
 
 
 def _get_optimizer_effect(new_values: dict[str, Any]) -> Effect:
-    """Return the effect of another optimizer, which cannot load the state in the checkpoint."""
+    """Return the effect of a changed optimizer on a run that resumes.
+
+    The new optimizer cannot load the saved optimizer state. The run can resume only if
+    `checkpoint.exclude_from_loading` resets this state.
+    """
     loads_state = "optimizer" not in new_values["checkpoint.exclude_from_loading"]
     return INCOMPATIBLE if loads_state else AFFECTS_TRAINING
 
 
 def _get_local_batch_effect(old_values: dict[str, Any]) -> Effect:
-    """Return the effect of a changed local batch size.
+    """Return the effect of a changed local batch size on a run that resumes.
 
-    The local batch size determines the global batch size, unless `training.global_batch_size` is
-    set.
+    It changes the global batch size, and thus affects training, unless
+    `training.global_batch_size` is set.
     """
     # Old checkpoints do not have this key. Its default, -1, means that it is not set.
     global_batch_size = old_values.get("training.global_batch_size", -1)
@@ -331,9 +331,10 @@ def _get_effect_of_key(name: str) -> Effect:
 
 
 def _get_effect_of_section(section: str) -> Effect:
-    """Return the effect of a changed section: compatible, or the effect that a plugin declares.
+    """Return the effect of changed keys in a section on a run that resumes.
 
-    Other built-in sections, and plugins that declare no effect, have AFFECTS_TRAINING.
+    The sections in `_COMPATIBLE_SECTIONS` are compatible. A plugin section has the effect that it
+    declares. All other sections, and plugin sections that declare none, affect training.
     """
     if section in _COMPATIBLE_SECTIONS:
         return COMPATIBLE

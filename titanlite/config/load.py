@@ -221,12 +221,12 @@ def _set_values(tables: Tables, values: Mapping[str, Any]) -> None:
 
     Args:
         tables: Sections of the job file.
-        values: Values of the command line by "section.key".
+        values: Values of the command line by "section.key". None, as in `--training.tokens None`,
+            unsets a key.
     """
     sets_length = any(values.get(f"training.{name}") is not None for name in LENGTH_KEYS)
-    training = tables.get("training")
-    if sets_length and isinstance(training, dict):
-        tables["training"] = {key: training[key] for key in training if key not in LENGTH_KEYS}
+    if sets_length:
+        _remove_length(tables)
 
     for key, value in values.items():
         if key == CONFIG_FILE:
@@ -235,6 +235,13 @@ def _set_values(tables: Tables, values: Mapping[str, Any]) -> None:
         table = tables.setdefault(section, {})
         if isinstance(table, dict):  # `JobConfig.read` reports a section that is not a table
             table[name] = value
+
+
+def _remove_length(tables: Tables) -> None:
+    """Remove the keys that set the length of the run from a job, in place."""
+    training = tables.get("training")
+    if isinstance(training, dict):  # `JobConfig.read` reports a section that is not a table
+        tables["training"] = {key: training[key] for key in training if key not in LENGTH_KEYS}
 
 
 def _load_plugins_of(tables: Tables, values: Mapping[str, Any], trusted: bool, source: str) -> None:
@@ -306,7 +313,8 @@ def _read_job_file(path: Path) -> tuple[Tables, dict[str, int]]:
         raise UserError(f"{path}: {error}") from None
 
 
-_HEADER = re.compile(r"\s*(\[\[?)\s*([\w.-]+)\s*\]")  # [table] or [[table]]
+_TABLE_HEADER = re.compile(r"\s*\[\s*([\w.-]+)\s*\]")  # [table]
+_LIST_HEADER = re.compile(r"\s*\[\[\s*([\w.-]+)\s*\]")  # [[list]], which starts a table in a list
 _ASSIGNMENT = re.compile(r"\s*([\w.-]+)\s*=")  # key = value
 
 
@@ -314,26 +322,29 @@ def find_key_lines(text: str) -> dict[str, int]:
     """Return the line number of each key and table in a TOML text, for error messages.
 
     Tables in a list are numbered. For example, "[[dataset.sources]]" in line 7 and "path = 1" in
-    line 8 give {"dataset.sources": 7, "dataset.sources.0": 7, "dataset.sources.0.path": 8}. Lines
-    of a multi-line string that look like a key or a table are also included.
+    line 8 give {"dataset.sources": 7, "dataset.sources.0": 7, "dataset.sources.0.path": 8}. If a
+    name occurs several times, its first line counts. Lines of a multi-line string that look like a
+    key or a table are also included.
     """
     lines: dict[str, int] = {}
-    list_lengths: Counter[str] = Counter()  # number of [[table]] headers so far, by name
-    prefix = ""  # of all keys in the current table, such as "dataset.sources.0."
+    list_lengths: Counter[str] = Counter()  # number of tables so far in each list
+    table = ""  # full name of the current table, such as "dataset.sources.0"
     for number, line in enumerate(text.splitlines(), start=1):
-        header = _HEADER.match(line)
+        table_header = _TABLE_HEADER.match(line)
+        list_header = _LIST_HEADER.match(line)
         assignment = _ASSIGNMENT.match(line)
-        if header:
-            brackets, name = header.groups()
+        if table_header:
+            table = table_header[1]
+            lines.setdefault(table, number)
+        elif list_header:
+            name = list_header[1]
+            table = f"{name}.{list_lengths[name]}"
+            list_lengths[name] += 1
             lines.setdefault(name, number)
-            if brackets == "[[":
-                index = list_lengths[name]
-                list_lengths[name] += 1
-                name = f"{name}.{index}"
-                lines[name] = number
-            prefix = f"{name}."
+            lines[table] = number
         elif assignment:
-            lines.setdefault(prefix + assignment[1], number)
+            key = f"{table}.{assignment[1]}" if table else assignment[1]
+            lines.setdefault(key, number)
     return lines
 
 
@@ -343,9 +354,9 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     Invalid options are collected in the result instead of raising an error.
     """
     stray_words, options = _split_options(argv)
-    mistakes = [_describe_stray_word(word) for word in stray_words]
     values: dict[str, Any] = {}
     help_topics = None
+    mistakes = [_describe_stray_word(word) for word in stray_words]
     renamed: list[str] = []
     keys = list_keys()
     for flag, words in options:
@@ -353,12 +364,11 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
             help_topics = words
             continue
 
-        # For example, --no-compile.enable has the name no_compile.enable, and negates the key
-        # compile.enable.
         name = flag.removeprefix("--").replace("-", "_")
-        key, is_negated = _find_key(name, keys)
-        if name in RENAMED_KEYS:  # former names of keys are still accepted
+        if name in RENAMED_KEYS:  # former names are still accepted
             renamed.append(name)
+            name = RENAMED_KEYS[name]
+        key, is_negated = _find_key(name, keys)
         try:
             annotation = _get_annotation(key, flag, keys)
             values[key] = _parse_option(key, is_negated, words, annotation)
@@ -402,16 +412,15 @@ def _find_key(name: str, keys: Collection[str]) -> tuple[str, bool]:
     "compile.no_enable" give ("compile.enable", True).
 
     Args:
-        name: Name of the option, which can be the former name of a key.
+        name: Name of the option, without "--" and with "_" instead of "-".
         keys: Full names of all keys of a job.
     """
-    key = RENAMED_KEYS.get(name, name)
-    if key in keys:
-        return key, False
+    if name in keys:
+        return name, False
 
     # Remove "no_" from the start of the section or, if it is not there, from the start of the key.
-    positive_key = re.sub(r"(^|\.)no_", r"\1", key, count=1)
-    is_negated = positive_key != key
+    positive_key = re.sub(r"(^|\.)no_", r"\1", name, count=1)
+    is_negated = positive_key != name
     return positive_key, is_negated
 
 
@@ -445,12 +454,9 @@ def _describe_unknown_key(name: str) -> str:
 def _parse_option(key: str, is_negated: bool, words: list[str], annotation: Any) -> Any:
     """Return the value that an option gives to its key, such as 5 for `--training.steps 5`.
 
-    Options of boolean keys have no words. `--compile.enable` gives True, and its negation
-    `--compile.no-enable` gives False.
-
     Args:
         key: Key that the option sets, such as "training.steps".
-        is_negated: Whether the option negates the key.
+        is_negated: Whether the option has a "no-", as in `--compile.no-enable`.
         words: Words that follow the option.
         annotation: Type annotation of the key.
 
@@ -458,17 +464,30 @@ def _parse_option(key: str, is_negated: bool, words: list[str], annotation: Any)
         ValueError: If the option does not suit the type of the key, or has the wrong number of
             values. The message is the rest of a sentence that starts with the option.
     """
-    section, name = key.split(".")
-    if bool in find_types(annotation):
-        if words:
-            raise ValueError(f"takes no value. Write --{key} or --{section}.no-{name}.")
-        return not is_negated
-
-    if is_negated:  # only boolean keys can be negated
+    is_boolean_key = bool in find_types(annotation)
+    if is_boolean_key:
+        return _parse_switch(key, is_negated, words)
+    if is_negated:
+        section, name = key.split(".")
         raise ValueError(_describe_unknown_key(f"{section}.no_{name}"))
-    if find_table_model(annotation):
+
+    is_list_of_tables = find_table_model(annotation) is not None
+    if is_list_of_tables:
         raise ValueError(f"is a list of tables. Write [[{key}]] in a job file.")
     return _parse_words(words, annotation)
+
+
+def _parse_switch(key: str, is_negated: bool, words: list[str]) -> bool:
+    """Return the value of a boolean key: True for `--compile.enable`, False for its negation.
+
+    Raises:
+        ValueError: If any words follow the option. The message is the rest of a sentence that
+            starts with the option.
+    """
+    if words:
+        section, name = key.split(".")
+        raise ValueError(f"takes no value. Write --{key} or --{section}.no-{name}.")
+    return not is_negated
 
 
 def _parse_words(words: list[str], annotation: Any) -> Any:

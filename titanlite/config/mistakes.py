@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from titanlite.config.errors import UserError
+from titanlite.config.models import Section
 from titanlite.config.registry import SECTIONS
 
 COMMAND_LINE = "command line"
@@ -47,7 +48,10 @@ _PHRASES = {
 }
 
 _Tables = dict[str, type[BaseModel]]
-"""Model of each table in a job or file, by name, such as "dataset.sources". "" is the whole job."""
+"""Pydantic class of each table in a job or file, by name, such as "dataset.sources".
+
+"" is the name of the whole job or file.
+"""
 
 
 class Mistake(NamedTuple):
@@ -135,7 +139,7 @@ def format_value(value: object) -> str:
 
 
 def _convert_to_json(value: object) -> object:
-    """Convert a table to its keys without defaults, and any other object to a string."""
+    """Convert a table to a dictionary without default values, and other objects to strings."""
     return value.model_dump(exclude_defaults=True) if isinstance(value, BaseModel) else str(value)
 
 
@@ -158,13 +162,13 @@ def build_mistake(root: type[BaseModel], error: ErrorDetails) -> Mistake:
         key=_get_key(location),
         name=_get_displayed_name(root, location),
         value="" if is_missing else format_value(value),
-        problem=f"{requirement}.{suggestion}",
+        problem=f"{requirement}. {suggestion}" if suggestion else f"{requirement}.",
         kind=error["type"],
     )
 
 
 def _suggest_value(error_type: str, value: object, location: list[str]) -> str:
-    """Return a sentence on how to write a value, such as " Write 10.", or an empty string.
+    """Return a sentence on how to write a value, such as "Write 10.", or an empty string.
 
     Args:
         error_type: Type of the pydantic error, such as "int_type".
@@ -172,19 +176,21 @@ def _suggest_value(error_type: str, value: object, location: list[str]) -> str:
         location: Names that lead to the value, such as ["profiling", "profiler_ranks", "0"].
     """
     if error_type == "int_type" and isinstance(value, float) and value.is_integer():
-        return f" Write {value:.0f}."  # 10 instead of 10.0
+        return f"Write {value:.0f}."  # 10 instead of 10.0
 
+    # The user probably wrote a list as one word, such as `--profiling.profiler_ranks 0,1`. It was
+    # parsed as the list ["0,1"], whose item is not an integer.
     is_list_item = bool(location) and location[-1].isdecimal()
     if is_list_item and isinstance(value, str) and "," in value:
         items = re.findall(r"[^\s,\[\]]+", value)  # of "0,1" or "[0, 1]"
         on_command_line = " ".join(items)
         in_file = ", ".join(items)
-        return f" Write a list as {on_command_line} on the command line, and [{in_file}] in a file."
+        return f"Write a list as {on_command_line} on the command line, and [{in_file}] in a file."
     return ""
 
 
 def _get_displayed_name(root: type[BaseModel], location: list[str]) -> str:
-    """Return the name of a value in messages: "training.steps" in a job, "--step" for an option.
+    """Return the name under which messages show a value, "training.steps" or, in options, "--step".
 
     Args:
         root: Model of a job, the options of a command, or the content of a file.
@@ -214,9 +220,9 @@ def _get_key(location: list[str]) -> str:
 
 
 def _list_annotations(table: type[BaseModel]) -> dict[str, Any]:
-    """Return the type annotation of each name in a table, as written in a file.
+    """Return the type annotation of each key in a table.
 
-    The names in a job include the sections of plugins.
+    For a whole job, return the class of each section, including the sections of plugins.
     """
     annotations = {
         field.alias or name: field.annotation for name, field in table.model_fields.items()
@@ -228,20 +234,22 @@ def _list_annotations(table: type[BaseModel]) -> dict[str, Any]:
 def _list_tables(
     model: type[BaseModel], name: str = "", parents: tuple[type[BaseModel], ...] = ()
 ) -> _Tables:
-    """Return the models of a table and of all tables in it, by name, such as "dataset.sources".
+    """Return the pydantic classes of a table and of all tables inside it, by full name.
+
+    For example, a job contains the tables "dataset" and "dataset.sources".
 
     Args:
-        model: Model of the table.
+        model: Class of the table.
         name: Full name of the table. "" for a whole job or file.
-        parents: Models of the tables that contain this table. They are not listed again, because
-            the table of a plugin can contain tables of the same model.
+        parents: Classes of the tables around this table. They are skipped inside it, to avoid an
+            endless recursion if a plugin defines a class that contains itself.
     """
     tables = {name: model}
     parents += (model,)
-    for inner_name, annotation in _list_annotations(model).items():
+    for key, annotation in _list_annotations(model).items():
         inner_model = find_table_model(annotation)
         if inner_model is not None and inner_model not in parents:
-            full_name = f"{name}.{inner_name}".removeprefix(".")
+            full_name = f"{name}.{key}" if name else key
             tables |= _list_tables(inner_model, full_name, parents)
     return tables
 
@@ -255,23 +263,29 @@ def _describe_unknown(root: type[BaseModel], location: list[str], value: object)
         value: The value or table.
     """
     key = _get_key(location)
-    name = ".".join(location)
+    full_name = ".".join(location)
     tables = _list_tables(root)
-    table = _find_table(location, tables)
+    removal = _find_removal_message(location, tables)
+    if removal is not None:
+        return Mistake(key, full_name, format_value(value), removal, kind=REMOVED_NAME)
 
-    # Subclasses of `Section` declare the names that earlier versions had.
-    removed_name = getattr(table, "dropped", {}).get(location[-1])
-    if removed_name is not None:
-        _former_default, message = removed_name
-        return Mistake(key, name, format_value(value), message, kind=REMOVED_NAME)
-
-    displayed_name = f"[{key}]" if isinstance(value, dict) else name
-    problem = _explain_unknown_name(location, table, tables)
+    displayed_name = f"[{key}]" if isinstance(value, dict) else full_name
+    problem = _explain_unknown_name(location, tables)
     return Mistake(key, displayed_name, value="", problem=problem, kind=UNKNOWN_NAME)
 
 
+def _find_removal_message(location: list[str], tables: _Tables) -> str | None:
+    """Return the error message for a key that earlier versions had, or None for other names."""
+    table = _find_table(location, tables)
+    name = location[-1]
+    if table is None or not issubclass(table, Section) or name not in table.dropped:
+        return None
+    _former_default, message = table.dropped[name]
+    return message
+
+
 def _find_table(location: list[str], tables: _Tables) -> type[BaseModel] | None:
-    """Return the model of the table that contains a name, or None if there is no such table.
+    """Return the class of the table that contains a name, or None if there is no such table.
 
     For example, ["dataset", "sources", "0", "path"] is in the table "dataset.sources".
     """
@@ -279,55 +293,54 @@ def _find_table(location: list[str], tables: _Tables) -> type[BaseModel] | None:
     return tables.get(".".join(table_names))
 
 
-def _explain_unknown_name(
-    location: list[str], table: type[BaseModel] | None, tables: _Tables
-) -> str:
+def _explain_unknown_name(location: list[str], tables: _Tables) -> str:
     """Return an error message for an unknown name, with known names that the user may have meant.
 
-    For example, "stepz" in [training] gives "is unknown. Did you mean training.steps?".
+    For example, ["training", "stepz"] gives "is unknown. Did you mean training.steps?".
 
     Args:
-        location: Names that lead to the value, such as ["training", "stepz"].
-        table: Model of the table that contains the unknown name, or None if there is no such table.
-        tables: Models of all tables, by name.
+        location: Names that lead to the value.
+        tables: Classes of all tables, by name. "" is the whole job or file.
     """
-    if table is not None and _is_in_table_list(location, table):
+    if _is_in_table_list(location, tables):  # as in --dataset.sources.path
         return f"belongs to a list of tables. Write [[{_get_key(location)}]] in a job file."
 
-    suggestions = _suggest_names(location, table, tables)
+    suggestions = _suggest_names(location, tables)
     if suggestions:
         return f"is unknown. Did you mean {' or '.join(suggestions[:3])}?"
+
+    table = _find_table(location, tables)
     if table is not None:
         return f"is unknown. Known names are {', '.join(_list_annotations(table))}."
-    # The table "" is the whole job or file.
     return f"is unknown. Known tables are {', '.join(_list_annotations(tables['']))}."
 
 
-def _is_in_table_list(location: list[str], table: type[BaseModel]) -> bool:
-    """Return whether a name is unknown only because it belongs to a list of tables.
+def _is_in_table_list(location: list[str], tables: _Tables) -> bool:
+    """Return whether an option names a key that only exists inside a list of tables.
 
     For example, `--dataset.sources.path` is unknown as an option, but "path" is a known name in the
     tables of the list [[dataset.sources]].
     """
+    table = _find_table(location, tables)
+    if table is None:
+        return False
     is_section_indexed = len(location) > 1 and location[1].isdecimal()  # as in "training.0.steps"
     return location[-1] in _list_annotations(table) and not is_section_indexed
 
 
-def _suggest_names(
-    location: list[str], table: type[BaseModel] | None, tables: _Tables
-) -> list[str]:
+def _suggest_names(location: list[str], tables: _Tables) -> list[str]:
     """Return known names that the user may have meant instead of an unknown name, best first.
 
     Args:
         location: Names that lead to the value, such as ["training", "stepz"].
-        table: Model of the table that contains the unknown name, or None if there is no such table.
-        tables: Models of all tables, by name.
+        tables: Classes of all tables, by name.
     """
     *parents, name = location
     synonyms = _find_synonyms(name, tables)
     if synonyms:
         return synonyms
 
+    table = _find_table(location, tables)
     known_names = _list_annotations(table) if table is not None else ()
     similar_names = difflib.get_close_matches(name, known_names, n=1)
     if similar_names:
@@ -336,10 +349,10 @@ def _suggest_names(
 
 
 def _find_in_other_tables(location: list[str], tables: _Tables) -> list[str]:
-    """Return the full names of keys that have the same name as an unknown key.
+    """Return the full names of all keys with the same name as an unknown key.
 
-    For example, ["model", "seq_len"] gives ["training.seq_len"]. At most three names are returned
-    for a key in a table, sorted by similarity, because its table may be misspelled.
+    For example, ["model", "seq_len"] gives ["training.seq_len"]. If the unknown key is in a table,
+    return at most three names, most similar first, because the table may only be misspelled.
     """
     *parents, name = location
     matches = [

@@ -56,7 +56,7 @@ class Section(FileModel):
 
     @classmethod
     def without_dropped_defaults(cls, values: dict[Any, Any]) -> dict[Any, Any]:
-        """Return `values` without `dropped` keys that have their former default.
+        """Return `values` without the keys in `dropped` whose value is their former default.
 
         A dropped key with another value is kept, so that validation reports it.
         """

@@ -14,7 +14,6 @@ import io
 import re
 from collections.abc import Sequence
 from contextlib import redirect_stderr
-from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -81,8 +80,8 @@ class Options(RootConfig):
 class CheckpointOptions(Options):
     """Base class for the options of a command that reads a checkpoint or a model folder.
 
-    A checkpoint cannot import the plugins that its model needs, because imports run code. The user
-    must name them with --job.plugins.
+    Plugins are never imported only because a checkpoint needs them, since imports run code. The
+    user must name them with --job.plugins.
     """
 
     plugins: Annotated[tuple[str, ...], Field(strict=False), tyro.conf.arg(name="job.plugins")] = ()
@@ -185,21 +184,26 @@ def _extract_message(box: str) -> str:
         │ For full helptext, run:             │
         │     titanlite export --help         │
         ╰─────────────────────────────────────╯
-
-    If standard output does not use UTF-8, the box has no sides, rules consist of hyphens, and there
-    is a rule below the title.
     """
-    lines_below_title = [line.strip("│") for line in box.splitlines()[1:]]
-    content = dropwhile(_is_rule, lines_below_title)
-    # The next rule separates the message from the reference to the help.
-    message = takewhile(lambda line: not _is_rule(line), content)
+    message = _list_message_lines(box)
     parts = [line.strip() for line in message if not line.startswith(HELP_TEXT_INDENT)]
     return " ".join(parts).rstrip(".!")
 
 
-def _is_rule(line: str) -> bool:
-    """Return whether a line of a box is a horizontal rule or blank."""
-    return line.strip(" ─-") == ""
+def _list_message_lines(box: str) -> list[str]:
+    """Return the lines of a tyro box from below its title to above the reference to the help.
+
+    Without UTF-8, the box has no sides, and a rule of hyphens below the title, which is skipped.
+    """
+    lines: list[str] = []
+    for framed_line in box.splitlines()[1:]:
+        line = framed_line.strip("│")
+        is_rule_or_blank = line.strip(" ─-") == ""
+        if not is_rule_or_blank:
+            lines.append(line)
+        elif lines:  # the rule above the reference to the help
+            break
+    return lines
 
 
 def _name_number_type(options: type[Options], message: str) -> str:

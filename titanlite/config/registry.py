@@ -284,16 +284,16 @@ def _find_failing_line(error: BaseException, module: str) -> str | None:
         module: Name of the plugin module.
     """
     package = _get_package(module)
-    failing_line = None
+    plugin_lines = []  # from the outermost to the innermost call
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
-        is_in_plugin = _get_package(frame.f_globals.get("__name__", "")) == package
-        # Skip this file, which a plugin inside the package titanlite would match as well.
-        if is_in_plugin and file != __file__:
-            failing_line = f"{file}:{line}"
-    if failing_line is None and isinstance(error, SyntaxError):
-        return f"{error.filename}:{error.lineno}"
-    return failing_line
+        is_in_package = _get_package(frame.f_globals.get("__name__", "")) == package
+        is_this_file = file == __file__  # matches if the plugin is in the package titanlite
+        if is_in_package and not is_this_file:
+            plugin_lines.append(f"{file}:{line}")
+    if plugin_lines:
+        return plugin_lines[-1]
+    return f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else None
 
 
 def _get_package(module: str) -> str:

@@ -22,6 +22,7 @@ from titanlite.config import schema
 from titanlite.config.compute_dtype import ComputeDtype, fast_compute_dtype
 from titanlite.config.flavors import FLAVORS, Architecture
 from titanlite.config.load import resolve_path
+from titanlite.config.models import Section
 from titanlite.config.registry import ARCHITECTURES
 from titanlite.config.stages import (
     LOGIT_BYTES,
@@ -37,7 +38,7 @@ MOST_RANKS = 1_000_000
 ONE_STAGE_A_RANK = ("1F1B", "GPipe")
 """Pipeline schedules that run exactly one stage on each rank."""
 V_SHAPED = ("ZBVZeroBubble",)  # rank r runs stages r and n - 1 - r
-SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")
+ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 """Zero-bubble pipeline schedules, which compute weight gradients later than activation gradients.
 
 They do not support compiled blocks, whose backward pass frees buffers ("donated buffers") that the
@@ -97,7 +98,10 @@ class Run:
     @cached_property
     def arch(self) -> Architecture:
         """Model architecture: the flavor that the job names, with the overrides of the job."""
-        return build_architecture(self.job.model, self.job)
+        model = self.job.model
+        # The section of a plugin architecture has the same name as the architecture.
+        plugin_sections = self.job.model_extra or {}
+        return build_architecture(model, plugin_sections.get(model.architecture))
 
     @cached_property
     def degrees(self) -> Degrees:
@@ -117,7 +121,7 @@ class Run:
         return [range(first, end) for first, end in pairwise(boundaries)]
 
     def _choose_cuts(self) -> tuple[int, ...]:
-        """Choose the first block of pipeline stages 1, 2, ..., to balance the stages."""
+        """Choose the first block of each pipeline stage after stage 0, to balance the stages."""
         num_stages = self.degrees.pipeline * self.stages_per_rank
         times = forward_flops(self.arch, self.job.training.seq_len)
         memory = tuple(stage_memory(self, num_stages))
@@ -241,9 +245,8 @@ class Run:
     def validation_seed(self) -> int:
         """Random seed that selects the validation documents.
 
-        `dataset.seed` selects documents that are held out from the training data, and
-        `validation.seed` selects all others. If the key that applies is not set, `training.seed` is
-        used.
+        It is `dataset.seed` for documents that are held out from the training data, and
+        `validation.seed` for separate data sources. If this key is not set, it is `training.seed`.
         """
         has_holdout = self.job.validation.holdout > 0
         seed = self.job.dataset.seed if has_holdout else self.job.validation.seed
@@ -272,8 +275,8 @@ class Run:
 
         Args:
             on_gpu: Whether the ranks compute on GPUs.
-            resumed: Compute dtype of the checkpoint from which the run resumes, which the run
-                keeps. None for a new run.
+            resumed: Compute dtype of the checkpoint to resume from, which takes precedence. None
+                for a new run.
         """
         if self.job.training.mixed_precision_param != "auto":
             return self
@@ -290,8 +293,8 @@ class Run:
         """Return a run in which "auto" in `model.attention_backend` is replaced by a backend.
 
         On a GPU, choose flex attention if attention needs a mask for documents, a sliding window or
-        context parallelism, because no other kernel is confirmed for masks. In all other cases,
-        choose scaled dot-product attention.
+        context parallelism, because no other kernel is known to support these masks. In all other
+        cases, choose scaled dot-product attention.
 
         Args:
             on_gpu: Whether the ranks compute on GPUs.
@@ -340,39 +343,43 @@ def sequence_divisor(degree: Degrees) -> int:
 
 
 def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
-    """Estimate the bytes of the embedding, a block and the output in each pipeline stage.
+    """Estimate the memory of the embedding, a block and the output in each pipeline stage.
 
-    All numbers are per rank. They include parameters, gradients, optimizer state, activations and
-    the logits of the loss. Early stages can keep the activations of more microbatches than late
-    stages.
+    Only the memory of a block depends on the stage, because early stages can keep the activations
+    of more microbatches than late stages.
 
     Args:
         run: The run.
         num_stages: Total number of pipeline stages.
 
     Returns:
-        Bytes of the three parts for each stage. `PieceCosts.get_stage_cost` adds up only the parts
-        that a stage contains: only the first has the embedding, and only the last has the output.
+        Bytes per rank of the three parts, for each stage. `PieceCosts.get_stage_cost` adds up the
+        parts that a stage contains.
     """
     bytes_per_parameter = _bytes_per_parameter(run)
-    num_block_parameters = run.arch.block_matrices  # without norms and biases
-    block_parameter_bytes = num_block_parameters * bytes_per_parameter
+    block_weight_bytes = run.arch.block_matrices * bytes_per_parameter
     embedding_bytes = run.arch.vocab_size * run.arch.dim * bytes_per_parameter
     output_bytes = embedding_bytes + _logit_bytes(run)  # its matrix has the same size
-
-    bytes_per_token = 2 * _kept_values_per_token(run)  # activations of a block in bf16
-    microbatch_bytes = bytes_per_token * run.local_microbatch_tokens
+    microbatch_bytes = _block_activation_bytes(run)
 
     stages = []
     for stage in range(num_stages):
         activation_bytes = _microbatches_in_flight(run, stage) * microbatch_bytes
-        block_bytes = block_parameter_bytes + activation_bytes
+        block_bytes = block_weight_bytes + activation_bytes
         stages.append(PieceCosts(embedding_bytes, block_bytes, output_bytes))
     return stages
 
 
+def _block_activation_bytes(run: Run) -> float:
+    """Estimate the bytes of bf16 activations that a block keeps per microbatch on each rank."""
+    return 2 * _kept_values_per_token(run) * run.local_microbatch_tokens
+
+
 def _logit_bytes(run: Run) -> float:
-    """Estimate the bytes of the logits that the loss stores at once, for a chunk of tokens."""
+    """Estimate the bytes of the logits of one chunk of tokens.
+
+    The loss processes one chunk at a time, to save memory.
+    """
     chunk_tokens = min(run.local_microbatch_tokens, LOSS_TOKENS)
     # Tensor parallelism splits the logits along the vocabulary.
     num_logits = chunk_tokens * run.arch.vocab_size / run.degrees.tensor
@@ -456,13 +463,13 @@ def compute_degrees(parallelism: schema.Parallelism, world_size: int) -> Degrees
     return Degrees(pipeline, replicate, shard, context, tensor)
 
 
-def build_architecture(model: schema.Model, job: schema.JobConfig | None = None) -> Architecture:
+def build_architecture(model: schema.Model, plugin_section: Section | None = None) -> Architecture:
     """Return the model architecture of a job: its flavor with the overrides in [model].
 
     Args:
         model: The [model] section.
-        job: The whole job, for the section of a plugin architecture. Not needed for the built-in
-            architecture.
+        plugin_section: Section with the additional fields of a plugin architecture. None for the
+            built-in architecture.
     """
     values = _get_flavor_values(model.flavor)
     for field in fields(Architecture):
@@ -470,10 +477,8 @@ def build_architecture(model: schema.Model, job: schema.JobConfig | None = None)
         if override is not None:
             values[field.name] = override
 
-    # The section of a plugin architecture has the same name as the architecture.
-    plugin_sections = job.model_extra if job is not None else None
-    if plugin_sections:
-        values |= dict(plugin_sections.get(model.architecture, {}))
+    if plugin_section is not None:
+        values |= dict(plugin_section)
     architecture_class = ARCHITECTURES[model.architecture]
     return architecture_class(**values)
 
@@ -495,8 +500,8 @@ def model_tables(arch: Architecture) -> dict[str, dict[str, Any]]:
     """Return the sections that a job needs to train a model of the given architecture.
 
     Returns:
-        The keys and values of each section, by its name: [model] and, for a plugin architecture
-        with additional keys, the section of the plugin.
+        Keys and values of each section, by section name: "model" and, for a plugin architecture
+        with additional keys, the name of the plugin section.
     """
     model_keys = {field.name for field in fields(Architecture)}
     values = asdict(arch)

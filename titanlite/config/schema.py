@@ -79,10 +79,7 @@ def check_path(path: str) -> str:
     path = os.path.expanduser(path)
     if "\0" in path or any(len(name.encode()) > 255 for name in path.split("/")):
         raise ValueError("is not a path: it has a NUL byte, or a name of more than 255 bytes")
-    has_set_variable = os.path.expandvars(path) != path
-    # The dollar sign of an unset variable can also be a usual character, as in "a$b".
-    starts_with_variable = re.search(r"(^|/)\$\{?[A-Za-z_]", path)
-    if has_set_variable or starts_with_variable:
+    if _has_environment_variable(path):
         raise ValueError(
             "has an environment variable, and only a shell expands these. Write the path itself"
         )
@@ -91,6 +88,16 @@ def check_path(path: str) -> str:
             "is a URL with a relative path. Write an absolute path, as in file:///data"
         )
     return path
+
+
+def _has_environment_variable(path: str) -> bool:
+    """Return whether a path contains an environment variable, such as "data/$USER" or "${UNSET}/x".
+
+    In the middle of a name, as in "a$b", a dollar sign counts only if the variable is set.
+    """
+    has_set_variable = os.path.expandvars(path) != path
+    has_variable_at_start_of_name = bool(re.search(r"(^|/)\$\{?[A-Za-z_]", path))
+    return has_set_variable or has_variable_at_start_of_name
 
 
 def _default_dump_folder(folder: str, info: ValidationInfo) -> str:
@@ -183,13 +190,11 @@ Component = Literal["model", "loss", "optimizer", "clip"]
 
 
 def _drop_unused_keys(**defaults: object) -> dict[str, tuple[object, str]]:
-    """Return a table of dropped keys that earlier versions accepted but never used.
+    """Return the value of `Section.dropped` for keys that earlier versions accepted but never used.
 
     Args:
-        defaults: Former default of each key. A job that still has this value remains valid.
-
-    Returns:
-        Value for the class variable `dropped` of a section.
+        defaults: Former default of each key. A job that still has this value remains valid, and
+            any other value is reported.
     """
     message = "is no longer a key, because nothing read it. Remove it."
     return {key: (default, message) for key, default in defaults.items()}
@@ -554,7 +559,7 @@ class Dataset(TextSource):
 
 
 class Validation(TextSource):
-    """Validation loss on data that is not trained on.
+    """Validation loss on held-out documents or on separate data sources.
 
     The keys of this section describe one source. For a mixture, use [[validation.sources]].
     """
@@ -590,7 +595,7 @@ class Validation(TextSource):
 
     @property
     def has_own_data(self) -> bool:
-        """Whether this section selects validation data instead of leaving the default source."""
+        """Whether this section has a path, a list of sources, or another source than the default."""
         return bool(self.path or self.sources) or self.source != "python_stdlib"
 
 
@@ -825,10 +830,13 @@ class Float8(Section):
         return 32 if self.recipe_name == "mxfp8" else 16
 
     def shard_multiple(self, tensor_degree: int) -> int:
-        """Return the number that must divide both dimensions of an FP8 weight on a rank.
+        """Return the number that must divide both dimensions of an FP8 weight shard.
 
         The MXFP8 kernels of torch store the scales of 128 x 128 weights together, and tensor
         parallelism must not split such a block.
+
+        Args:
+            tensor_degree: Tensor-parallel degree.
         """
         has_blocks = self.recipe_name == "mxfp8" and not self.emulate
         return 128 if has_blocks and tensor_degree > 1 else self.size_multiple
@@ -1045,10 +1053,12 @@ class RootConfig(Section):
 
     @classmethod
     def _validate_plugin_sections(cls, values: Any) -> tuple[Any, list[Any]]:
-        """Validate the values that pydantic does not validate. Only a job has such values.
+        """Validate the sections of plugins, which pydantic does not validate.
+
+        Only a job can have such sections, so command options return the values unchanged.
 
         Returns:
-            The values for pydantic, and errors in the format of `ValidationError.errors`.
+            Values to validate with pydantic, and errors in the format of `ValidationError.errors`.
         """
         return values, []
 
@@ -1059,31 +1069,32 @@ valid."""
 
 
 def rename_keys(tables: dict[str, Any]) -> list[str]:
-    """Replace former names of keys by their current names, in place.
+    """Replace former names of keys by their current names in the sections of a job.
 
-    If a job sets a key under both names, both are kept, and validation reports the former name.
+    If a section has both names, keep both, so that validation reports the former name.
 
     Args:
-        tables: Sections of a job, each a table of keys and values.
+        tables: Table of keys and values of each section. A table with a former name is replaced by
+            a new table.
 
     Returns:
         Former names of the replaced keys, to warn about them. Keys with an empty value, such as
         `writers = []`, are left out, because earlier versions wrote them to each config.toml.
     """
     renamed = []
-    for former_key, key in RENAMED_KEYS.items():
+    for former_key, current_key in RENAMED_KEYS.items():
         section, former_name = former_key.split(".")
-        name = key.removeprefix(f"{section}.")  # keys stay in their section
+        _, current_name = current_key.split(".")
         table = tables.get(section)
-        if not isinstance(table, dict) or former_name not in table or name in table:
-            continue
-
-        new_table = dict(table)  # the caller may use the table itself
-        value = new_table.pop(former_name)
-        new_table[name] = value
-        tables[section] = new_table
-        if value:
-            renamed.append(former_key)
+        if not isinstance(table, dict):
+            continue  # for example, an object that was created in Python
+        has_only_former_name = former_name in table and current_name not in table
+        if has_only_former_name:
+            value = table[former_name]
+            other_values = {name: table[name] for name in table if name != former_name}
+            tables[section] = other_values | {current_name: value}
+            if value:
+                renamed.append(former_key)
     return renamed
 
 
@@ -1122,27 +1133,20 @@ class JobConfig(RootConfig):
         """Validate the sections of plugins, and report sections that do not exist.
 
         Returns:
-            The sections for pydantic, which keeps sections of plugins as additional attributes,
-            such as `job.my_section`, and errors in the format of `ValidationError.errors`.
-            Missing sections of plugins get their defaults.
+            All sections, to validate the built-in ones with pydantic, and errors in the format of
+            `ValidationError.errors`. Missing sections of plugins get their defaults.
         """
         if not isinstance(values, dict | cls):
             return values, []  # pydantic reports the wrong type
 
+        # Convert a job that an earlier version saved: drop removed keys, and rename others.
         tables = cls.without_dropped_defaults(dict(values))
-        rename_keys(tables)  # in place
-        plugin_sections: dict[str, Any] = {}
-        errors: list[Any] = []
-        plugin_names = [name for name in SECTIONS if name not in cls.model_fields]
-        for name in plugin_names:
-            table = tables.pop(name, {})
-            try:
-                plugin_sections[name] = SECTIONS[name].model_validate(table)
-            except ValidationError as failure:
-                errors += _list_errors_in_section(name, failure)
+        rename_keys(tables)
 
-        errors += _list_unknown_sections(tables)
-        return tables | plugin_sections, errors
+        plugin_names = [name for name in SECTIONS if name not in cls.model_fields]
+        plugin_tables = {name: tables.pop(name, {}) for name in plugin_names}
+        plugin_sections, errors = _validate_sections(plugin_tables)
+        return tables | plugin_sections, errors + _list_unknown_sections(tables)
 
     @classmethod
     def read(cls, tables: dict[str, Any]) -> tuple[Self, Sequence[Mistake]]:
@@ -1167,10 +1171,20 @@ class JobConfig(RootConfig):
         return self.model_copy(update={section: table})
 
 
-def _list_errors_in_section(section: str, failure: ValidationError) -> list[Any]:
-    """Return the errors of a section with their location in the job, such as (section, "lr")."""
-    errors = failure.errors(include_url=False)
-    return [{**error, "loc": (section, *error["loc"])} for error in errors]
+def _validate_sections(tables: dict[str, Any]) -> tuple[dict[str, Section], list[Any]]:
+    """Validate the tables of plugins, and return the valid sections and the errors in the others.
+
+    The location of an error starts with the name of its section, as in ("my_section", "lr").
+    """
+    sections: dict[str, Section] = {}
+    errors: list[Any] = []
+    for name, table in tables.items():
+        try:
+            sections[name] = SECTIONS[name].model_validate(table)
+        except ValidationError as failure:
+            for error in failure.errors(include_url=False):
+                errors.append({**error, "loc": (name, *error["loc"])})
+    return sections, errors
 
 
 def _list_unknown_sections(tables: dict[Any, Any]) -> list[Any]:

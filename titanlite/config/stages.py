@@ -47,7 +47,8 @@ class PieceCosts:
 def forward_flops(arch: Architecture, seq_len: int) -> PieceCosts:
     """Estimate the forward FLOPs per token of the embedding, a block and the output.
 
-    The embedding has no matmuls, so its time is converted to the forward FLOPs that take as long.
+    The embedding has no matmuls, so its time is expressed as the number of FLOPs that would take
+    the same time.
 
     Args:
         arch: Architecture of the model.
@@ -63,9 +64,9 @@ def forward_flops(arch: Architecture, seq_len: int) -> PieceCosts:
 
 
 def _convert_embedding_time(arch: Architecture, seq_len: int) -> float:
-    """Convert the time that the embedding takes to forward FLOPs per token that take as long.
+    """Express the time of the embedding as an equivalent number of forward FLOPs per token.
 
-    Only the backward pass counts. It writes a dense fp32 gradient, once per sequence.
+    Only its backward pass counts, which writes a dense fp32 gradient once per sequence.
     """
     gradient_bytes = 4 * arch.vocab_size * arch.dim
     flops_during_write = gradient_bytes * FLOPS_PER_BYTE
@@ -89,17 +90,32 @@ def activation_values(arch: Architecture, tensor_degree: int) -> float:
     return (residuals + attention + feed_forward) / tensor_degree + norm_outputs
 
 
-class _Split(NamedTuple):
-    """The first blocks of a model, divided into pipeline stages.
+class _SplitCost(NamedTuple):
+    """Cost of a split of a model into pipeline stages. Smaller is better.
 
     Attributes:
-        cost: Time of the slowest stage, which determines the speed of the pipeline, and the sum of
-            the squared times of all stages. The split with the smaller tuple is better: it is
-            faster or, if both are equally fast, has more even times.
+        slowest_time: Time of the slowest stage, which determines the speed of the pipeline.
+        sum_of_squares: Sum of the squared times of all stages. If two splits are equally fast, the
+            smaller sum belongs to the split with the more even times.
+    """
+
+    slowest_time: float
+    sum_of_squares: float
+
+    def add_stage(self, time: float) -> _SplitCost:
+        """Return the cost of the split with one more stage."""
+        return _SplitCost(max(self.slowest_time, time), self.sum_of_squares + time * time)
+
+
+class _Split(NamedTuple):
+    """A division of the first n blocks of a model into pipeline stages.
+
+    Attributes:
+        cost: Cost by which splits are compared.
         starts: First block of each stage, starting with 0.
     """
 
-    cost: tuple[float, float]
+    cost: _SplitCost
     starts: list[int]
 
 
@@ -110,7 +126,10 @@ def balanced_cuts(
     """Divide a model into pipeline stages such that the slowest stage is as fast as possible.
 
     No stage takes more memory than the largest stage of an even split. If several splits are
-    equally fast, choose the one with the smallest sum of squared times.
+    equally fast, choose the one with the most even times.
+
+    This is dynamic programming over the stages. For each n, it keeps the best split of the first n
+    blocks into the stages so far, and derives the best splits with one more stage from these.
 
     Args:
         times: Time of the embedding, a block and the output.
@@ -124,44 +143,39 @@ def balanced_cuts(
     assert num_stages <= num_layers
     memory_limit = _max_memory_of_even_split(memory, num_layers)
 
-    # Dynamic programming: best_splits[n] is the best split of the first n blocks into the stages so
-    # far. At the start, there are no stages and no blocks.
-    best_splits = {0: _Split(cost=(0.0, 0.0), starts=[])}
+    best_splits = {0: _Split(_SplitCost(0.0, 0.0), starts=[])}  # no stages and no blocks yet
     for stage, piece_memory in enumerate(memory):
         time_of_size = {}  # time of this stage for each number of blocks that fits into memory
         for num_blocks in range(1, num_layers + 1):
-            stage_memory = piece_memory.get_stage_cost(stage, num_stages, num_blocks)
-            if stage_memory <= memory_limit:
-                time_of_size[num_blocks] = times.get_stage_cost(stage, num_stages, num_blocks)
+            memory_of_stage = piece_memory.get_stage_cost(stage, num_stages, num_blocks)
+            if memory_of_stage > memory_limit:
+                break
+            time_of_size[num_blocks] = times.get_stage_cost(stage, num_stages, num_blocks)
         best_splits = _add_stage(best_splits, time_of_size, num_layers)
-
-    return tuple(best_splits[num_layers].starts[1:])  # stage 0 starts at block 0
+    return tuple(best_splits[num_layers].starts[1:])  # stage 0 begins with block 0
 
 
 def _add_stage(
     best_splits: dict[int, _Split], time_of_size: dict[int, float], num_layers: int
 ) -> dict[int, _Split]:
-    """Append a pipeline stage of each possible size to each split, and keep the best new splits.
+    """Return the best splits with one more pipeline stage, given the best splits without it.
 
-    This is one step of the dynamic programming in `balanced_cuts`. For each n, only the best split
-    of the first n blocks must be extended, because the time of the new stage does not depend on it.
+    This is one step of the dynamic programming in `balanced_cuts`. The best split of the first
+    `end` blocks is, for some `start`, the best split of the first `start` blocks, followed by a
+    stage of the blocks from `start` to `end`.
 
     Args:
         best_splits: Best split of the first n blocks into the stages so far, for each possible n.
         time_of_size: Time of the new stage by its number of blocks, in ascending order.
         num_layers: Number of blocks of the model.
-
-    Returns:
-        Best split of the first n blocks including the new stage, for each possible n.
     """
     longer_splits: dict[int, _Split] = {}
     for start, split in best_splits.items():
-        slowest_time, sum_of_squares = split.cost
         for num_blocks, time in time_of_size.items():
             end = start + num_blocks
             if end > num_layers:
                 break  # all further stages are larger
-            cost = (max(slowest_time, time), sum_of_squares + time * time)
+            cost = split.cost.add_stage(time)
             if end not in longer_splits or cost < longer_splits[end].cost:
                 longer_splits[end] = _Split(cost, [*split.starts, start])
     return longer_splits

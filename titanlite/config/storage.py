@@ -147,8 +147,8 @@ def find_storage_problem(url: str, *, write: bool) -> str | None:
 
     Args:
         url: URL of a file or folder.
-        write: Write, read and delete a small test file in the folder, instead of only reading the
-            metadata of the URL.
+        write: Whether to write, read and delete a small test file in the folder. Otherwise, only
+            read the metadata of the URL.
     """
     try:
         with storage_errors(url):
@@ -180,12 +180,12 @@ def glob_files(pattern: str) -> list[RemotePath]:
 
 
 def list_files(storage: Any, root: str, deep: bool = True) -> dict[str, dict[str, Any]]:
-    """List the files in a folder of a storage.
+    """List the files in a folder of a file system.
 
     Args:
         storage: fsspec file system.
         root: Path of the folder.
-        deep: Include files in subfolders.
+        deep: Whether to include files in subfolders.
 
     Returns:
         Metadata of each file, by its path relative to the folder.
@@ -301,22 +301,33 @@ def read_block(url: str, version: tuple[int, str], number: int) -> bytes:
     file_size, _ = version
     start = number * BLOCK
     end = min(start + BLOCK, file_size)
-    # The cache is divided into many folders, so that evicting a block inspects only a few files.
-    cache_id = xxhash.xxh3_64_intdigest(repr([url, version, number]).encode())
-    folder = make_folder(_get_cache_folder() / "blocks" / str(cache_id % _NUM_FOLDERS))
-    cached_file = folder / str(cache_id)
+    cached_file = _prepare_cached_file(repr([url, version, number]))
+    folder = cached_file.parent
 
     with storage_errors(url), _locked(folder):  # only one process of the node downloads the block
         block = _read_cached_block(cached_file, end - start)
         if block is None:
             block = _download_block(url, version, start, end)
-            _evict_blocks(folder)
+            _evict_blocks(folder)  # makes room for the new block
             write_atomically(cached_file, block)
     return block
 
 
+def _prepare_cached_file(key: str) -> Path:
+    """Return the path of a block in the cache, and create its folder.
+
+    The cache is divided into many folders, so that evicting a block inspects only a few files.
+
+    Args:
+        key: Text that identifies the block and its version.
+    """
+    cache_id = xxhash.xxh3_64_intdigest(key.encode())
+    folder = make_folder(_get_cache_folder() / "blocks" / str(cache_id % _NUM_FOLDERS))
+    return folder / str(cache_id)
+
+
 def _download_block(url: str, version: tuple[int, str], start: int, end: int) -> bytes:
-    """Download the bytes from `start` to `end`, exclusive, of a file.
+    """Download the bytes [start, end) of a file.
 
     Raises:
         UserError: If the version of the file is not `version`, because the file has changed.
@@ -421,16 +432,15 @@ def _download_to_cache(
     versions = sorted((file, *file_version(info)) for file, info in files.items())
     cache_key = xxhash.xxh3_64_hexdigest(repr([url, *versions]).encode())
     cache_folder = make_folder(_get_cache_folder() / cache_key)
-    local_folder = cache_folder / remote_folder.rpartition("/")[2]
+    folder_name = remote_folder.rpartition("/")[2]
+    local_folder = cache_folder / folder_name  # keep the name, which messages show
 
     with _locked(cache_folder):  # only one process of the node downloads the files
-        missing_sizes = {}
-        for file, info in files.items():
-            if not (local_folder / file).exists():
-                missing_sizes[file] = info["size"]
-        if missing_sizes:
-            gigabytes = sum(missing_sizes.values()) / 1e9
-            amount = f"{len(missing_sizes)} files, {gigabytes:.3f} GB"
+        sizes = {
+            file: info["size"] for file, info in files.items() if not (local_folder / file).exists()
+        }
+        if sizes:
+            amount = f"{len(sizes)} files, {sum(sizes.values()) / 1e9:.3f} GB"
             logging.getLogger("titanlite").info(f"Copying {amount} from {url} to {local_folder}")
-            download_files(storage, remote_folder, missing_sizes, local_folder)
+            download_files(storage, remote_folder, sizes, local_folder)
     return local_folder
