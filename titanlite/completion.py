@@ -296,7 +296,7 @@ class Decoding:
 def _generate_tokens(
     checkpoint: LoadedCheckpoint, decodings: Sequence[Decoding], options: Generation
 ) -> Iterator[None]:
-    """Complete the prompts in `decodings` together. Each step appends a token to each unfinished one.
+    """Complete prompts together. Each step appends a token to each unfinished completion.
 
     Yield after each step, so that the caller can read the completions so far. Completions that end
     earlier than others stay unchanged.

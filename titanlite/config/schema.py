@@ -595,7 +595,7 @@ class Validation(TextSource):
 
     @property
     def has_own_data(self) -> bool:
-        """Whether this section has a path, a list of sources, or another source than the default."""
+        """Whether this section names validation data, other than the default source."""
         return bool(self.path or self.sources) or self.source != "python_stdlib"
 
 
