@@ -20,11 +20,11 @@ PAGE = ROOT / "docs" / "internals" / "performance.md"
 INTRO = """\
 # Performance results
 
-This page compares the speed and memory of titanlite on CPUs with a plain PyTorch loop and with
-torchtitan. Each section names the command that measured it. To repeat a measurement, run this
-command on an idle machine, and then `python benchmarks/performance_page.py`, which generates this
-page from the files in `benchmarks/results/`. [benchmarks/README.md](../../benchmarks/README.md)
-describes the benchmarks.
+This page shows how fast titanlite trains on CPUs and how much memory it needs, compared with a
+plain PyTorch loop and with torchtitan. Each section names the command that produced its results. To
+repeat a measurement, run this command on an idle machine, and then
+`python benchmarks/performance_page.py`, which generates this page from `benchmarks/results/`.
+[benchmarks/README.md](../../benchmarks/README.md) describes the benchmarks.
 
 Some rows of the comparison with torchtitan are from 2026-11-22: those for 2 ranks, and "vocabulary
 128,256, bf16 compiled". Their results may be outdated, because titanlite has changed since then.

@@ -320,11 +320,10 @@ columns have these meanings:
 - **kept:** the memory that is still allocated after the model was freed.
 - **error without kept:** the error of the plan without the kept memory.
 
-We ran {run} of the {cases} cases on a CPU. In each case, some memory is still allocated after the
-model is freed. The measurement includes this kept memory, but the plan does not. If we count the
-kept memory, the largest error of a plan is {largest:.2%}, and the median error is {median:.2%}. If
-we subtract it, the largest error is {largest_without_kept:.2%}, and the median error is
-{median_without_kept:.2%}.
+We ran {run} of the {cases} cases on a CPU. In each case, some memory remains allocated after the
+model is freed. The measurement includes this memory, but the plan does not. If we include it, the
+largest error of a plan is {largest:.2%}, and the median error is {median:.2%}. Without it, the
+largest error is {largest_without_kept:.2%}, and the median error is {median_without_kept:.2%}.
 """
 GHOST_INTRO = """
 ## On the ghost GPU
