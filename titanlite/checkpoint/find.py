@@ -362,14 +362,14 @@ def _read_saved_job(step_folder: Path, info: dict[str, Any]) -> JobConfig:
     if info["job"] is None:
         return _read_job_of_old_import(step_folder)
 
-    job, mistakes = JobConfig.read(info["job"])  # the job without its invalid options
+    job, mistakes = JobConfig.read(info["job"])  # ignores invalid options and reports them
     # Options of a missing plugin are invalid, so report the missing plugin first.
     require_plugins(job.job.plugins, step_folder)
-    _check_can_read(step_folder, mistakes)
+    _reject_unreadable_options(step_folder, mistakes)
     return job
 
 
-def _check_can_read(step_folder: Path, mistakes: Sequence[Mistake]) -> None:
+def _reject_unreadable_options(step_folder: Path, mistakes: Sequence[Mistake]) -> None:
     """Raise a CheckpointError if a saved job has mistakes other than removed options."""
     unreadable = [mistake.name for mistake in mistakes if not _was_removed(mistake)]
     if unreadable:

@@ -208,8 +208,9 @@ def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) 
     Yields:
         The segments of a sequence, and the position at which the next sequence begins.
     """
-    num_sequences, window_start, first_index = start
-    for window in _read_windows(read_documents, window_start, BEST_FIT_WINDOW * length):
+    num_sequences = start.num_sequences
+    first_index = start.offset
+    for window in _read_windows(read_documents, start.document, BEST_FIT_WINDOW * length):
         sequences = _pack_window(window, length)
         for index in range(first_index, len(sequences)):
             num_sequences += 1

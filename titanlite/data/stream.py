@@ -25,7 +25,6 @@ import copy
 from collections.abc import Iterator, MutableSequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -400,12 +399,12 @@ class _StreamReader:
         """
         shuffle_key = f"{self.data.seed} position {part.position} window {start.window_start}"
         order = permutation(len(window), shuffle_key).tolist()
-        first = start.index_in_window
-        positions = [start._replace(index_in_window=i) for i in range(first, len(window))]
-        bounds = pairwise([*positions, end])
-        for index, (position, next_position) in zip(order[first:], bounds, strict=True):
-            tokens = self._encode(window[index], part)
-            index_in_part = start.window_start + index
+        for i in range(start.index_in_window, len(window)):
+            position = start._replace(index_in_window=i)
+            is_last = i == len(window) - 1
+            next_position = end if is_last else start._replace(index_in_window=i + 1)
+            tokens = self._encode(window[order[i]], part)
+            index_in_part = start.window_start + order[i]
             yield Document(position, next_position, part.index, index_in_part, tokens)
 
     def _encode(self, record: Record, unit: _Unit) -> np.ndarray:

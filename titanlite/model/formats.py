@@ -347,23 +347,23 @@ def _read_rope(config: HFConfig) -> dict[str, Any]:
     return fields
 
 
-def _rope_fields(table: _AnyRope, config: HFConfig) -> dict[str, Any]:
+def _rope_fields(rope: _AnyRope, config: HFConfig) -> dict[str, Any]:
     """Convert the RoPE settings of a config.json to fields of `Architecture`, such as "rope_theta".
 
     Args:
-        table: RoPE settings of the config.json.
-        config: All other settings, which provide values that are missing in `table`.
+        rope: RoPE settings of the config.json.
+        config: All other settings, which provide values that are missing in `rope`.
 
     Raises:
         UserError: From `import_fields`, if the settings contradict each other.
     """
-    fields: dict[str, Any] = {"rope_theta": table.rope_theta or config.rope_theta}
-    if isinstance(table, _DefaultRope) or table.rope_scaling_factor == 1.0:
-        return fields  # without scaling, all other settings have no effect
+    fields: dict[str, Any] = {"rope_theta": rope.rope_theta or config.rope_theta}
+    if isinstance(rope, _DefaultRope) or rope.rope_scaling_factor == 1.0:
+        return fields  # without scaling, the other settings have no effect
 
-    fields |= table.import_fields()  # the scaling factor and further options of this rope_type
-    fields["rope_scaling"] = table.rope_type
-    fields["rope_original_max_seq_len"] = table.rope_original_max_seq_len or config.max_seq_len
+    fields |= rope.import_fields()  # the scaling factor and further options of this rope_type
+    fields["rope_scaling"] = rope.rope_type
+    fields["rope_original_max_seq_len"] = rope.rope_original_max_seq_len or config.max_seq_len
     return fields
 
 

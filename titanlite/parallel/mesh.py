@@ -77,8 +77,11 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     assert degrees.world == dist.get_world_size()
     rank_grid = torch.arange(degrees.world).view(astuple(degrees))  # dimensions as in `Degrees`
     shard_mesh = _build_shard_mesh(degrees, device_type)
+    # Ranks with different data
     data_group = _create_group(rank_grid, REPLICATE, SHARD)
+    # Ranks with different parts of the loss. Tensor parallel ranks compute the same loss.
     loss_group = _create_group(rank_grid, PIPELINE, REPLICATE, SHARD, CONTEXT)
+    # Ranks with the same pipeline stage
     stage_group = _create_group(rank_grid, REPLICATE, SHARD, CONTEXT, TENSOR)
     context_mesh = _build_context_mesh(rank_grid, device_type) if degrees.context > 1 else None
 

@@ -42,14 +42,13 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, gather_float8: bool) -
         mesh: 1-D mesh of the tensor parallel ranks.
         gather_float8: All-gather the inputs of FP8 layers, and their gradients, as FP8 values.
     """
-    # The architecture names the function that creates the plans, by default `block_plan`.
+    # A plan maps submodules to parallel styles, which shard weights and add communication. A
+    # submodule can have two styles, in different plans.
     create_plans = resolve(model.arch.tensor_parallel)
     for block in model.layers.values():
-        # A plan maps submodules to parallel styles, which shard weights and add communication. The
-        # second plan, if any, adds communication to submodules that already have a style.
         for plan in create_plans(model.arch):
-            block_plan = float8_plan(plan, block) if gather_float8 else plan
-            parallelize_module(block, mesh, block_plan)
+            plan_in_use = float8_plan(plan, block) if gather_float8 else plan
+            parallelize_module(block, mesh, plan_in_use)
 
     if model.tok_embeddings is not None:
         _shard_embedding(model.tok_embeddings, mesh)

@@ -488,18 +488,18 @@ def _describe_end(starts_and_ends: Sequence[JsonObject]) -> StateAndReason:
 def _describe_user_error(reason: str, earlier_events: Sequence[JsonObject]) -> StateAndReason:
     """Return the state of a run that ended with an error that the user can fix, and the reason.
 
-    The earlier events show whether the error ended training or rejected a start.
+    A run logs "data", "start" and "finish". If the last event before the error is "start", the
+    error ended training ("failed"). If not, a start was rejected: after the run had finished
+    ("finished"), or before that ("rejected").
 
     Args:
         reason: The error message.
-        earlier_events: All start and end events before the error, oldest first, for example of the
-            kinds "data", "start", "finish" and "data".
+        earlier_events: All start and end events before the error, oldest first.
     """
     earlier_kinds = [event["event"] for event in earlier_events]
     if earlier_kinds and earlier_kinds[-1] == "start":
         return "failed", reason  # the error ended training
 
-    # This start was rejected before it trained, but an earlier start may have finished the run.
     # Skip the events of rejected starts, which have only these kinds.
     kinds = [kind for kind in earlier_kinds if kind not in ("data", *USER_ERRORS)]
     if kinds and kinds[-1] == "finish":

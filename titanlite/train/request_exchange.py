@@ -55,8 +55,8 @@ class RequestExchange:
     def collect_next(self, step: int) -> bool:
         """Collect the next request of this rank. Call this before each step is trained.
 
-        On a GPU, the request is for the actions after step `step` + 1, because requests are
-        collected one step early. On a CPU, it is for the actions after `step`.
+        On a CPU, this is the request for the actions after `step`. On a GPU, requests are collected
+        one step early: before step 5, this is the request for the actions after step 6.
 
         Args:
             step: Step to train next.
@@ -66,7 +66,8 @@ class RequestExchange:
             ranks with such a request.
         """
         if len(self._queue) < self._delay:
-            # No earlier step can count the request for the first step, so always gather it.
+            # On a GPU, also collect the request for the first step. No earlier step counts it, so
+            # it is gathered without a count.
             self._queue.append(_CountedRequest(self._collect(step), count=None))
         self._collected = self._collect(step + self._delay)
         return self._collected != Request()

@@ -309,7 +309,8 @@ class Trainer:
         end = self._find_end_before_first_step()
         while end is None:
             has_request = exchange.collect_next(self.steps_done + 1)
-            self.step(has_request=has_request)  # also counts the ranks with a request
+            self.step(has_request=has_request)
+            # The step has counted the ranks with a request. If there are none, nothing is gathered.
             request_of_all_ranks = exchange.receive(self._num_ranks_with_request)
 
             end = self._find_end(request_of_all_ranks)
@@ -726,17 +727,16 @@ class Trainer:
         request = end.request
         has_data_error = end.data_error is not None
 
-        # Save even without new weights, because the options for the last save, such as a Hugging
-        # Face export, may be new. If the data of the first step cannot be read, save nothing.
-        has_failed_at_start = has_data_error and not has_trained
+        has_stop_signal = request.stop != 0
 
-        # Validate new weights. After a signal or an error, however, the run has to end soon, so
-        # validate only if a validation was requested.
-        must_end_soon = has_data_error or request.stop != 0
+        # Save even without new weights, because the options for the last save, such as a Hugging
+        # Face export, may be new. Save nothing if the data of the first step cannot be read.
+        should_save = has_trained or not has_data_error
+
+        # Validate new weights, unless the run has to end soon.
+        must_end_soon = has_data_error or has_stop_signal
         should_validate = request.validate or (has_trained and not must_end_soon)
-        return request._replace(
-            save=not has_failed_at_start, validate=should_validate, last=end.has_finished
-        )
+        return request._replace(save=should_save, validate=should_validate, last=end.has_finished)
 
     def _end_run(self, end: _LoopEnd) -> None:
         """End all hooks and close the trainer. Then log that the run has finished.
