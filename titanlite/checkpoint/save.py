@@ -227,7 +227,8 @@ class Saver:
         """Copy the tensors and let the background thread write them.
 
         If the tensors cannot be copied or the thread cannot start, for example because memory is
-        low, write them while training waits.
+        low, write them while training waits. With pinned memory, copying continues after this call.
+        If it fails then, the save fails.
 
         Returns:
             A future with a boolean: whether the checkpoint is complete.
@@ -289,8 +290,8 @@ class Saver:
     ) -> bool:
         """Write and publish a checkpoint, log the result, and remove outdated checkpoints.
 
-        Call this on all ranks together. If one rank fails, the save fails on all ranks, but the run
-        continues.
+        Call this on all ranks together. If one rank raises an error, the save fails on all ranks,
+        but the run continues.
 
         Args:
             writer: Writer of the checkpoint.

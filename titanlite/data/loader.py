@@ -6,7 +6,8 @@ of this rank, a `Worker` reads ahead in another process, and `Loader` yields glo
 
 Invariant: Sequence k of a global batch depends only on the seed, the sources, the tokenizer,
 seq_len, packing and the batches before it. It never depends on the number of ranks, the local batch
-size, the number of workers, or restarts.
+size, the number of workers, or restarts. The global batch size depends on the first two only if
+training.global_batch_size is not set.
 """
 
 from __future__ import annotations

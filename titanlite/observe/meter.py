@@ -126,7 +126,7 @@ class Meter:
     def read(self, step: int, lr: float, losses: Tensor, /, **fields: Any) -> LoggedStep:
         """Return the metrics of all steps since the previous log step, and reset the sums.
 
-        This waits for the GPU, in a single host sync.
+        This reads all values from the GPU in a single host sync.
 
         Args:
             step: Number of completed optimizer steps.

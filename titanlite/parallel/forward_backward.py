@@ -2,7 +2,7 @@
 
 Invariant: The loss of a step is the summed loss of all valid tokens in the global batch, divided by
 the number of valid tokens. Neither this loss nor its gradients depend on how sequences, positions,
-vocabulary and blocks are distributed over ranks.
+vocabulary and blocks are distributed over ranks, for a given global batch size.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ scale, which multiplies the sum of the token losses.
 class TokenCount:
     """Number of valid labels in the global batch.
 
-    An all-reduce adds up the numbers of all ranks. It overlaps with the forward pass, because only
-    the loss needs the result.
+    An all-reduce adds up the numbers of all ranks. It overlaps with the forward pass of the model,
+    because only the loss, and later the metrics, need the result.
     """
 
     def __init__(
@@ -147,7 +147,8 @@ class ForwardBackward:
     """Runs the forward and backward passes of one optimizer step, one microbatch after another.
 
     Gradients accumulate over the microbatches. FSDP reduces them over the ranks once per step, or
-    after each microbatch if `parallelism.fsdp_reduce` is "microbatch".
+    after each microbatch if `parallelism.fsdp_reduce` is "microbatch". It all-gathers the blocks
+    for each microbatch, but the output matrix only once per step.
 
     Attributes:
         loss_fn: The training loss, called once per microbatch.
