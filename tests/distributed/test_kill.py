@@ -22,6 +22,7 @@ from small_runs import list_saved_steps, read_jsonl, read_metrics
 
 from titanlite.checkpoint import dcp, manifest
 from titanlite.config.files import INCOMPLETE
+from titanlite.hooks.validation import Validator
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kill")]
 
@@ -38,6 +39,8 @@ SEED = int(os.environ.get("TITANLITE_KILL_SEED", "0"))
 
 # Files that this process could not write to the full disk.
 FULL: list[str] = []
+# One item per validation of this process.
+VALIDATORS: list[Validator] = []
 LAYOUTS = [(1, "disabled"), (1, "async"), (2, "disabled"), (2, "async")]
 SAMPLE = LAYOUTS if LONG else LAYOUTS[1:3]
 # Kill points, divided between the two layouts of the sample.
@@ -84,6 +87,16 @@ def kill_between_manifest_and_name(path: Path) -> None:
         kill()
 
 
+def kill_in_second_validation(validator: Validator) -> None:
+    """Die in the first validation after a save.
+
+    The first validation of a process is that of step 0 or of the loaded checkpoint.
+    """
+    VALIDATORS.append(validator)
+    if len(VALIDATORS) == 2:
+        kill()
+
+
 def fill_disk_once(file: manifest.HashingFile, _data: object) -> None:
     """Fail the first large write with a full disk."""
     if file.tell() > 200_000 and not FULL:
@@ -100,6 +113,7 @@ POINTS: dict[str, tuple[Any, ...]] = {
     "before_rename": (manifest, "sync", kill_between_manifest_and_name),
     "after_rename": (dcp, "publish_checkpoint", lambda *_: None, kill),
     "during_purge": (Path, "unlink", kill_within_removal),
+    "before_validation": (Validator, "compute_score", kill_in_second_validation),
     "full_disk": (manifest.HashingFile, "write", fill_disk_once),
 }
 
@@ -118,11 +132,11 @@ class Run:
         seconds: Duration of `finish`.
     """
 
-    def __init__(self, folder: Path, ranks: int, mode: str) -> None:
+    def __init__(self, folder: Path, ranks: int, mode: str, options: str = "") -> None:
         self.folder = folder
         self.ranks = ranks
         self.seconds = 0.0
-        self.options = f"{OPTIONS} --checkpoint.async_mode {mode}"
+        self.options = f"{OPTIONS} --checkpoint.async_mode {mode} {options}"
 
     def start(self, point: str = "") -> World:
         before = functools.partial(prepare_kill, point)
@@ -216,6 +230,23 @@ def test_a_run_killed_at_any_point_of_a_save_ends_undisturbed(tmp_path, layout, 
 
     assert f"Could not save step {saved + 2}: OSError: [Errno 28] No space left on device" in out
     assert_undisturbed(run, references(layout[0]))
+
+
+def test_a_run_killed_between_a_save_and_its_validation_records_both(tmp_path):
+    options = "--training.steps 4 --samples.freq 2 --samples.prompts def --samples.max_new_tokens 3"
+    reference = Run(tmp_path / "reference", 2, "disabled", options)
+    run = Run(tmp_path / "run", 2, "disabled", options)
+
+    reference.finish()
+    for saved_step in (2, 4):
+        run.die("before_validation:0")
+        assert list_saved_steps(run.folder) == [saved_step]
+    run.finish()
+
+    for name in ("validation.jsonl", "samples.jsonl"):
+        lines = read_jsonl(run.folder / name)
+        assert lines == read_jsonl(reference.folder / name)
+        assert {line["step"] for line in lines} >= {2, 4}
 
 
 @pytest.mark.parametrize("layout", SAMPLE, ids=str)

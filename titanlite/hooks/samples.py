@@ -60,19 +60,25 @@ class Samples(Hook):
         self._config = trainer.job.samples
 
     def started(self, step: int) -> None:
-        """Store the step of the loaded checkpoint, so that it is not sampled again."""
-        self._sampled_step = step
+        """Store the step of the loaded checkpoint, so that `act` does not sample it again."""
+        self._loaded_step = step
+
+    def train_begins(self, step: int) -> None:
+        """Sample the loaded step if a kill has prevented this after the step was saved."""
+        if step > 0 and not self._trainer.has_recorded("samples.jsonl"):
+            self._sample_if_due(step)
 
     def act(self, step: int, request: Request) -> None:
         """Complete the prompts of the job every `samples.freq` steps, log them, and notify hooks.
 
         The argument `request` is ignored.
         """
-        is_due = step % self._config.freq == 0
-        if not is_due or step == self._sampled_step:
-            return
+        if step != self._loaded_step:
+            self._sample_if_due(step)
 
-        self._sampled_step = step
+    def _sample_if_due(self, step: int) -> None:
+        if step % self._config.freq != 0:
+            return
         with self._trainer.evaluation_mode():
             completions = self.complete()
         samples = [asdict(completion) for completion in completions]

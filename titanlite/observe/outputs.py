@@ -260,6 +260,14 @@ def _read_step(line: bytes) -> int | None:
     return step if isinstance(step, int) and line.endswith(b"\n") else None
 
 
+def has_line_of_step(path: Path, step: int) -> bool:
+    """Return whether a JSON Lines file exists and has a line whose "step" is `step`."""
+    if not path.is_file():
+        return False
+    lines = path.read_bytes().splitlines(keepends=True)
+    return any(_read_step(line) == step for line in lines)
+
+
 def _parse_object(content: bytes) -> dict[str, Any]:
     """Parse a JSON object, or return an empty dictionary if the content is anything else."""
     try:

@@ -40,6 +40,7 @@ from titanlite.load_run import check_run, read_world_size
 from titanlite.observe.gpus import check_memory
 from titanlite.observe.logged_step import MEASURED_FIELDS, LoggedStep
 from titanlite.observe.meter import Meter
+from titanlite.observe.outputs import has_line_of_step
 from titanlite.optim.build import has_modes, set_mode
 from titanlite.optim.schedule import learning_rate_at
 from titanlite.parallel.mesh import build_mesh
@@ -280,7 +281,7 @@ class Trainer:
 
         for hook in self.hooks:
             hook.train_begins(first_step)
-        if first_step == 0:
+        if first_step == 0 or self._missed_validation():
             self.validate()
 
         loop_end = self._run_steps()
@@ -459,6 +460,28 @@ class Trainer:
                 hook.validated(step, asdict(score))
         self.log(Event(f"Validation after step {step}: {score}", "validation", step))
         return score
+
+    def _missed_validation(self) -> bool:
+        """Return whether the loaded step was due for a validation that a kill has prevented.
+
+        All ranks must call this together.
+        """
+        is_due = self.validator is not None and self.steps_done % self.job.validation.freq == 0
+        return is_due and not self.has_recorded("validation.jsonl")
+
+    def has_recorded(self, file_name: str) -> bool:
+        """Return whether this step's validation or samples are in the output folder.
+
+        A step is saved before it is validated and sampled. If a run is killed in between, it can
+        resume from the step, but has not recorded it. All ranks must call this together.
+
+        Args:
+            file_name: "validation.jsonl" or "samples.jsonl".
+        """
+        path = self.run.dump_folder / file_name
+        # The folder may exist only on the node of rank 0, which writes to it.
+        has_line = self.rank == 0 and has_line_of_step(path, self.steps_done)
+        return any(gathered(has_line))
 
     def save(self, is_last: bool = False) -> None:
         """Save a checkpoint of the current step. Do nothing if the run has no checkpoints.
@@ -733,9 +756,11 @@ class Trainer:
         # Face export, may be new. Save nothing if the data of the first step cannot be read.
         should_save = has_trained or not has_data_error
 
-        # Validate new weights, unless the run has to end soon.
+        # Validate once, unless the run has to end soon.
         must_end_soon = has_data_error or has_stop_signal
-        should_validate = request.validate or (has_trained and not must_end_soon)
+        should_validate = request.validate or not (
+            must_end_soon or self.has_recorded("validation.jsonl")
+        )
         return request._replace(save=should_save, validate=should_validate, last=end.has_finished)
 
     def _end_run(self, end: _LoopEnd) -> None:
