@@ -531,6 +531,8 @@ def test_split_communicators_have_their_own_size_and_ranks(tmp_path: Path):
         "    dist.recv_object_list(received, group_src=0, group=mesh.get_group('rows'))\n"
         "    assert received == [f'from {rank - 2}']\n"
         "dist.destroy_process_group()\n"
+        "print('all received')\n"
     )
 
-    ghost("torchrun", "--standalone", "--nproc-per-node", "4", str(program), ranks=4)
+    output = ghost("torchrun", "--standalone", "--nproc-per-node", "4", str(program), ranks=4)
+    assert output.count("all received") == 4

@@ -257,41 +257,17 @@ def export_hf(
         UserError: If `out` exists or cannot be written, or if no `transformers` model family
             computes the same function.
     """
-    from huggingface_hub import split_torch_state_dict_into_shards  # slow to import
-
     if out.exists():
         raise UserError(f"{out} exists already. Choose another folder, or remove it.")
     config = formats.hf_config(source.arch, dtype)
-    torch_dtype = getattr(torch, dtype)
-    titanlite_names: dict[str, str] = {}  # by Hugging Face name
-    empty_tensors = {}  # meta tensors, which only describe the sizes
-    for name, shape in parameter_shapes(source.arch).items():
-        exported_name = hf_name(source.arch, name)
-        titanlite_names[exported_name] = name
-        empty_tensors[exported_name] = torch.empty(shape, dtype=torch_dtype, device="meta")
-    shards = split_torch_state_dict_into_shards(empty_tensors, max_shard_size=shard_bytes)
 
     tmp_folder = out.parent / f"{TMP_PREFIX}{out.name}-{tmp_suffix or secrets.token_hex(4)}"
     try:
         tmp_folder.mkdir(parents=True)
         token_ids = write_tokenizer(tmp_folder)
-        for file_name, exported_names in shards.filename_to_tensors.items():
-            tensors = {}
-            for exported_name in exported_names:
-                tensor = source.read(titanlite_names[exported_name]).detach()
-                tensors[exported_name] = tensor.to("cpu", torch_dtype).contiguous()
-            save_file(tensors, tmp_folder / file_name, {"format": "pt"})
-            del tensors  # free this memory before reading the next file
-
-        tables = {
-            "config.json": config | token_ids,
-            "generation_config.json": {"do_sample": True, **token_ids},
-        }
-        if shards.is_sharded:
-            weight_map = shards.tensor_to_filename
-            tables[_INDEX_FILE] = {"metadata": shards.metadata, "weight_map": weight_map}
-        for name, table in tables.items():
-            (tmp_folder / name).write_text(json.dumps(table, indent=2) + "\n")
+        _write_json(tmp_folder / "config.json", config | token_ids)
+        _write_json(tmp_folder / "generation_config.json", {"do_sample": True, **token_ids})
+        _write_safetensors(source, tmp_folder, getattr(torch, dtype), shard_bytes)
         for path in tmp_folder.iterdir():
             sync(path)
         publish_folder(tmp_folder, out)
@@ -302,6 +278,42 @@ def export_hf(
                 f"cannot write {out}: {error}. Choose another folder, or free some space."
             ) from None
         raise
+
+
+def _write_safetensors(source: Weights, folder: Path, dtype: torch.dtype, shard_bytes: int) -> None:
+    """Write weights to safetensors files in a folder, with an index if there are several files.
+
+    Args:
+        source: The weights.
+        folder: An existing folder.
+        dtype: Data type of the written weights.
+        shard_bytes: Maximum size of a file in bytes.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards  # slow to import
+
+    titanlite_names: dict[str, str] = {}  # by Hugging Face name
+    empty_tensors = {}  # meta tensors, which only describe the sizes
+    for name, shape in parameter_shapes(source.arch).items():
+        exported_name = hf_name(source.arch, name)
+        titanlite_names[exported_name] = name
+        empty_tensors[exported_name] = torch.empty(shape, dtype=dtype, device="meta")
+    shards = split_torch_state_dict_into_shards(empty_tensors, max_shard_size=shard_bytes)
+
+    for file_name, exported_names in shards.filename_to_tensors.items():
+        tensors = {}
+        for exported_name in exported_names:
+            tensor = source.read(titanlite_names[exported_name]).detach()
+            tensors[exported_name] = tensor.to("cpu", dtype).contiguous()
+        save_file(tensors, folder / file_name, {"format": "pt"})
+        del tensors  # free this memory before reading the next file
+
+    if shards.is_sharded:
+        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+        _write_json(folder / _INDEX_FILE, index)
+
+
+def _write_json(path: Path, table: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(table, indent=2) + "\n")
 
 
 def hf_weights(folder: str | Path) -> Weights:
@@ -624,6 +636,18 @@ def import_weights(
         origin=origin,
     )
     writer = CheckpointWriter(out, step, secrets.token_hex(8), info)
+    try:
+        for name, file in files.items():
+            writer.add_file(name, file.read_bytes())
+        _write_weights(writer, source)
+    except (CheckpointException, OSError) as error:
+        shutil.rmtree(writer.tmp_folder, ignore_errors=True)
+        raise UserError(f"cannot import {origin} to {out}: {describe_error(error)}") from None
+    return target
+
+
+def _write_weights(writer: CheckpointWriter, source: Weights) -> None:
+    """Write weights to a checkpoint, with only one of them in memory at a time."""
     # Write one file per tensor, because DCP keeps all tensors of a file in memory until it is
     # written.
     writer.single_file_per_rank = False
@@ -631,14 +655,7 @@ def import_weights(
         f"model.{name}": torch.empty(shape, dtype=source.dtypes[name], device="meta")
         for name, shape in parameter_shapes(source.arch).items()
     }
-    try:
-        for name, file in files.items():
-            writer.add_file(name, file.read_bytes())
-        dcp_save(tensors, storage_writer=writer, planner=_ReadingPlanner(source), no_dist=True)
-    except (CheckpointException, OSError) as error:
-        shutil.rmtree(writer.tmp_folder, ignore_errors=True)
-        raise UserError(f"cannot import {origin} to {out}: {describe_error(error)}") from None
-    return target
+    dcp_save(tensors, storage_writer=writer, planner=_ReadingPlanner(source), no_dist=True)
 
 
 def describing_job(source: Weights, plugins: Sequence[str] = ()) -> JobConfig:

@@ -331,17 +331,11 @@ def softmax_loss(
         dtype of `logits`. Losses of ignored labels are undefined. The gradient is None if
         `needs_grad` is False.
     """
-    x = logits.float()
-    slope = None
-    if softcap:
-        x = x.div_(softcap).tanh_()
-        slope = 1.0 - x.square()  # derivative of the capped logits
-        x = x.mul_(softcap)
-        label_logits = soft_cap(label_logits.float(), softcap)
+    x, slope = _cap_in_place(logits.float(), softcap)
 
     # The softmax of a row x is exp(x - max) / denominator.
     row_max = _all_reduce(x.amax(-1), "max", group)  # (n,)
-    label_logit = label_logits.float() - row_max
+    label_logit = soft_cap(label_logits.float(), softcap) - row_max
     is_compiling = torch.compiler.is_compiling()
     if is_compiling:
         exp = (x - row_max[:, None]).exp()
@@ -373,6 +367,20 @@ def softmax_loss(
     gradient = exp.mul_((factor / denominator)[:, None])
     gradient.scatter_add_(1, targets.column, targets.label_grad)
     return loss, gradient if slope is None else gradient.mul_(slope)
+
+
+def _cap_in_place(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
+    """Limit logits like `soft_cap`, but overwrite them.
+
+    Returns:
+        The capped logits, and their derivative with respect to the logits. Without a softcap, the
+        derivative is None.
+    """
+    if not softcap:
+        return logits, None
+    tanh = logits.div_(softcap).tanh_()
+    slope = 1.0 - tanh.square()
+    return tanh.mul_(softcap), slope
 
 
 def linear_cross_entropy_sum(
@@ -424,17 +432,10 @@ def linear_cross_entropy_sum(
 
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     weight_grad = torch.empty_like(matrix, dtype=torch.float32) if needs_grad else None
-
     # Let the backward pass of the loss return the gradients that are computed below. Autograd does
-    # not allow this after `hidden` was overwritten. Some pipeline schedules compute the gradients
-    # of `hidden` and `weight` at different times, so each has a separate carrier.
-    carriers: list[Tensor] = []
-    if weight_grad is not None:
-        hidden_grad = tokens.view_as(hidden)
-        carriers = [
-            _GradientCarrier.apply(hidden, hidden_grad),
-            _GradientCarrier.apply(weight, weight_grad),
-        ]
+    # not allow this after `hidden` was overwritten.
+    hidden_grad = tokens.view_as(hidden)
+    carriers = _carry_gradients(hidden, hidden_grad, weight, weight_grad)
 
     def compute_chunk(chunk: slice) -> Tensor:
         """Return the token losses of one chunk, shape (n,), and accumulate its gradients."""
@@ -458,6 +459,28 @@ def linear_cross_entropy_sum(
         losses = torch.cat([compute_chunk(chunk) for chunk in chunks])  # (N,)
         total = losses.masked_fill_(labels == IGNORE_INDEX, 0.0).sum() * scale
     return sum(carriers, start=total)
+
+
+def _carry_gradients(
+    hidden: Tensor, hidden_grad: Tensor, weight: Tensor, weight_grad: Tensor | None
+) -> list[Tensor]:
+    """Return zeros to add to a loss, so that its backward pass returns precomputed gradients.
+
+    Some pipeline schedules compute the gradients of `hidden` and `weight` at different times, so
+    each has a separate zero. The gradients may be filled in until the backward pass.
+
+    Args:
+        hidden: Hidden states.
+        hidden_grad: Gradient of `hidden`.
+        weight: Output matrix.
+        weight_grad: Gradient of `weight`, or None if no gradients are needed.
+    """
+    if weight_grad is None:
+        return []
+    return [
+        _GradientCarrier.apply(hidden, hidden_grad),
+        _GradientCarrier.apply(weight, weight_grad),
+    ]
 
 
 def fp32_logits(hidden: Tensor, weight: Tensor) -> Tensor:

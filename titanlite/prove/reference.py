@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -160,18 +159,22 @@ class ReferenceTrainer:
             step: The step, whose sequences determine the divisor of the loss.
             labels: Labels of the tokens that contribute to the loss, shape (B, T).
         """
-        num_valid_tokens = int((step.sequences["labels"] != IGNORE_INDEX).sum())
         training = self._run.job.training
+        num_valid_tokens = int((step.sequences["labels"] != IGNORE_INDEX).sum())
         z_loss = training.z_loss if step.use_z_loss else 0.0
-        has_formula = training.loss in ("cross_entropy", "reference")
-        compute_loss = _compute_loss if has_formula else _compute_plugin_loss
-        return partial(
-            compute_loss,
-            run=self._run,
-            labels=labels,
-            num_valid_tokens=num_valid_tokens,
-            z_loss=z_loss,
-        )
+        softcap = self._run.arch.logit_softcap
+
+        def compute_loss(hidden: Tensor, weight: Tensor) -> Tensor:
+            if training.loss in ("cross_entropy", "reference"):
+                total = _sum_losses(hidden, weight, labels, z_loss, softcap)
+                return total / num_valid_tokens
+            # The formula of a plugin is unknown, so the plugin itself is the reference, without
+            # compilation and tensor parallelism.
+            recipe = LossRecipe(z_loss, compiled=False, tensor=None, softcap=softcap)
+            plugin_loss = LOSSES.make(training.loss, recipe, job=self._run.job)
+            return plugin_loss(hidden, weight, labels, torch.tensor(1 / num_valid_tokens))
+
+        return compute_loss
 
     def _make_masks(self, sequences: NamedTensors, use_window: bool) -> dict[str, Tensor]:
         """Return the attention masks to pass to the model, by argument name.
@@ -213,16 +216,10 @@ def _make_mask(sequences: NamedTensors, window: int) -> Tensor:
     return mask
 
 
-def _compute_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    *,
-    run: Run,
-    labels: Tensor,
-    num_valid_tokens: int,
-    z_loss: float,
+def _sum_losses(
+    hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float, softcap: float
 ) -> Tensor:
-    """Compute the loss from the last hidden states and the weight of the output layer.
+    """Sum the losses of all tokens that have a label.
 
     This plain formula serves as a reference for the fused and sharded losses of a training run. The
     loss is cross entropy plus a z-loss, which is the sum of the squared logarithms of the softmax
@@ -231,13 +228,11 @@ def _compute_loss(
     Args:
         hidden: Hidden states after the final norm, shape (B, T, C).
         weight: Weight of the output layer, shape (V, C).
-        run: The run, whose architecture may limit the logits.
         labels: Labels of the tokens, shape (B, T).
-        num_valid_tokens: Divisor of the summed loss.
         z_loss: Weight of the z-loss. 0 means no z-loss.
+        softcap: Limit of the logits. 0 means no limit.
     """
     logits = F.linear(hidden, weight).flatten(0, 1)  # (B * T, V)
-    softcap = run.arch.logit_softcap
     if softcap:
         logits = softcap * (logits / softcap).tanh()
 
@@ -246,26 +241,7 @@ def _compute_loss(
     if z_loss:
         log_sums = logits.logsumexp(-1)[targets != IGNORE_INDEX]
         total = total + z_loss * log_sums.square().sum()
-    return total / num_valid_tokens
-
-
-def _compute_plugin_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    *,
-    run: Run,
-    labels: Tensor,
-    num_valid_tokens: int,
-    z_loss: float,
-) -> Tensor:
-    """Compute the loss with the plugin of a run, without compilation and tensor parallelism.
-
-    The formula of a plugin is unknown, so the plugin itself is the reference. See `_compute_loss`
-    for the arguments.
-    """
-    recipe = LossRecipe(z_loss, compiled=False, tensor=None, softcap=run.arch.logit_softcap)
-    plugin_loss = LOSSES.make(run.job.training.loss, recipe, job=run.job)
-    return plugin_loss(hidden, weight, labels, torch.tensor(1 / num_valid_tokens))
+    return total
 
 
 class Update(NamedTuple):

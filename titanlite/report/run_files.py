@@ -149,7 +149,7 @@ class _RunLog:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Metrics of the last log step, or {} if there is none."""
+        """Metrics of the last log step, or {} before the first log step."""
         return self.metrics[-1] if self.metrics else {}
 
     @property
