@@ -278,7 +278,8 @@ def test_documented_python_programs_run(page: Path, tmp_path):
     """All code blocks of a page form one program, which runs in an empty folder."""
     (tmp_path / "program.py").write_text("\n".join(PROGRAMS[page]))
     output = run(f"{PYTHON} program.py", tmp_path)
-    assert "Traceback" not in output  # of a thread, which does not change the exit code
+    # An exception in a thread prints a traceback, but does not change the exit code.
+    assert "Traceback" not in output
 
 
 def test_documented_signatures_match_the_functions():

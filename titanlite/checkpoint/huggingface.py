@@ -647,9 +647,9 @@ def import_weights(
 
 
 def _write_weights(writer: CheckpointWriter, source: Weights) -> None:
-    """Write weights to a checkpoint, with only one of them in memory at a time."""
-    # Write one file per tensor, because DCP keeps all tensors of a file in memory until it is
-    # written.
+    """Write weights to a checkpoint, one tensor at a time to limit memory."""
+    # DCP keeps all tensors of a file in memory until the file is written, so write one file per
+    # tensor.
     writer.single_file_per_rank = False
     tensors = {
         f"model.{name}": torch.empty(shape, dtype=source.dtypes[name], device="meta")

@@ -42,8 +42,8 @@ class HangReport(Hook):
     writes `<rank>.hang.json` to the error folder of the launcher and deletes the file if the rank
     makes progress again. Without a launcher, no thread is started.
 
-    The time limit is 80% of comm.init_timeout_seconds until the first call of `restart`, then 80%
-    of the smaller of comm.train_timeout_seconds and checkpoint.timeout_seconds. A save does not
+    The time limit is 80% of comm.init_timeout_seconds until the end of the first step, then 80% of
+    the smaller of comm.train_timeout_seconds and checkpoint.timeout_seconds. A save does not
     restart the limit, so a long synchronous save can exceed it. The report does not end the run.
     """
 
@@ -73,8 +73,11 @@ class HangReport(Hook):
     def after_step(self, step: int, result: StepResult) -> None:
         """Restart the time limit. After the first step, switch to the shorter timeout."""
         if self._step == 0:
-            trainer = self._trainer
-            set_timeout(trainer.mesh.groups, trainer.job.comm.train_timeout_seconds)
+            job = self._trainer.job
+            set_timeout(self._trainer.mesh.groups, job.comm.train_timeout_seconds)
+            # During a save, the ranks wait for each other in a process group with its own timeout.
+            timeout = min(job.comm.train_timeout_seconds, job.checkpoint.timeout_seconds)
+            self._limit = REPORT_FRACTION * timeout
         self._step = step
         self.restart()
 
@@ -83,14 +86,7 @@ class HangReport(Hook):
         self._is_closed.set()
 
     def restart(self) -> None:
-        """Restart the time limit. Call this whenever this rank makes progress.
-
-        The first call also switches from the limit for startup to the limit for training.
-        """
-        job = self._trainer.job
-        # During a save, the ranks wait for each other in a process group with a separate timeout.
-        timeout = min(job.comm.train_timeout_seconds, job.checkpoint.timeout_seconds)
-        self._limit = REPORT_FRACTION * timeout
+        """Restart the time limit. Call this whenever this rank makes progress."""
         self._progress_time = time.monotonic()
 
     def _watch(self, path: Path) -> None:

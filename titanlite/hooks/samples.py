@@ -60,25 +60,28 @@ class Samples(Hook):
         self._config = trainer.job.samples
 
     def started(self, step: int) -> None:
-        """Store the step of the loaded checkpoint, so that `act` does not sample it again."""
-        self._loaded_step = step
+        """Check whether the samples of the loaded step exist."""
+        is_recorded = self._trainer.has_recorded("samples.jsonl")
+        self._sampled_step = step if step == 0 or is_recorded else -1
 
-    def train_begins(self, step: int) -> None:
-        """Sample the loaded step if a kill has prevented this after the step was saved."""
-        if step > 0 and not self._trainer.has_recorded("samples.jsonl"):
-            self._sample_if_due(step)
+    def before_step(self, step: int) -> None:
+        """Sample the loaded step before the first step if its samples are due but missing."""
+        self._sample_if_due(step - 1)
 
     def act(self, step: int, request: Request) -> None:
-        """Complete the prompts of the job every `samples.freq` steps, log them, and notify hooks.
-
-        The argument `request` is ignored.
-        """
-        if step != self._loaded_step:
-            self._sample_if_due(step)
+        """Sample `step` if this is due. The argument `request` is ignored."""
+        self._sample_if_due(step)
 
     def _sample_if_due(self, step: int) -> None:
-        if step % self._config.freq != 0:
+        """Complete the prompts of the job every `samples.freq` steps, log them, and notify hooks.
+
+        Do nothing if `step` has already been sampled.
+        """
+        is_due = step % self._config.freq == 0
+        if not is_due or step == self._sampled_step:
             return
+
+        self._sampled_step = step
         with self._trainer.evaluation_mode():
             completions = self.complete()
         samples = [asdict(completion) for completion in completions]

@@ -119,19 +119,18 @@ class JsonLines(MetricsLogger):
         self._write("validation.jsonl", {"step": step, **score})
 
     def sampled(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Append the samples to samples.jsonl."""
-        for sample in samples:
-            self._write("samples.jsonl", {"step": step, **sample})
+        """Append the samples to samples.jsonl, all in a single write."""
+        self._write("samples.jsonl", *({"step": step, **sample} for sample in samples))
 
     def close(self) -> None:
         """Close the files."""
         for file in self._files.values():
             file.close()
 
-    def _write(self, name: str, values: dict[str, Any]) -> None:
+    def _write(self, name: str, *rows: dict[str, Any]) -> None:
         file = self._files[name]
-        # If the disk is full, the line stays in the buffer and is written with the next one.
-        file.write(json_line(values))
+        # If the disk is full, the lines stay in the buffer and are written with the next ones.
+        file.write("".join(json_line(row) for row in rows))
         file.flush()
 
 

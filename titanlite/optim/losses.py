@@ -370,16 +370,16 @@ def softmax_loss(
 
 
 def _cap_in_place(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
-    """Limit logits like `soft_cap`, but overwrite them.
+    """Apply `soft_cap` to logits in place.
 
     Returns:
-        The capped logits, and their derivative with respect to the logits. Without a softcap, the
+        The capped logits and their derivative with respect to the logits. Without a softcap, the
         derivative is None.
     """
     if not softcap:
         return logits, None
     tanh = logits.div_(softcap).tanh_()
-    slope = 1.0 - tanh.square()
+    slope = 1.0 - tanh.square()  # before the next line overwrites `tanh`
     return tanh.mul_(softcap), slope
 
 
@@ -432,9 +432,9 @@ def linear_cross_entropy_sum(
 
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     weight_grad = torch.empty_like(matrix, dtype=torch.float32) if needs_grad else None
-    # Let the backward pass of the loss return the gradients that are computed below. Autograd does
-    # not allow this after `hidden` was overwritten.
-    hidden_grad = tokens.view_as(hidden)
+    # Let the backward pass of the loss return the gradients that are computed below. Prepare this
+    # before `hidden` is overwritten, because autograd rejects it afterward.
+    hidden_grad = tokens.view_as(hidden)  # each chunk overwrites its tokens with their gradient
     carriers = _carry_gradients(hidden, hidden_grad, weight, weight_grad)
 
     def compute_chunk(chunk: slice) -> Tensor:
@@ -464,16 +464,16 @@ def linear_cross_entropy_sum(
 def _carry_gradients(
     hidden: Tensor, hidden_grad: Tensor, weight: Tensor, weight_grad: Tensor | None
 ) -> list[Tensor]:
-    """Return zeros to add to a loss, so that its backward pass returns precomputed gradients.
+    """Return zeros to add to a loss. Its backward pass then returns the gradients passed here.
 
     Some pipeline schedules compute the gradients of `hidden` and `weight` at different times, so
-    each has a separate zero. The gradients may be filled in until the backward pass.
+    each tensor needs a separate zero.
 
     Args:
         hidden: Hidden states.
-        hidden_grad: Gradient of `hidden`.
+        hidden_grad: Gradient of `hidden`. The caller can still write to it until the backward pass.
         weight: Output matrix.
-        weight_grad: Gradient of `weight`, or None if no gradients are needed.
+        weight_grad: Gradient of `weight`, like `hidden_grad`. None if no gradients are needed.
     """
     if weight_grad is None:
         return []

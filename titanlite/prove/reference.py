@@ -168,6 +168,7 @@ class ReferenceTrainer:
             if training.loss in ("cross_entropy", "reference"):
                 total = _sum_losses(hidden, weight, labels, z_loss, softcap)
                 return total / num_valid_tokens
+
             # The formula of a plugin is unknown, so the plugin itself is the reference, without
             # compilation and tensor parallelism.
             recipe = LossRecipe(z_loss, compiled=False, tensor=None, softcap=softcap)
@@ -222,8 +223,8 @@ def _sum_losses(
     """Sum the losses of all tokens that have a label.
 
     This plain formula serves as a reference for the fused and sharded losses of a training run. The
-    loss is cross entropy plus a z-loss, which is the sum of the squared logarithms of the softmax
-    denominators.
+    loss is cross entropy plus a z-loss: `z_loss` times the squared logarithm of the softmax
+    denominator.
 
     Args:
         hidden: Hidden states after the final norm, shape (B, T, C).

@@ -281,7 +281,7 @@ class Trainer:
 
         for hook in self.hooks:
             hook.train_begins(first_step)
-        if first_step == 0 or self._missed_validation():
+        if first_step == 0 or self._is_validation_missing():
             self.validate()
 
         loop_end = self._run_steps()
@@ -461,8 +461,8 @@ class Trainer:
         self.log(Event(f"Validation after step {step}: {score}", "validation", step))
         return score
 
-    def _missed_validation(self) -> bool:
-        """Return whether the loaded step was due for a validation that a kill has prevented.
+    def _is_validation_missing(self) -> bool:
+        """Return whether the validation of the current step is due but not in validation.jsonl.
 
         All ranks must call this together.
         """
@@ -470,10 +470,10 @@ class Trainer:
         return is_due and not self.has_recorded("validation.jsonl")
 
     def has_recorded(self, file_name: str) -> bool:
-        """Return whether this step's validation or samples are in the output folder.
+        """Return whether a file in the output folder has a line for the current step.
 
-        A step is saved before it is validated and sampled. If a run is killed in between, it can
-        resume from the step, but has not recorded it. All ranks must call this together.
+        The line is missing if the run was killed after it had saved the step, but before it had
+        validated or sampled it. All ranks must call this together.
 
         Args:
             file_name: "validation.jsonl" or "samples.jsonl".
@@ -741,7 +741,7 @@ class Trainer:
     def _choose_last_actions(self, end: _LoopEnd, has_trained: bool) -> Request:
         """Return the actions to take after the last step: usually a save and a validation.
 
-        Requests for other actions are kept.
+        Requests for other actions are kept. All ranks must call this together.
 
         Args:
             end: Why the training loop ended.
@@ -749,18 +749,17 @@ class Trainer:
         """
         request = end.request
         has_data_error = end.data_error is not None
-
         has_stop_signal = request.stop != 0
 
         # Save even without new weights, because the options for the last save, such as a Hugging
         # Face export, may be new. Save nothing if the data of the first step cannot be read.
         should_save = has_trained or not has_data_error
 
-        # Validate once, unless the run has to end soon.
+        # Unless the run has to end soon, also validate a last step for which no validation is due.
+        should_validate = request.validate
         must_end_soon = has_data_error or has_stop_signal
-        should_validate = request.validate or not (
-            must_end_soon or self.has_recorded("validation.jsonl")
-        )
+        if not must_end_soon and not self.has_recorded("validation.jsonl"):
+            should_validate = True
         return request._replace(save=should_save, validate=should_validate, last=end.has_finished)
 
     def _end_run(self, end: _LoopEnd) -> None:
