@@ -221,7 +221,7 @@ def main() -> None:
     modes = ["disabled", "async"]
     if device == "cuda":
         modes.append("async_with_pinned_mem")
-    # The load average belongs to the start, so the introduction comes before the measurements.
+    # The introduction contains the load average at the start, so create it before measuring.
     introduction = introduce_page(device)
 
     save_rows = []

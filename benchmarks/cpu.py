@@ -2,10 +2,10 @@
 
     benchmarks/cpu.sh [--beside torchtitan] [--pairs 5] [--only NAME ...] [--steps N] [--out FOLDER]
 
-Each pair is one run of titanlite followed by one run of the other program, so other load on the
-machine slows both. The order alternates. For compiled cases, one additional pair fills the compiler
-caches first, and its times are reported as a cold start. torchtitan 0.2.2 and triton must be
-installed.
+Each pair is one run of titanlite and one run of the other program, so other load on the machine
+slows both. The order alternates from pair to pair. For compiled cases, one additional pair fills
+the compiler caches first, and its times are reported as a cold start. torchtitan 0.2.2 and triton
+must be installed.
 """
 
 from __future__ import annotations

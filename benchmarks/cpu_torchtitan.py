@@ -61,8 +61,8 @@ def sum_gradients(self: FSDPModule, factor: float) -> None:
 
 
 shape = json.loads(os.environ["MODEL"])
-# torchtitan rounds the width of feed-forward layers up to a multiple of `multiple_of`. The small
-# multiplier makes this multiple, the requested width, the result.
+# torchtitan multiplies the width of feed-forward layers by `ffn_dim_multiplier`, and rounds it up
+# to a multiple of `multiple_of`. The small multiplier makes the result exactly `multiple_of`.
 shape |= {"multiple_of": shape.pop("ffn_dim"), "ffn_dim_multiplier": 0.1}
 llama3_args["measured"] = TransformerModelArgs(**shape)
 # The barrier in this function passes device IDs, which gloo rejects.

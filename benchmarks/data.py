@@ -62,7 +62,7 @@ def main() -> None:
     options = parse()
     tokenizer = load_tokenizer(TOKENIZER)
     assert isinstance(tokenizer, TiktokenTokenizer)
-    # The load average belongs to the start, so this line comes before the measurements.
+    # The description contains the load average at the start, so create it before measuring.
     lines = ["# Speed of the data pipeline", "", describe_measurements(options), ""]
 
     def add(section: list[str]) -> None:

@@ -1,4 +1,6 @@
-"""Compare ten steps of every layout with one process: `benchmarks/equivalence.sh [--write FILE]`.
+"""Train ten steps with every layout, and compare the results with those of a single process.
+
+    benchmarks/equivalence.sh [--write FILE]
 
 Train all rows of tests/equivalence_rows.py, print the tables, and exit with 1 if a row misses its
 tolerance. With --write, also replace the tables in FILE between their markers.

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Compare ten steps of every layout with one process on CPU ranks. Print the tables, and fail if a
-# row exceeds its tolerance. This takes 10 minutes on two cores.
+# Train ten steps with every layout on CPU ranks, and compare the results with those of a single
+# process. Print the tables, and fail if a row exceeds its tolerance. This takes 10 minutes on two
+# cores.
 #
 # `benchmarks/equivalence.sh --write docs/internals/equivalence.md` also updates the tables of the
 # page.

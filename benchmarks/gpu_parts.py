@@ -515,7 +515,8 @@ def profile(part: Part) -> None:
     """Profile kernels, idle time and lower bounds of a step (gpu_profile.py)."""
     for case, work in part.workloads(WORKLOADS):
         if work.compile:
-            # This sets the length of the schedule. Only a dozen steps run.
+            # Here, `steps` only sets the length of the learning rate schedule, because
+            # gpu_profile.py always runs a dozen steps.
             work = replace(work, steps=1000)
             run = partial(run_profile, part, case)
             part.measure(case, partial(first_that_fits, part, case, work, AC_MODES, run))

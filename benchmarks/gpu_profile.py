@@ -118,7 +118,7 @@ class Clock:
         self.steps[-1].append((part, now))
 
     def medians(self) -> dict[str, float]:
-        """Return the seconds of each part, in execution order."""
+        """Return the median seconds of each part over all steps, in execution order."""
         if self.is_cuda:
             torch.cuda.synchronize()
         seconds: dict[str, list[float]] = defaultdict(list)
@@ -320,7 +320,10 @@ def measure_attention(arch: Architecture, length: int, device: torch.device) -> 
 def seconds_per_call(
     function: Callable[[], Tensor | None], device: torch.device, repeats: int = 50
 ) -> float:
-    """Return the mean seconds of a call over many calls, because clocks rise from idle."""
+    """Return the mean seconds per call.
+
+    Many calls are timed, because the clocks of an idle GPU rise only under load.
+    """
     for _ in range(3):
         function()
     synchronize(device)

@@ -45,8 +45,9 @@ class GpuWorkload:
         return max(1, self.steps // 4)
 
 
-# A model of 1b stores parameters and optimizer state in fp32: 16 bytes per parameter fit into
-# memory. Its embeddings are untied, because torchtitan 0.2.2 does not support tied embeddings.
+# The 1b model stores parameters, gradients and optimizer state in fp32, because the 16 bytes per
+# parameter fit into memory. Its embeddings are untied, because torchtitan 0.2.2 does not support
+# tied embeddings.
 _FP32_1B = GpuWorkload("1b", dtype="float32", local_batch_size=4)
 # The most important cases come first, in case the time limit does not suffice for all.
 WORKLOADS = {

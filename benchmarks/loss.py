@@ -70,7 +70,7 @@ def materialized(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 @functools.cache
 def compile_materialized() -> Callable[..., Tensor]:
-    """Return `materialized` compiled. Importing the compiler takes seconds."""
+    """Compile `materialized` at the first call, because importing the compiler takes seconds."""
     return torch.compile(materialized)
 
 

@@ -50,11 +50,12 @@ COORDINATE_LR = 2**-7
 LR_WIDTHS = (64, 128, 256)
 EXPONENTS = range(-9, -3)
 MAX_DRIFT = 2.0
-"""Largest ratio of coordinates with muP at two widths. Without muP, they grow like the width."""
+"""Largest allowed ratio between the RMS changes of an activation at two widths, with muP. Without
+muP, the changes grow with the width."""
 
 
 def build_arch(width: int, mup: bool) -> Architecture:
-    """Return a small architecture whose heads are as wide as possible."""
+    """Return an architecture of two blocks with four heads of dimension `width` / 4."""
     arch = Architecture(width, 2, HEADS, HEADS, 2 * width, 256, SEQ_LEN)
     if not mup:
         return arch

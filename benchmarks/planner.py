@@ -3,9 +3,10 @@
     python benchmarks/planner.py [--only TEXT] [--out benchmarks/planner.md]
     scripts/ghost.sh python benchmarks/planner.py [--only TEXT] [--out benchmarks/planner.md]
 
-On the ghost GPU (docs/internals/ghost.md), each case runs three steps on one rank, and also on the
-rank with the highest planned peak. Collectives do not wait there, so no other rank is needed. The
-benchmark measures allocated and reserved memory of the torch allocator.
+On the ghost GPU (docs/internals/ghost.md), each case runs three steps on rank 0, and also on the
+rank with the highest planned peak. Each rank runs alone, because collectives on the ghost GPU do
+not wait for other ranks. The benchmark measures allocated and reserved memory of the torch
+allocator.
 
 On a CPU, each case builds its job like a training run, on 1, 2 or 4 processes, and runs nine steps
 on empty sequences. The lowest peak of the last eight counts: in a single step, a communication

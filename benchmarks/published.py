@@ -558,7 +558,7 @@ def count_covered(held_out: Sequence[float], others: Sequence[float]) -> int:
 def list_searches() -> Iterator[tuple[str, int, Sections]]:
     """Yield job files, numbers of GPUs, and the fastest published torchtitan recipes for them.
 
-    For 70B on 64 GPUs, it is the recipe of the torchtitan job file.
+    For 70B on 64 GPUs, the recipe is from the torchtitan job file.
     """
     large: dict[str, Any] = {
         "float8": FP8_ALL_GATHER,
@@ -574,7 +574,12 @@ def list_searches() -> Iterator[tuple[str, int, Sections]]:
 
 
 def compare_searches(only: str, max_jobs: int) -> None:
-    """Search faster jobs than the torchtitan recipes whose name contains `only`, and print them."""
+    """Compare the results of searches with the torchtitan recipes, and print the table.
+
+    Args:
+        only: Text that the job file and number of GPUs must contain, such as "llama_70b.toml 64".
+        max_jobs: Largest number of jobs that a search traces.
+    """
     rows: list[list[str]] = []
     for name, num_gpus, recipe in list_searches():
         if only in f"{name} {num_gpus}":

@@ -41,7 +41,8 @@ class Workload:
         batch_size: Sequences per step, over all ranks.
         num_microbatches: Microbatches per step. Only titanlite supports more than 1.
         threads: CPU threads of each rank.
-        window: Steps per measured time, which is their mean. Very short steps need more than 1.
+        window: Number of steps that are timed together. The measured time is their mean. Use more
+            than 1 if steps are very short.
     """
 
     dim: int = 256

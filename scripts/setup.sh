@@ -31,7 +31,7 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
         "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break
     done
     if [[ -z "$python" ]]; then
-        echo "titanlite needs Python 3.11 or newer, as python3 or named by the variable PYTHON." >&2
+        echo "titanlite needs Python 3.11 or newer. Install it, or set PYTHON to its path." >&2
         exit 2
     fi
     echo "Creating .venv with $("$python" --version)" >&2

@@ -181,11 +181,11 @@ def _generate_pieces(
 def generate_many(
     checkpoint: LoadedCheckpoint, prompts: Sequence[str], max_new_tokens: int = 100, **settings: Any
 ) -> Iterator[Completion]:
-    """Complete several prompts in batches. The errors are the same as for `generate`.
+    """Complete several prompts in batches.
 
-    A completion does not depend on the other prompts, except for rounding: the batch size can
-    change the summation order in a matmul, and thus the choice between two almost equally likely
-    tokens.
+    This raises the same errors as `generate`. A completion does not depend on the other prompts,
+    except for rounding: the batch size can change the summation order in a matmul, and thus the
+    choice between two almost equally likely tokens.
 
     Args:
         checkpoint: Model and tokenizer.
@@ -254,8 +254,8 @@ class Decoding:
 
         if not self.ids:
             raise UserError(
-                '--prompt "": no token of this tokenizer begins a document; give at least a '
-                "character."
+                '--prompt "": this tokenizer has no token that begins a document, so the prompt '
+                "needs at least one character."
             )
         if len(self.ids) >= max_seq_len:
             raise UserError(

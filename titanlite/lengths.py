@@ -115,7 +115,8 @@ def _count_steps(counter: TokenCounter, key: str, num_tokens: int) -> int:
         key: Key that sets the length, such as "lr_scheduler.warmup_steps".
         num_tokens: The length in tokens.
     """
-    # Search for the smallest number of steps that has too many tokens. A step has at least one.
+    # Find the smallest number of steps with more than `num_tokens` tokens. Each step has at least
+    # one token, so MAX_TOKENS limits the search.
     too_many_steps = bisect_right(range(MAX_TOKENS), num_tokens, key=partial(counter.count, key))
     steps = too_many_steps - 1
     return _keep_completed_warmup(counter, steps) if key == WARMUP else steps

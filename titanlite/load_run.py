@@ -2,8 +2,8 @@
 
 A `Run` is a job (the complete configuration) together with the number of ranks.
 
-Invariant: all mistakes that can be found before training are reported together, within a fraction
-of a second, before torch is imported or any folder is created.
+Invariant: all mistakes that can be found before training are reported together, before any folder
+is created. This usually takes a fraction of a second, because most rules do not import torch.
 """
 
 from __future__ import annotations

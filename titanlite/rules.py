@@ -1,8 +1,8 @@
 """Rules for jobs that involve several keys, the number of ranks, or files.
 
 A rule is a function that takes a `Run` (a job and a number of ranks) and yields its problems. All
-rules run before torch is imported or any folder is created. Rules for single values are in
-`titanlite.config.schema`.
+rules run before any folder is created. Most rules do not import torch, so they are fast. Rules for
+single values are in `titanlite.config.schema`.
 """
 
 from __future__ import annotations
@@ -289,8 +289,8 @@ def check_stages(run: Run) -> Problems:
     if run.pipeline_cuts and not _are_valid_cuts(run):
         yield Problem(
             "parallelism.pipeline_parallel_split_points",
-            f"must rise up to at most layers.{num_layers - 1} and make {run.stages_per_rank} "
-            f"stages for each of {num_ranks} ranks.",
+            f"must be in ascending order, at most layers.{num_layers - 1}, and make "
+            f"{run.stages_per_rank} stages for each of {num_ranks} ranks.",
         )
     if not run.pipeline_cuts and num_stages > num_layers:
         yield Problem(
@@ -477,7 +477,7 @@ def check_moments(run: Run) -> Problems:
     """Check that beta1 and beta2 are at most 0.99 if optimizer moments are stored in bfloat16.
 
     With a larger beta, a step changes a moment by so little that rounding to bfloat16 drops the
-    change. For example, with beta = 0.996, a moment never decreases.
+    change. For example, with beta2 = 0.999, the second moment never decreases.
     """
     optimizer = run.job.optimizer
     if run.state_dtype != "bfloat16" or optimizer.stochastic_rounding:
@@ -599,7 +599,7 @@ def check_float8(run: Run) -> Problems:
         yield Problem(
             "float8.enable",
             f"converts no layer, because model.dim = {dim} is less than float8.min_features. "
-            "Set that to 0.",
+            "Set float8.min_features = 0.",
         )
     else:
         yield from _check_float8_layers(run)
@@ -1094,9 +1094,9 @@ def check_urls(run: Run) -> Problems:
 
 
 def check_mirror(run: Run) -> Problems:
-    """Check that `checkpoint.mirror` is the URL of a storage that survives the run.
+    """Check that `checkpoint.mirror` is a URL whose files outlive the run.
 
-    It must be outside of memory and of the output folder.
+    The URL must not be in memory (memory://), in the output folder or in the checkpoint folder.
     """
     mirror = run.job.checkpoint.mirror
     if mirror is None:

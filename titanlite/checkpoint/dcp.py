@@ -592,9 +592,9 @@ def _parse_index(raw: bytes) -> Metadata:
 
 
 def _parse_tensors(records: Mapping[str, _Record]) -> dict[str, STORAGE_TYPES]:
-    """Convert the unpickled descriptions of saved values, by name, to descriptions of tensors.
+    """Convert the unpickled descriptions of tensors, by name, to `TensorStorageMetadata`.
 
-    Skip all other values. Only other programs save such values.
+    Skip all values that are not tensors. Only other programs save such values.
     """
     tensors: dict[str, STORAGE_TYPES] = {}
     for saved_name, record in records.items():

@@ -135,8 +135,8 @@ def load_newest(
     Args:
         path: A path or URL that `find_checkpoints` accepts.
         load: Loads the checkpoint in a step folder, or raises `Damage`. Its result is returned.
-        skip_tensor_checksums: Skip the checksums that loading the tensors verifies, for example
-            because `load` reads the tensors.
+        skip_tensor_checksums: Do not verify checksums that loading the tensors verifies anyway.
+            Set this if `load` reads the tensors or does not need them.
         log: Called with a one-line message before each older checkpoint is tried.
 
     Raises:
@@ -441,8 +441,9 @@ class Progress(NamedTuple):
     Attributes:
         steps: Number of steps whose data the run has read.
         sequences: Number of sequences in these steps, over all ranks.
-        warmup_steps: Steps of the learning rate warmup in the job that saved the checkpoint, so
-            that a completed warmup can keep its length. None if the job does not set it.
+        warmup_steps: Number of learning rate warmup steps in the saved job, or None if it does not
+            set this key. If the batch sizes change, a completed warmup whose length is set in
+            tokens keeps this number.
     """
 
     steps: int = 0

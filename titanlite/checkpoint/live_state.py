@@ -126,9 +126,9 @@ def _is_quantized(tensor: Tensor) -> bool:
 
 
 def _is_empty_quantized_shard(tensor: Tensor, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether this rank's shard of a quantized (8-bit) optimizer moment is empty.
+    """Return whether a tensor is an 8-bit optimizer moment with an empty shard on this rank.
 
-    Unlike other shards of the moment, it is an ordinary tensor (see `AdamW8bit`).
+    Such a shard is an ordinary tensor, because torchao cannot quantize it (see `AdamW8bit`).
     """
     shard = to_local(tensor)
     if shard.dtype != torch.uint8 or shard.numel() > 0:
@@ -221,8 +221,9 @@ def shard_chunk(tensor: Tensor) -> ChunkStorageMetadata:
 
     If `tensor` is not a DTensor, this rank holds all of it.
 
-    Up to torch 2.15, DCP computes them incorrectly if tensor parallelism and FSDP over three or
-    more ranks divide the same dimension unevenly, such as a vocabulary with an odd size.
+    DCP itself (up to torch 2.15) computes wrong offsets and sizes if tensor parallelism and FSDP
+    over three or more ranks divide the same dimension unevenly, such as a vocabulary with an odd
+    size.
     """
     if not isinstance(tensor, DTensor):
         return ChunkStorageMetadata(offsets=torch.Size([0] * tensor.ndim), sizes=tensor.shape)

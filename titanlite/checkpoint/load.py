@@ -68,7 +68,7 @@ _DECAY_CHANGE = (
 class Resumer:
     """Loads the checkpoints of a run into its model, optimizer and hooks.
 
-    All ranks create one, and call each method together.
+    All ranks create a Resumer and, except for `check_job`, call each method together.
 
     Args:
         context: Checkpoint folder, options, live state and ranks of the run.
@@ -471,7 +471,8 @@ class Resumer:
         Args:
             info: Entry "info" of the manifest.
         """
-        # The saved job has not been validated, so the items of this list can have any type.
+        # Do not convert this list to a set. The saved job has not been validated, so its items may
+        # be unhashable.
         reset_before = get_saved_section(info, "checkpoint").get("exclude_from_loading", ())
         return {part for part in self._config.exclude_from_loading if part not in reset_before}
 
@@ -652,8 +653,9 @@ def _list_saved_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the saved tensors to compare with the expected ones, by name.
 
-    Include unexpected tensors with the given prefixes, because the run would lose them. Omit all
-    others, such as optimizer moments if the run resets the optimizer.
+    These are all tensors with expected names, and unexpected ones with the given prefixes, because
+    the run would lose them. Omit other unexpected tensors, such as optimizer moments if the run
+    resets the optimizer.
     """
     shapes = {}
     for name, description in reader.index.items():

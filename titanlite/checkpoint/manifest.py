@@ -46,7 +46,8 @@ EXPORT_MARKER = "titanlite.json"
 INDEX = ".metadata"
 """Name of the DCP index, which lists all tensors."""
 FORMAT_VERSION = 2
-"""Checkpoints of format 1 were trained with a different learning rate schedule."""
+"""Format of new manifests. titanlite 0.2 and earlier, which had a different learning rate
+schedule, wrote format 1."""
 
 # Names of the titanlite hooks under which checkpoints store their state.
 EMA = "ema"
@@ -531,8 +532,8 @@ def check_checkpoint(
 
     Args:
         path: The step folder.
-        skip_tensor_checksums: Skip the checksums that loading the tensors verifies, for example
-            because you load the tensors next.
+        skip_tensor_checksums: Do not verify checksums that loading the tensors verifies anyway.
+            Set this if you load the tensors next or do not need them.
         rank: Rank that calls this function.
         num_ranks: Number of ranks that share the work.
 
@@ -651,7 +652,7 @@ def remove_checkpoint(path: Path) -> None:
     First rename the manifest, so that readers ignore the checkpoint while its files are being
     deleted. If the removal is interrupted, `finish_removals` completes it.
     """
-    read_manifest(path)
+    read_manifest(path)  # raises before the rename if the manifest is damaged
     (path / MANIFEST).rename(path / INCOMPLETE)
     _remove_listed_files(path)
 

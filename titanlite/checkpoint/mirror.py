@@ -4,7 +4,7 @@ The URL (`checkpoint.mirror`) is called the mirror.
 
 Invariant: A step on the mirror has a manifest only while all of its files are complete. The
 manifest is written last and removed first. Training waits for a copy only at the end of the run. A
-failed copy affects nothing else.
+failed copy never stops training.
 
 Only files of this run, which are listed in a manifest with its run ID, are overwritten, renamed or
 removed. While a checkpoint is being copied or removed, its manifest is called
@@ -109,19 +109,19 @@ class Mirror:
         # checkpoints by checkpoint name.
         self._files: dict[str, Any] = {}
         self._manifests: dict[str, Manifest] = {}
-        # Contents by checkpoint name, which show whether titanlite wrote the manifests.
+        # Contents of damaged manifests by checkpoint name, to check whether titanlite wrote them.
         self._damaged_manifests: dict[str, bytes] = {}
 
         self._thread = ThreadPoolExecutor(1, "mirror")
-        # Done when all copies that the last `start_copying` started have ended. Until the first
-        # call, this future is never done.
+        # Done when the copies that the last call of `start_copying` started have ended. This
+        # initial placeholder is never done.
         self._last_copies = Future[None]()
         self._is_ending = threading.Event()
         self._throttle_lock = threading.Lock()
         self._next_send_time = 0.0
 
     def restore(self) -> None:
-        """Download the checkpoints that the run needs but does not have locally from the mirror.
+        """Download from the mirror the checkpoints that the run needs but does not have locally.
 
         A run needs the newest checkpoint, the one from step `checkpoint.load_step` and, with
         `checkpoint.keep_best`, the best one. If a checkpoint is damaged, rename its manifest on the
@@ -378,7 +378,8 @@ class Mirror:
             if not is_manifest:
                 continue
 
-            # Ignore damaged manifests of other programs. An empty one may be from titanlite.
+            # Ignore damaged manifests that other programs wrote. The content is None if the
+            # manifest is not damaged. An empty one counts, because it may be from titanlite.
             content = self._damaged_manifests.get(name)
             if not content or is_titanlite_manifest(content):
                 return True

@@ -1,7 +1,7 @@
 """Save the checkpoints of a run, in the training loop or in a background thread.
 
 Invariant: Only one save is in progress at a time. It contains the values from the time when `save`
-was called. A failed save affects nothing else.
+was called. A failed save never stops training.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ class Saver:
                 'checkpoint.async_mode = "async_with_pinned_mem" needs a GPU. Use "async" on a CPU.'
             )
         self._stager = self._create_stager()
-        library_versions()  # fill its cache now, because it opens files
+        # Fill the cache now. During a save, a lookup that fails because too many files are open
+        # would end the run.
+        library_versions()
 
     def _create_stager(self) -> DefaultStager:
         """Create the DCP stager that copies the tensors of an async save to CPU memory.
@@ -247,7 +249,8 @@ class Saver:
     ) -> Future[bool]:
         """Write the tensors without copying them, because training cannot change them meanwhile.
 
-        Other ranks may write in the background at the same time. They call the same collectives.
+        Other ranks can write the same checkpoint in the background, because both ways call the same
+        collectives.
 
         Returns:
             A completed future with a boolean: whether the checkpoint is complete.
@@ -455,9 +458,9 @@ def _wait_for_tensors(tensors_to_write: Future[Tensors]) -> Tensors:
     """Return the tensors by name. During an async save, first wait until they are copied.
 
     Raises:
-        CheckpointError: If copying failed for any reason, even an interrupt. This is one of the
-            errors that `RankGroup.run_together` raises on all ranks. After other errors, the other
-            ranks would wait for this rank forever.
+        CheckpointError: If copying failed for any reason, even an interrupt.
+            `RankGroup.run_together` raises this error on all ranks. After an error of another kind,
+            such as RuntimeError, the other ranks would wait for this rank forever.
     """
     try:
         return tensors_to_write.result()

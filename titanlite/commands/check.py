@@ -66,9 +66,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _has_only_damaged_checkpoints(run: Run) -> bool:
-    """Return whether a run without a valid checkpoint has damaged ones, so that it cannot start.
+    """Return whether a run without valid checkpoints cannot start because it has damaged ones.
 
-    With a mirror, the run could download a valid checkpoint, so return False.
+    If checkpoints are disabled, or the run could download a valid one from its mirror, return
+    False.
     """
     checkpoint = run.job.checkpoint
     needs_checkpoint = checkpoint.enable and checkpoint.mirror is None

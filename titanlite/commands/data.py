@@ -94,7 +94,9 @@ def show_step(run: Run, step: int, index: int | None) -> str:
         UserError: If the step or the sequence does not exist, or the data cannot be read.
     """
     if step > run.job.training.steps:
-        raise UserError(f"--step {step}: the run has {run.job.training.steps} (training.steps)")
+        raise UserError(
+            f"--step {step}: the run has {run.job.training.steps} steps (training.steps)"
+        )
     batch_size = run.batch_size(step - 1)
     if index is not None and index >= batch_size:
         raise UserError(f"--sequence {index}: the batch has the sequences 0 to {batch_size - 1}")

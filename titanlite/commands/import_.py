@@ -66,7 +66,8 @@ def main(argv: Sequence[str]) -> None:
     if has_description != needs_description:
         prefix = f"{words[0]}: " if words else ""
         raise UserError(f"{prefix}{_KEYS} Models in other formats need no description.")
-    # In the output folder of a run, commands would read the import instead of its checkpoints.
+    # Require a new folder. In the output folder of a run, commands such as `titanlite eval`
+    # would read the imported checkpoint instead of the checkpoints of the run.
     check_new_folder(options.out)
     origin = get_local_copy(cast(Path, options.hf or options.meta or options.torchtitan))
     if not origin.is_dir():

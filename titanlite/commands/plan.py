@@ -111,7 +111,8 @@ def _load_run(options: PlanOptions, words: Sequence[str]) -> Run:
         _check_new_file(options.write)
     run = load_run(words, options.world_size or read_world_size(), trains=False)
     if options.write is not None:
-        # A preview that ends during its warmup can be planned, but its job file would be invalid.
+        # If the command line shortens a job, `load_run` does not check that its warmup and decay
+        # fit. Such a job can be planned, but its job file would be invalid.
         _check_not_shortened(options.write, run)
     return run
 

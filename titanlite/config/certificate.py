@@ -35,7 +35,7 @@ KEYS_LEFT_OUT = {
     "lr_scheduler": {"warmup_steps", "total_steps", "decay_steps"},
     "model": {"vocab_size"},  # a proof always uses a small vocabulary
 }
-"""Keys of these sections that do not affect whether a certificate is valid, by section."""
+"""Keys of the `HASHED_SECTIONS` that do not affect whether a certificate is valid, by section."""
 
 
 class Row(FileModel):
@@ -74,7 +74,7 @@ class Certificate(FileModel):
         optimizer_reference: Description of the expected optimizer updates.
         versions: Versions of titanlite, torch, torchao and Python.
         commit: Git commit of titanlite, or "".
-        changes: Keys whose values in the small job differ from the job.
+        changes: Options with a new value in the small job, such as "training.seq_len: 4096 -> 64".
         not_kept: Descriptions of the parts of the job that the small job leaves out.
         rows: One row per kind of comparison.
     """
@@ -166,7 +166,10 @@ def _hash_module(name: str) -> str:
 
 
 def find_certificate(run: Run) -> tuple[Path, Certificate] | None:
-    """Find the newest certificate in the output folder of a run that is valid for the run.
+    """Find the newest certificate that fits a run, in the output folder of the run.
+
+    A certificate fits if it has the hash of the job and covers the layout of the run. Its proof may
+    have failed; see `Certificate.is_valid`.
 
     Returns:
         The path of the file and the certificate, or None if there is no such certificate.

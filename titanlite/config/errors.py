@@ -46,7 +46,7 @@ class UserError(Exception):
 
     Attributes:
         exit_code: Exit code of a command that raises the error.
-        event: Kind of event that the error logs if it ends a run, for `titanlite runs`.
+        event: Kind of the event that is logged, for `titanlite runs`, if the error ends a run.
         step: Number of completed optimizer steps, if the error ended training.
     """
 

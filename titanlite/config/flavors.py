@@ -169,8 +169,8 @@ class Architecture:
         total = 0.0
         for layer in range(self.n_layers):
             window = self._get_window(layer, seq_len)
-            # A causal mask hides window / 2 positions, on average, from the first `window` tokens.
-            # Averaged over all tokens of the sequence, these are window**2 / (2 * seq_len).
+            # With a causal mask, the first `window` tokens see window / 2 fewer tokens on average.
+            # Averaged over all tokens of the sequence, this is window**2 / (2 * seq_len).
             num_hidden = window**2 / (2 * seq_len) if is_causal else 0
             total += window - num_hidden
         return total / self.n_layers
@@ -291,8 +291,9 @@ HUB_NAMES = {
 }
 """Flavor with the same architecture, by name of the model on the Hugging Face Hub."""
 
-# These flavors are not published models, so their vocabulary size follows the tokenizer. The
-# `vocab_size` above applies only to jobs that were saved without one.
+# These flavors are not published models, so `fit_vocab_size` in titanlite/load_run.py derives their
+# vocabulary size from the tokenizer. The `vocab_size` above applies only where this has not
+# been done, such as in saved jobs without `model.vocab_size`.
 FITTED_TO_TOKENIZER = ("debugmodel", "150m")
 
 

@@ -1,8 +1,8 @@
 """Compare the job of a checkpoint with the job that resumes from it.
 
 Each changed key is classified as compatible, affecting training, or incompatible. Keys that this
-module does not list affect training. The data loader detects changes of the data, because it
-compares the contents.
+module does not list affect training. Keys do not show whether the data itself has changed, so
+`Loader.compare` compares the data.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ def _get_content_effect(new_values: dict[str, Any]) -> Effect:
 
 
 def _get_effect_of_key(name: str) -> Effect:
-    """Return the effect of a changed key on a resumed run, whatever its values are.
+    """Return the effect of a changed key on a run that resumes, regardless of its values.
 
     The lists of keys in this module take precedence over the effects of sections.
 

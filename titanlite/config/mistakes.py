@@ -421,9 +421,12 @@ def wrap_text(text: str, indent: int = 0) -> str:
 def _find_synonyms(word: str, table_names: Collection[str]) -> list[str]:
     """Return the titanlite keys for a name that other trainers use, according to `synonyms.toml`.
 
+    For a few names, return an environment variable instead, such as "NGPU=N before `titanlite
+    launch`".
+
     Args:
         word: Name that the user wrote.
-        table_names: Names of the sections in which to search.
+        table_names: Names of all known tables. Keys of other tables are skipped.
     """
     synonyms = tomli.loads(_SYNONYMS.read_text(encoding="utf-8"))
     keys = []

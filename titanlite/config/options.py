@@ -80,8 +80,8 @@ class Options(RootConfig):
 class CheckpointOptions(Options):
     """Base class for the options of a command that reads a checkpoint or a model folder.
 
-    Plugins are never imported only because a checkpoint needs them, since imports run code. The
-    user must name them with --job.plugins.
+    A checkpoint never causes an import of plugins, because imports run code. The user must name the
+    plugins with --job.plugins.
     """
 
     plugins: Annotated[tuple[str, ...], Field(strict=False), tyro.conf.arg(name="job.plugins")] = ()
@@ -193,7 +193,7 @@ def _extract_message(box: str) -> str:
 def _list_message_lines(box: str) -> list[str]:
     """Return the lines of a tyro box from below its title to above the reference to the help.
 
-    Without UTF-8, the box has no sides, and a rule of hyphens below the title, which is skipped.
+    Without UTF-8, tyro draws no sides, but adds a line of hyphens below the title. Skip this line.
     """
     lines: list[str] = []
     for framed_line in box.splitlines()[1:]:

@@ -350,6 +350,7 @@ def require_plugins(names: Iterable[str], source: object) -> None:
     missing = [name for name in names if name not in _loaded]
     if missing:
         raise UserError(
-            f"{source} needs plugins, but never loads any itself. If you trust them, add "
+            f"{source} needs plugins, but titanlite does not import them on its own, because that "
+            "would run their code. If you trust them, add "
             f"--job.plugins {' '.join(missing)} (in Python: load_plugins)."
         )

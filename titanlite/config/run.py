@@ -245,8 +245,8 @@ class Run:
     def validation_seed(self) -> int:
         """Random seed that selects the validation documents.
 
-        It is `dataset.seed` for documents that are held out from the training data, and
-        `validation.seed` for separate data sources. If this key is not set, it is `training.seed`.
+        If the documents are held out from the training data, this is `dataset.seed`, and otherwise
+        `validation.seed`. If the key that applies is not set, this is `training.seed`.
         """
         has_holdout = self.job.validation.holdout > 0
         seed = self.job.dataset.seed if has_holdout else self.job.validation.seed
@@ -293,8 +293,9 @@ class Run:
         """Return a run in which "auto" in `model.attention_backend` is replaced by a backend.
 
         On a GPU, choose flex attention if attention needs a mask for documents, a sliding window or
-        context parallelism, because no other kernel is known to support these masks. In all other
-        cases, choose scaled dot-product attention.
+        context parallelism. The alternatives are a boolean mask of T x T elements, and kernels for
+        variable lengths, which have not been timed on a real GPU. In all other cases, choose scaled
+        dot-product attention.
 
         Args:
             on_gpu: Whether the ranks compute on GPUs.

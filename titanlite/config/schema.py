@@ -133,11 +133,13 @@ def _check_block(name: str) -> str:
 
 
 def _check_tokens(value: object, check_number: ValidatorFunctionWrapHandler) -> object:
+    """Check a number of tokens, such as 10**10 or "10B", and return it as written."""
     check_number(parse_tokens(value) if isinstance(value, str) else value)
     return value
 
 
 def _allow_tokens(value: object, check_steps: ValidatorFunctionWrapHandler) -> object:
+    """Check a number of steps, or a number of tokens with a unit, which is returned as written."""
     if not isinstance(value, str):
         return check_steps(value)
     try:

@@ -211,6 +211,6 @@ def even_cuts(layers: int, stages: int) -> list[int]:
     cuts = []
     for stage in range(1, stages):
         num_before = stage * size + min(stage, surplus)  # the embedding and the blocks before
-        num_later_stages = stages - stage  # each of them needs a block
-        cuts.append(min(num_before - 1, layers - num_later_stages))
+        num_remaining = stages - stage  # this stage and all later ones, which need a block each
+        cuts.append(min(num_before - 1, layers - num_remaining))
     return cuts

@@ -39,7 +39,7 @@ BLOCK = 1 << 20
 _NUM_FOLDERS = 64
 """Number of folders into which cached blocks are divided."""
 _URL = re.compile(r"([a-z][a-z0-9+]+):/+(.+)")
-# Fields in the metadata of a storage that change with the content.
+# Metadata fields that change with the content of a file. The first one with a value is used.
 _VERSION_FIELDS = (
     "ETag",
     "etag",

@@ -121,7 +121,8 @@ def _warn_of_lost_characters(source: Source, tokenizer: Tokenizer, texts: list[s
 def _count_characters(source: Source) -> int:
     """Count the characters of a local source of at most 4 Mi characters.
 
-    Return 0 for remote or larger sources, because counting would take too long.
+    A record that is not text counts as 64 Ki characters. Return 0 for remote or larger sources,
+    because counting would take too long.
     """
     if not source.files or any(isinstance(file, RemoteFile) for file in source.files):
         return 0
@@ -290,7 +291,10 @@ def _explain_small_vocabulary(run: Run, tokenizer: Tokenizer) -> list[str]:
 
 
 def _propose_tokenizer(num_embeddings: int) -> str:
-    """Return the name of a known tokenizer with at most `num_embeddings` ids, such as "gpt2"."""
+    """Return the name of the largest known tokenizer with at most `num_embeddings` ids.
+
+    If all known tokenizers are larger, return "gpt2".
+    """
     proposal = "gpt2"
     for name, preset in load_presets()["tokenizer"].items():  # those with more ids come later
         if preset["vocab_size"] <= num_embeddings:

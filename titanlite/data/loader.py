@@ -1,13 +1,18 @@
 """The training data of one data-parallel rank, which can be resumed on any number of ranks.
 
-The classes are nested iterators, from the inside out: a `Source` yields documents,
-`DocumentTokenizer` yields tokens, a packer yields sequences, `SequenceReader` selects the sequences
-of this rank, a `Worker` reads ahead in another process, and `Loader` yields global batches.
+Data passes through these layers:
+
+- `Source` yields records.
+- `DocumentTokenizer` converts records to tokens.
+- A packer (`concat` or `best_fit`) yields sequences.
+- `SequenceReader` returns the sequences of one data worker.
+- `Worker` runs a `SequenceReader` in another process, ahead of the trainer.
+- `Loader` yields this rank's microbatches of each step.
 
 Invariant: Sequence k of a global batch depends only on the seed, the sources, the tokenizer,
 seq_len, packing and the batches before it. It never depends on the number of ranks, the local batch
-size, the number of workers, or restarts. The global batch size depends on the first two only if
-training.global_batch_size is not set.
+size, the number of workers, or restarts. If training.global_batch_size is not set, the global batch
+size is the local batch size times the number of data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ from titanlite.data.worker import Worker
 from titanlite.model.microbatch import IGNORE_INDEX
 from titanlite.runtime.world import gathered
 
-# Skipped records that a rank reports at once. There may be thousands of ranks.
+# Maximum number of skip reasons in one report of a rank, because thousands of ranks can send one.
 MAX_REPORTED = 100
 
 
@@ -195,8 +200,9 @@ class Loader:
             num_batches: Number of batches to have in memory, including batches read earlier.
 
         Returns:
-            The exception that `next_global_batch` will raise for one of these batches, or None. It
-            can also be `OutOfData` (the data has ended) or `Interrupted` (the run is stopping).
+            The exception that `next_global_batch` will raise instead of returning one of these
+            batches, such as `OutOfData` (the data has ended) or `Interrupted` (the run is
+            stopping). None if all batches are in memory.
         """
         self.start()
         while len(self._prefetched) < num_batches:

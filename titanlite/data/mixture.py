@@ -151,7 +151,7 @@ def source_shares(dataset: Dataset, step: int) -> np.ndarray:
     For example, the weights 3 and 1 give [0.75, 0.25].
     """
     weights = find_weights(dataset, step)
-    # Integers that exceed 64 bits, from weights with many digits, give an array of objects.
+    # If an integer exceeds 64 bits, `np.divide` returns an array of objects, so convert to float.
     return np.divide(weights, sum(weights)).astype(float)
 
 

@@ -142,7 +142,7 @@ def concat(read_documents: ReadDocuments, length: int, start: StreamPosition) ->
     """Concatenate documents, and divide the result into sequences of `length` tokens.
 
     The last token of a sequence is also the first token of the next one, so every token except the
-    first is predicted exactly once. For example, the documents "abc" and "defg" become "abcd" and
+    first is a label exactly once. For example, the documents "abc" and "defg" become "abcd" and
     "defg" with a length of 4. Only the last sequence of a source with `max_epochs` can be shorter.
 
     Args:

@@ -117,9 +117,9 @@ def restore_position(saved: dict[str, Any], data: PackedDataset, on_change: str)
     _check_resumable(saved, data, on_change)
     data.mixture.load_state_dict(saved["schedule"])
     positions = []
-    saved_sources, num_read = saved["sources"], data.mixture.counts
-    for saved_source, source, num in zip(saved_sources, data.sources, num_read, strict=True):
-        positions.append(_restore_source(saved_source, source, num))
+    sources = zip(saved["sources"], data.sources, data.mixture.counts, strict=True)
+    for saved_source, source, num_sequences in sources:
+        positions.append(_restore_source(saved_source, source, num_sequences))
     data.positions = positions
 
 

@@ -252,7 +252,8 @@ class SequenceReader:
     def read(self, source: int, index_in_source: int, index_in_batch: int) -> PackedSequence:
         """Read one sequence of a source.
 
-        Read the sequences of a source in ascending order. You can skip sequences.
+        For each source, call this method with ascending values of `index_in_source`. You can leave
+        out values.
 
         Args:
             source: Index of the source.

@@ -229,7 +229,7 @@ def convert_tiktoken(source: TiktokenTokenizer) -> Any:
 
     vocabulary = encode_vocabulary(source.ranks)
     merges = _list_merges(vocabulary)
-    # Like tiktoken, do not merge a word that is a token (ignore_merges).
+    # If a whole word is a token, do not apply merges to it (ignore_merges). tiktoken does the same.
     converted: Any = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     converted.pre_tokenizer = _create_pre_tokenizer()
     converted.decoder = decoders.ByteLevel()

@@ -144,7 +144,7 @@ def _read_sequences(data: PackedDataset) -> list[PackedSequence]:
         for index, (source, number) in enumerate(data.mixture.next_batch()):
             sequence = reader.read(source, number, index)
             sequences.append(sequence)
-            # Held-out documents are in the files of [dataset], whose skipped records training logs.
+            # Training reads the same files as held-out validation, and logs their skipped records.
             if not data.documents.is_validation:
                 log_skipped_records(sequence.skipped)
     return sequences

@@ -77,8 +77,8 @@ class Checkpointer(Hook):
     """Saves the checkpoints of a run and resumes the run from the newest one.
 
     If checkpoint.enable is true, the trainer creates a Checkpointer on every rank. All ranks must
-    call each method together. Hooks that change tensors in `before_update` must follow it in the
-    list of hooks.
+    call each method together. In the list of hooks, the Checkpointer precedes all hooks that change
+    tensors in `before_update`, because its own `before_update` waits until a save has copied them.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -281,7 +281,8 @@ class Checkpointer(Hook):
         if self._mirror is None:
             return None
         is_copied = self._mirror.wait_until_copied(self._trainer.report_progress)
-        self._saver.remove_outdated()  # including those that were being copied at the last save
+        # At the last save, an outdated checkpoint was kept if it was being copied to the mirror.
+        self._saver.remove_outdated()
         if is_copied:
             return None
         return (

@@ -1,8 +1,9 @@
 """Report ranks that make no progress for too long and the collectives that they wait in.
 
-The launcher prints the reports of all ranks on its node when the run fails, or earlier if every
-rank with a report waits in a collective. A rank that waits in no collective is late: the other
-ranks wait for it.
+The launcher prints the reports of all ranks on its node when the run fails. It prints them earlier
+if no rank of the node can continue, because each one waits in a collective, or SIGSTOP or a
+debugger has stopped it. A rank whose report names no pending collective is late: the other ranks
+wait for it.
 
 Invariant: The hook only observes the run and writes a file. It does not end the run; the timeout of
 a collective does.

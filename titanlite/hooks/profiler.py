@@ -170,7 +170,7 @@ class Profiler(Hook):
         step = self._first_step + profiler.step_num
         trace = self._make_path(f"step-{step:08d}", "trace.json.gz")
         profiler.export_chrome_trace(trace)
-        text = f"Profiled to step {step} on rank {self._rank}: {trace}"
+        text = f"Profiled steps up to {step} on rank {self._rank}: {trace}"
         LOGGER.info(Event(text, "profile", step))
 
         time_field = "self_device_time_total" if self._is_cuda else "self_cpu_time_total"

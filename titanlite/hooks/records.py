@@ -79,8 +79,8 @@ def lock_folders(run: Run, log: Callable[[str], None], resources: ExitStack) -> 
 def _list_folders_to_lock(run: Run) -> list[Path]:
     """Return the folders to pass to `lock_folder`, which creates the lock file beside the folder.
 
-    The name "run" is a placeholder, so that the lock file of the output folder is inside of it. For
-    example, the lock file of "out" is "out/.run.lock".
+    To lock the output folder, return the path "run" inside it, which need not exist. The lock file
+    is then inside the output folder. For example, the lock file of "out" is "out/.run.lock".
     """
     folders = [run.dump_folder / "run"]
     if run.job.checkpoint.enable:
@@ -102,7 +102,8 @@ class Records(Hook):
         self._outputs = OutputFolder(folder)
         setup_logging(0, folder / LOG_FILE)
         error_folder = os.environ.get(ERROR_FOLDER)
-        if error_folder:  # the launcher appends the reason why a worker process ended to train.log
+        if error_folder:
+            # Store the path of train.log, so that the launcher can log hangs and failures there.
             path = (folder / LOG_FILE).absolute()
             Path(error_folder, LOG_FILE).write_text(str(path), encoding="utf-8")
 
@@ -123,7 +124,7 @@ class Records(Hook):
         if trainer.rank != 0:
             return
 
-        # `prepare` replaces the file with the environment of the previous start.
+        # Read the environment of the previous start now, because `prepare` overwrites the file.
         previous_environment = read_environment(run.dump_folder)
         environment = describe_environment(trainer)
         resumed_step = step if trainer.resumed else None

@@ -60,12 +60,15 @@ class Samples(Hook):
         self._config = trainer.job.samples
 
     def started(self, step: int) -> None:
-        """Check whether the samples of the loaded step exist."""
+        """Record whether the loaded step still has to be sampled. Step 0 is never sampled."""
         is_recorded = self._trainer.has_recorded("samples.jsonl")
         self._sampled_step = step if step == 0 or is_recorded else -1
 
     def before_step(self, step: int) -> None:
-        """Sample the loaded step before the first step if its samples are due but missing."""
+        """Sample the previous step if its samples are due but missing.
+
+        This can happen in the first step after a resume, when the previous step is the loaded one.
+        """
         self._sample_if_due(step - 1)
 
     def act(self, step: int, request: Request) -> None:

@@ -72,8 +72,8 @@ class Stragglers(Hook):
         )
         # Start and end times of each optimizer update since the last logged step.
         self._updates: list[tuple[Any, Any]] = []
-        # For each part and rank that was slow at the last logged step, the number of consecutive
-        # logged steps for which this has been the case.
+        # By part and rank: in how many consecutive logged steps, up to the last one, the rank was
+        # slow in this part. Ranks that were not slow at the last logged step are omitted.
         self._streaks: dict[tuple[TimedPart, int], int] = {}
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
@@ -193,6 +193,6 @@ class Stragglers(Hook):
             median: Median time of all ranks in seconds.
         """
         return (
-            f"Rank {rank} ({self._trainer.hosts[rank]}) {part.description.format(seconds)}; "
-            f"the median of the ranks is {median:.3g} s: it makes the others wait."
+            f"Rank {rank} ({self._trainer.hosts[rank]}) {part.description.format(seconds)} "
+            f"and makes the other ranks wait. The median of all ranks is {median:.3g} s."
         )

@@ -62,7 +62,7 @@ def launch(argv: Sequence[str]) -> int:
     variables = read_variables()
     num_workers = variables.NGPU
     min_nodes, max_nodes = _parse_node_counts(variables)
-    logged_ranks(num_workers * max_nodes)
+    logged_ranks(num_workers * max_nodes)  # raises UserError if LOG_RANK is invalid
 
     # This also downloads the model of --from, once for all ranks.
     run = load_run(argv, num_workers * max_nodes)

@@ -1,10 +1,10 @@
 """Run on several nodes, with torch elastic agents that connect and restart the nodes.
 
-The torch agent of a node starts a single process: `titanlite launch` again, called the node process
-here, which starts and watches the ranks of the node. Signals, the time to save, exit codes and
-error reports therefore work as on a single node. The agents connect through a c10d store at
-MASTER_ADDR, which accepts every process that can reach it. docs/guides/clusters.md lists what the
-network must block.
+On each node, the torch agent starts one process, which runs `titanlite launch` again. This node
+process starts and watches the ranks of the node. Signals, the time to save, exit codes and error
+reports therefore work as on a single node. The agents connect through a c10d store at MASTER_ADDR,
+which accepts every process that can reach it. docs/guides/clusters.md lists what the network must
+block.
 
 Invariant: a run that ended for a known reason is never restarted. In that case the node process
 reports success to the agent, and writes the actual exit code to a file.
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 FOLDER = "TITANLITE_NODE"  # environment variable: folder of the three files below
 PROCESS_FILE = "process"  # process ID of the node process
-END_FILE = "code"  # exit code of a run that has ended for a known reason
-CRASH_FILE = "crash"  # exit code of a crash that is not restarted
+END_FILE = "code"  # exit code of a run for which a restart would not help (`FINAL_CODES`)
+CRASH_FILE = "crash"  # exit code of a run that has crashed and used up its restarts
 
 Address = tuple[str, int]
 """Host name or IP address, and port."""
@@ -396,7 +396,7 @@ def _set_interface(address: str) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # the interface has no address
-                # A struct ifreq: the name in 16 bytes, then a sockaddr_in, whose bytes 4 to 8 are
+                # A struct ifreq: the name in 16 bytes, then a sockaddr_in, whose bytes 4 to 7 are
                 # the IPv4 address.
                 request = struct.pack("256s", name.encode())
                 reply = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)

@@ -1,4 +1,4 @@
-"""Wait until the output folder of a run is free, and remove it after a start that trained nothing.
+"""Wait until the output folder of a run is free, and remove a new folder if nothing was saved.
 
 Invariant: a start removes only files that it has created, and only empty folders.
 """

@@ -54,7 +54,8 @@ POLL_SECONDS = 0.1  # seconds between two checks of the processes
 # Other ranks fail as soon as a dying process closes its connections. Assume that the launcher sees
 # the exit of the process at most this many seconds later.
 DYING_SECONDS = 1.0
-# Seconds that the other ranks have to end after a rank crashed, or ended for a known reason.
+# Seconds after which the other ranks are killed if a rank has crashed, or has ended for a known
+# reason.
 CRASH_PATIENCE = 5.0
 KNOWN_EXIT_PATIENCE = 30.0
 KNOWN_EXITS = {
@@ -245,8 +246,9 @@ class Ranks:
 
     def _poll(self, running: Set[int]) -> list[RankEnd]:
         """Return a `RankEnd` for each of the `running` ranks that has ended since the last poll."""
-        # A rank that is killed cannot report the time of its end. Assume the earliest possible one:
-        # other ranks fail as soon as they lose the connection to it, but it must count as first.
+        # A killed rank cannot report when it ended. Assume the earliest possible time: the other
+        # ranks fail as soon as they lose their connection to this rank, but it must count as the
+        # first failure.
         earliest_time = self._last_poll - DYING_SECONDS
         self._last_poll = time.time()
         ends = []

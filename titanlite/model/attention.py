@@ -103,7 +103,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tens
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: DocumentBounds) -> Tensor:
     """Compute causal attention within documents with the FlashAttention variable-length kernel.
 
-    The kernel exists only for GPUs. On a CPU, use attention with an equivalent boolean mask.
+    The kernel exists only for GPUs. On a CPU, the result is computed with an equivalent boolean
+    mask.
 
     Args:
         q: Queries, shape (B, H, T, D).
@@ -267,7 +268,8 @@ def _rotate(
     a_cos, b_cos = (pairs * cos[..., None, :]).unbind(-2)  # each (B, T, H + H_kv, D / 2), fp32
     a_sin, b_sin = (pairs * sin[..., None, :]).unbind(-2)
 
-    # Add the rounded products. A fused multiply-add would differ from a compiled block.
+    # Add products that are already rounded. A fused multiply-add would not round them, so its
+    # results would differ from those of a compiled block.
     sign = -1 if inverse else 1
     rotated = torch.empty_like(x)
     rotated_a, rotated_b = rotated.chunk(2, dim=-1)  # views of both halves, filled below

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Size = Annotated[int, Field(gt=0, lt=2**31)]
-Layers = Annotated[int, Field(gt=0, le=1000)]  # building a layer takes a millisecond
+Layers = Annotated[int, Field(gt=0, le=1000)]  # limited, because building a layer takes 1 ms
 
 HF_EMBEDDING = "model.embed_tokens.weight"
 HF_OUTPUT = "lm_head.weight"
@@ -263,7 +263,7 @@ def _families_by_kind() -> dict[str, type[HFConfig]]:
 
 
 def _keys_by_field(model: type[FileModel]) -> dict[str, str]:
-    """Map the fields of `Architecture` to the keys of a Hugging Face config.json.
+    """Map the `Architecture` fields in a class such as `HFConfig` to their keys in config.json.
 
     For example, "n_heads" is mapped to "num_attention_heads".
     """
@@ -275,7 +275,7 @@ class _RopeTable(FileModel):
     """RoPE settings in a config.json: `rope_scaling`, or `rope_parameters` since transformers 5."""
 
     type: str = "default"
-    """Name of `rope_type` in older files."""
+    """The key that older files use instead of `rope_type`."""
     rope_theta: RopeTheta | None = None
     partial_rotary_factor: Literal[1] | None = None
 

@@ -73,7 +73,7 @@ class Forecast(FileModel):
     cpu_peak: int
     """Peak CPU memory that training.enable_cpu_offload uses, in bytes."""
     allowance: int
-    """Bytes reserved for the allocator and for libraries."""
+    """Estimated bytes that a rank needs in addition to `peak`: allocator overhead and libraries."""
     memory: int
     """Bytes available to a rank: the memory of its GPU, or on a CPU, its share of the node."""
     step_seconds: float

@@ -69,7 +69,11 @@ class MetricsLogger:
         self.start = start
 
     def logged(self, entry: LoggedStep) -> None:
-        """Log the metrics of a step. Called every `metrics.log_freq` steps."""
+        """Log the metrics of a step.
+
+        Called every `metrics.log_freq` steps, for the first step after each start, and for the last
+        step of the run.
+        """
 
     def validated(self, step: int, score: Mapping[str, float]) -> None:
         """Log the result of the validation after `step`.

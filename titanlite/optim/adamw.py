@@ -467,8 +467,9 @@ def _round_like_old_values(
     Args:
         new_values: Parameter and up to two moments, fp32, each of shape (N,).
         old_values: The same tensors before the step, in the dtypes to round to.
-        random_bits: Random 32-bit integers, shape (N,). Rounding uses only the low 16 bits of an
-            integer, so the parameter and each moment get different ones.
+        random_bits: Random 32-bit integers, shape (N,). Rounding needs 16 bits: the parameter gets
+            the low half of each integer, the first moment the high half, and the second moment the
+            low half of a hash.
     """
     all_bits = [random_bits, random_bits >> 16, _hash32(random_bits)]
     bits_of_values = all_bits[: len(new_values)]

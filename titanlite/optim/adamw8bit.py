@@ -52,8 +52,8 @@ class AdamW8bit(torchao.optim.AdamW8bit):
     def _create_8bit_zeros(self, shard: Tensor, signed: bool) -> Tensor:
         """Create the 8-bit moment of a shard, with all values zero.
 
-        A tensor from torchao holds 8-bit codes and a scale per block. See `_new_buffer` for
-        `signed`.
+        Return a torchao tensor with 8-bit codes and one scale per block, or a plain empty tensor if
+        the shard is empty. See `_new_buffer` for `signed`.
         """
         if shard.numel() == 0:  # torchao cannot divide an empty shard
             return torch.empty_like(shard, dtype=torch.uint8)

@@ -163,7 +163,7 @@ def adamw(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
     """Build AdamW (https://arxiv.org/abs/1711.05101).
 
     By default, return `torch.optim.AdamW`. Return `titanlite.optim.adamw.AdamW` if the update is
-    compiled, rounds stochastically, or has moments in another dtype than the parameters.
+    compiled or rounds stochastically, or if the moments and the parameters have different dtypes.
     """
     config = recipe.config
     has_other_dtype = recipe.state_dtype != recipe.parameter_dtype
@@ -199,9 +199,9 @@ def muon(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
 def _build_adamw_with_state(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
     """Build the AdamW that Muon contains, and create the state of its parameters.
 
-    The torch AdamW would create its state in the first step, so a checkpoint that is loaded earlier
-    would not restore it: loading creates missing state only if the optimizer has no state at all,
-    and Muon always has momentum.
+    The torch AdamW creates its state in the first step. A checkpoint that is loaded earlier would
+    not restore this state, because loading creates missing state only if an optimizer has no state
+    at all. Muon always has momentum.
     """
     optimizer = adamw(groups, recipe)
     if isinstance(optimizer, torch.optim.AdamW):

@@ -225,8 +225,8 @@ def _gather_sequence(hidden: Tensor) -> Tensor:
     """All-gather hidden states (B, T, C) that are sharded along T by tensor parallelism."""
     assert isinstance(hidden, DTensor)
     whole = hidden.redistribute(placements=[Replicate()])
-    # Each rank computes the gradient for its shard of the vocabulary. Their sum is the whole
-    # gradient.
+    # Each rank computes the gradient of `hidden` from its shard of the vocabulary only. The sum
+    # over the ranks is the whole gradient.
     return whole.to_local(grad_placements=[Partial()])
 
 
@@ -311,7 +311,7 @@ def softmax_loss(
     softcap: float,
     group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the unscaled loss of each token, and overwrite the logits with their gradient.
+    """Compute unscaled token losses, and overwrite the logits with the gradient of the scaled loss.
 
     In eager mode the logits must be fp32. A compiled graph accepts any dtype, reads the logits
     twice (for the sums and for the gradient), and stores no other tensor of their size.
@@ -432,8 +432,8 @@ def linear_cross_entropy_sum(
 
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     weight_grad = torch.empty_like(matrix, dtype=torch.float32) if needs_grad else None
-    # Let the backward pass of the loss return the gradients that are computed below. Prepare this
-    # before `hidden` is overwritten, because autograd rejects it afterward.
+    # The carriers let the backward pass of the loss return the gradients that are computed below.
+    # Create them before `hidden` is overwritten, because autograd can reject `hidden` afterward.
     hidden_grad = tokens.view_as(hidden)  # each chunk overwrites its tokens with their gradient
     carriers = _carry_gradients(hidden, hidden_grad, weight, weight_grad)
 
@@ -464,16 +464,17 @@ def linear_cross_entropy_sum(
 def _carry_gradients(
     hidden: Tensor, hidden_grad: Tensor, weight: Tensor, weight_grad: Tensor | None
 ) -> list[Tensor]:
-    """Return zeros to add to a loss. Its backward pass then returns the gradients passed here.
+    """Return zeros to add to a loss, so that its backward pass returns the given gradients.
 
-    Some pipeline schedules compute the gradients of `hidden` and `weight` at different times, so
-    each tensor needs a separate zero.
+    The caller can still write to the gradients until the backward pass. Some pipeline schedules
+    compute the gradients of `hidden` and `weight` at different times, so each tensor needs a
+    separate zero.
 
     Args:
         hidden: Hidden states.
-        hidden_grad: Gradient of `hidden`. The caller can still write to it until the backward pass.
+        hidden_grad: Gradient of `hidden`.
         weight: Output matrix.
-        weight_grad: Gradient of `weight`, like `hidden_grad`. None if no gradients are needed.
+        weight_grad: Gradient of `weight`. None if no gradients are needed.
     """
     if weight_grad is None:
         return []
@@ -643,7 +644,7 @@ class _GradientCarrier(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
         gradient = ctx.gradient
         if gradient is None:
-            raise RuntimeError("The gradient of this loss was computed once and has been used.")
+            raise RuntimeError("This loss supports only one backward pass. Compute the loss again.")
         ctx.gradient = None
         result = gradient
         if gradient.dtype != ctx.dtype:

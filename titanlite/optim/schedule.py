@@ -73,7 +73,7 @@ def wsd_learning_rate(step: int, peak: float, config: schema.LRScheduler, run_st
 
 
 def _count_decay_steps(config: schema.LRScheduler, total_steps: int, warmup_steps: int) -> int:
-    """Return the number of decay steps, at most all steps after warmup, which is the default."""
+    """Return the number of decay steps. The default and maximum are all steps after warmup."""
     steps_after_warmup = total_steps - warmup_steps
     if config.decay_steps is not None:
         return min(config.decay_steps, steps_after_warmup)

@@ -55,8 +55,8 @@ def apply_activation_checkpointing(
         model: Model before FSDP, modified in place.
         config: Section [activation_checkpoint] of the job.
         is_compiled: Whether each block will be compiled together with its recomputation.
-        uses_savers: Whether to use the memory saver `find_unneeded_matmul`, which does not save the
-            last matmul output of a block.
+        uses_savers: Whether to skip saving the last matmul output of a block if the backward pass
+            never reads it; see `find_unneeded_matmul`.
     """
     if config.mode == "none":
         return
@@ -97,8 +97,8 @@ def _recompute_some_operations(model: Llama, uses_savers: bool) -> None:
 
     Args:
         model: Model before FSDP, modified in place.
-        uses_savers: Whether to use the memory saver `find_unneeded_matmul`, which does not save the
-            last matmul output of a block.
+        uses_savers: Whether to skip saving the last matmul output of a block if the backward pass
+            never reads it; see `find_unneeded_matmul`.
     """
     for block in model.layers.values():
         skipped_matmul = find_unneeded_matmul(block) if uses_savers else None
@@ -123,8 +123,9 @@ def _set_memory_budget(budget: float) -> None:
 def draws_random_numbers(model: type[Llama]) -> bool:
     """Return whether the forward pass of a model class may draw random numbers, as dropout does.
 
-    A class declares this in its attribute `draws_random_numbers`. If it does not declare the
-    attribute itself, return True, because a subclass may have added dropout.
+    The class attribute `draws_random_numbers` declares this. If a class does not define the
+    attribute itself, return True even if it inherits False, because a subclass may have added
+    dropout.
     """
     return vars(model).get("draws_random_numbers", True)
 

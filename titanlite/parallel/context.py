@@ -186,7 +186,7 @@ def _attend_causally(q: Tensor, full_k: Tensor, full_v: Tensor, rank: int) -> Te
     outputs = []
     for chunk_q, end in ((early_q, early_end), (late_q, late_end)):
         # The queries of a chunk are the last `chunk_size` of the first `end` tokens. A window of 0
-        # means that they attend to all of these tokens.
+        # means no sliding window: each query attends to all tokens up to and including itself.
         mask = causal_mask(num_queries=chunk_size, num_keys=end, window=0, device=q.device)
         outputs.append(attention(chunk_q, full_k[:, :, :end], full_v[:, :, :end], mask))
     return torch.cat(outputs, dim=2)

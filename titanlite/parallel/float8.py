@@ -77,8 +77,8 @@ def is_converted(name: str, sides: tuple[int, int], config: schema.Float8) -> bo
     Args:
         name: Name of the layer, for example "layers.3.attention.wq". A layer whose name contains an
             item of `config.filter_fqns` is not converted.
-        sides: Numbers of input and output features. Both must be multiples of
-            `config.size_multiple`, which FP8 matmuls require, and at least `config.min_features`.
+        sides: Numbers of input and output features. A layer is converted only if both are multiples
+            of `config.size_multiple`, as FP8 matmuls require, and at least `config.min_features`.
         config: Section [float8] of the job.
     """
     if any(part in name for part in config.filter_fqns):

@@ -185,8 +185,8 @@ class ForwardBackward:
     def __call__(self, microbatches: Sequence[Microbatch], global_tokens: TokenCount) -> Tensor:
         """Accumulate the gradients of all microbatches and return this rank's part of the loss.
 
-        FSDP sums gradients over the ranks in the last microbatch, or in each of them, depending on
-        the job. The losses of all ranks in `mesh.loss_group` add up to the global loss.
+        FSDP sums gradients over the ranks in the last microbatch, or in every microbatch; see
+        `Run.fsdp_reduce`. The losses of all ranks in `mesh.loss_group` add up to the global loss.
 
         Args:
             microbatches: This rank's sequences of the global batch.
@@ -210,8 +210,8 @@ class ForwardBackward:
     def _backward(self, loss: Tensor) -> None:
         """Run the backward pass of one microbatch.
 
-        With offloaded gradients, first let the CPU add the gradients of the previous microbatch to
-        its sums, while the GPU computes the forward pass of this microbatch.
+        With offloaded gradients, first add the gradients of the previous microbatch to the sums on
+        the CPU, while the GPU computes the forward pass of this microbatch.
         """
         if self.offloaded_gradients is not None:
             self.offloaded_gradients.move_gradients_to_sums()
@@ -426,7 +426,7 @@ def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh, run: Run) -> Lo
 
 
 def _add_needed_positions(batch: Microbatch, mesh: Mesh) -> Microbatch:
-    """Return a batch with default positions, if it has no positions and the model needs them.
+    """Return the batch, with default positions if the model needs positions and the batch has none.
 
     The model cannot derive positions from a chunk of a sequence. A later pipeline stage cannot
     derive them from its input, which may be sharded along T.

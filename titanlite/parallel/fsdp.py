@@ -90,10 +90,10 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
 
 
 def needs_fsdp(model: Llama, device_type: str, run: Run) -> bool:
-    """Return whether a job needs FSDP, as all jobs on several ranks do, or saves memory with it.
+    """Return whether a job needs FSDP or saves memory with it.
 
-    Other jobs compute bitwise equal results with and without FSDP, except for rare plugin models;
-    see titanlite/parallel/mixed_precision.py.
+    All jobs on several ranks need FSDP. If this function returns False, results are bitwise equal
+    with and without FSDP, except for rare plugin models; see titanlite/parallel/mixed_precision.py.
 
     Args:
         model: Model or pipeline stage on the meta device.
@@ -152,7 +152,7 @@ def _sum_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     for module in fsdp_modules(model):
         if mesh.size() > 1:
             module.set_gradient_divide_factor(1.0)
-        # Otherwise, torch applies the factor of 1 with PREMUL_SUM, which gloo does not support.
+        # Without this setting, torch applies the factor of 1 with PREMUL_SUM, which gloo lacks.
         module.set_force_sum_reduction_for_comms(True)
 
 

@@ -3,8 +3,8 @@
 `parallelism.memory_savers` selects them:
 
 - "none": plain FSDP2.
-- "safe", the default: savers without races. Each of them lengthens a step by an estimated 0.3%
-  at most, or by construction not at all.
+- "safe", the default: savers without races. Each of them either cannot lengthen a step by
+  construction, or lengthens it by an estimated 0.3% at most.
 - "all": also savers that make the GPU wait longer. The wait has not been measured on a real GPU.
 
 No saver changes a computed value. The docstring of each saver states its gain, its hazard, and the
@@ -33,8 +33,8 @@ ModuleGroups = list[list[nn.Module]]
 """FSDP groups: lists of modules whose parameters are gathered and freed together."""
 RANKS_PER_NODE = 8
 SMALL_MODEL_GROUPS = 16
-"""Modules with fewer parameters than this many FSDP groups of minimum size are small, so that
-freeing them early saves little memory."""
+"""Modules are small if they have fewer parameters than this number times
+`parallelism.fsdp_min_num_params`. Freeing small modules early saves little memory."""
 MIN_WORK_PER_OUTPUT_PARAM = 200_000
 """Smallest ratio (tokens of a microbatch * block parameters) / output parameters at which the GPU
 may wait for the reduction of the output gradient.
@@ -147,7 +147,8 @@ def separates_norm(blocks: ModuleGroups, output: nn.Module, mesh: DeviceMesh, ru
     """Return whether the final norm becomes a separate FSDP group, to lower the peak memory.
 
     FSDP2 frees the gradient of the output projection only after the backward pass of the next
-    group. This takes much less time for a group with only the norm than for the last block.
+    group. That pass is much shorter if the group contains only the norm than if it contains the
+    last block.
 
     Gain: 1.33 GiB of reserved and 1.89 GiB of allocated memory, for 4 more kernel launches.
     Hazard: The GPU waits until the gradient is reduced, an estimated 5 ms for the 8B model. The
@@ -230,7 +231,7 @@ class _MainStreamReduceScatter:
         self._main_stream = self._streams.current_stream()
 
     def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the result of a reduce-scatter in the main stream."""
+        """Allocate the input or the result of a reduce-scatter in the main stream."""
         with self._streams.stream(self._main_stream):
             return torch.empty(*size, dtype=dtype, device=device)
 
@@ -243,18 +244,18 @@ class _MainStreamReduceScatter:
 
 
 class _SingleRankReduceScatter:
-    """The reduce-scatter of FSDP2 on a single rank, where input and result are the same tensor.
+    """Lets the input and the result of each FSDP2 reduction on a single rank share one tensor.
 
-    For each reduction, FSDP2 first allocates the input, and then the result. On a single rank, it
-    copies the input to the result instead of calling this object. Copying a tensor to itself does
-    nothing.
+    For each reduction, FSDP2 calls `allocate` for the input, and then for the result. On a single
+    rank, it copies the input to the result instead of calling this object. Copying a tensor to
+    itself does nothing.
     """
 
     def __init__(self) -> None:
         self._input: Tensor | None = None
 
     def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the input in every first call. Return the same tensor in every second call."""
+        """Allocate the input on every odd call, and return it as the result on every even call."""
         if self._input is None:
             self._input = torch.empty(*size, dtype=dtype, device=device)
             return self._input

@@ -1,8 +1,8 @@
 """Mixed precision without FSDP, for a single CPU rank.
 
-Invariant: Losses, gradients and parameter names are the same as with FSDP mixed precision. One
-exception are plugin models that call an uncompiled block several times per forward pass: the
-gradients of these calls are added up in the dtype of the parameters, not in the compute dtype.
+Invariant: Losses, gradients and parameter names are the same as with FSDP mixed precision. The only
+exceptions are plugin models that call an uncompiled block several times per forward pass. They add
+up the gradients of these calls in the dtype of the parameters, not in the compute dtype.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class FunctionModule(nn.Module):
 
 @dataclass(frozen=True)
 class _ForwardWithCast:
-    """Replaces the method `forward` of a module, and calls this method with cast parameters.
+    """Replacement for a module's `forward` that runs the original method with cast parameters.
 
     This is an object and not a closure, so that a deep copy of the module also copies it.
 

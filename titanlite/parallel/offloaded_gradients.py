@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 class OffloadedGradients:
     """Accumulates the gradients of several microbatches on the CPU.
 
-    FSDP2 copies gradients to the CPU without blocking only if `parameter.grad` is empty. This class
+    FSDP2 copies gradients to the CPU without blocking only if `parameter.grad` is None. This class
     therefore takes the gradients of each microbatch from the parameters and adds them up.
     """
 

@@ -98,7 +98,7 @@ def _build_stage(
 
 
 def _check_no_shared_parameters(model: Llama, num_parameters: int, class_name: str) -> None:
-    """Check that no parameter is shared by different FSDP groups, which plugin models may do.
+    """Check that no parameter is shared by different FSDP groups, as can happen in plugin models.
 
     Each group allocates a separate copy of a shared parameter, so sharding would increase the
     number of parameters.

@@ -559,9 +559,9 @@ def _drop_unchanged_options(settings: Settings, run: Run) -> Settings:
 def _choose_global_batch_size(run: Run, layout: Settings, local_size: int) -> int:
     """Choose the global batch size of a layout, in sequences.
 
-    Keep the size that the job sets. If it sets none (-1), use one microbatch per data-parallel rank
-    without a pipeline. With a pipeline, use 4 microbatches per pipeline rank, so that the ranks are
-    idle less than a fifth of the time.
+    Keep the size that the job sets. If it sets none and the layout has no pipeline, return -1,
+    which means one microbatch per data-parallel rank. With a pipeline, use 4 microbatches per
+    pipeline rank, so that the ranks are idle less than a fifth of the time.
     """
     job_size = run.job.training.global_batch_size
     degrees = with_keys(run, layout).degrees

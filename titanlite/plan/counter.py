@@ -499,10 +499,10 @@ class Counter(TorchDispatchMode):
 
 
 def _read_fake_tensor(func: Any, args: tuple[Any, ...]) -> torch.device | int | None:
-    """Return the result of an operator that reads the device or the value of a fake tensor.
+    """Return the result of an operator that reads the device or an unknown value of a fake tensor.
 
-    A fake tensor without a known value has the value 0. Return None for all other operators and
-    tensors, and for fake tensors with a known value, which torch can read.
+    Unknown values are read as 0. Return None for all other calls, which torch can run itself, such
+    as reading a known value.
     """
     if func not in (GET_DEVICE, GET_SCALAR) or not isinstance(args[0], FakeTensor):
         return None

@@ -217,9 +217,9 @@ def _time_step(run: Run, trace: RankTrace, gpu: Gpu) -> _StepTime:
         work = [work for work in trace.work if work.phase == phase]
         _add_phase(time, phase, work, run, gpu)
 
-    # With CPU offload, weights are copied to the GPU twice, gradients to the CPU, and updated
-    # weights to the GPU at half the bandwidth. CPU memory holds weights, gradients and two moments,
-    # so the copies read or write three quarters of it.
+    # With CPU offload, weights are copied to the GPU twice, for the forward and the backward pass,
+    # and gradients to the CPU once. CPU memory holds weights, gradients and two moments, so the
+    # copies transfer three quarters of its size.
     copy_seconds = 0.75 * trace.cpu_peak / (gpu.cpu_link * 1e9 * LINK)
     time.parts["copies to and from CPU memory"] = copy_seconds
     return time
@@ -347,8 +347,8 @@ def _time_ring(work: Work, num_ranks: int, num_nodes: int, gpu: Gpu) -> float:
     """Estimate the seconds of collectives in which each rank sends to the next one in a ring.
 
     With R ranks on N nodes, each link within a node carries a fraction (R - 1) / R of the tensor.
-    The network carries a fraction (N - 1) / R for each rank, because the ranks of a node share the
-    traffic of the node, a fraction (N - 1) / N.
+    Each node sends a fraction (N - 1) / N over the network. Its R / N ranks share this traffic, so
+    each of them sends a fraction (N - 1) / R.
     """
     # Links and network transfer data at the same time, so the slower one determines the time.
     link_share = (num_ranks - 1) / num_ranks

@@ -61,9 +61,9 @@ PIPELINE_ACTIONS = {
 # Methods of a pipeline stage that torch calls between an action and its communication. In torch
 # 2.15 they allocate the tensors to receive.
 PIPELINE_RECEIVES = ("get_fwd_recv_ops", "get_bwd_recv_ops")
-# Replacements for the methods of a pipeline stage with which ranks vote, before the first step, on
-# whether they know the shapes of the tensors to receive. torch reads the result as a tensor:
-# `vote.item()` is 1 if all ranks agree.
+# Before the first step, pipeline ranks vote on whether they know the shapes of the tensors to
+# receive. These replacements for the vote methods of a pipeline stage act as if all ranks agreed.
+# torch reads the result as a tensor: `vote.item()` is 1 if all ranks agree.
 UNANIMOUS_SHAPE_VOTE: dict[str, Callable[..., Any]] = {
     "_warmup_forward_vote": lambda *_, **__: None,
     "_warmup_backward_result": lambda *_, **__: SimpleNamespace(item=lambda: 1),
@@ -475,8 +475,8 @@ def _add_gradient_hooks(
 
     Args:
         counter: Counter of the step.
-        parameters: Sharded or unsharded parameters. Those without a gradient are ignored: frozen
-            ones, and copies of weights in another dtype, with which a module computes without FSDP.
+        parameters: Sharded or unsharded parameters. Those that get no `.grad` are ignored: frozen
+            parameters, and weights that were cast to another dtype for the forward pass.
         kind: Kind of memory of the gradients.
         overwrite: Also relabel gradients whose memory has a label.
     """

@@ -101,7 +101,8 @@ def trace_run(
     if gpu is not None and on_gpu and needs_mxfp8 and not float8_config.emulate:
         float8.check_mxfp8_gpu(gpu.name, gpu.capability, has_float8=gpu.fp8 > 0)
     if run.job.model.uses_document_bounds:
-        importlib.import_module("torch.nn.attention.varlen")  # as `attention_kernels` does
+        # This import registers an operator that activation checkpointing looks up.
+        importlib.import_module("torch.nn.attention.varlen")
 
     # Choose the blocks to run. On a GPU, run all blocks of a small model; see
     # `MAX_REPLAYED_BLOCKS`.
@@ -207,12 +208,13 @@ def _may_shard_differently(run: Run, num_blocks: int) -> bool:
         num_blocks: Number of blocks of the smaller model.
     """
     min_group_params = run.job.parallelism.fsdp_min_num_params
-    # The number that a plugin returns may be too high, so assume half of it.
+    # An architecture plugin may overestimate `block_matrices`, so assume half of it.
     low_block_params = run.arch.block_matrices / 2
     if low_block_params < min_group_params:
         return True  # FSDP may combine several small blocks into one group
 
-    # On a single rank, FSDP keeps the blocks of a small model unsharded after the forward pass.
+    # With a single shard, FSDP may keep the blocks of a small model unsharded until the backward
+    # pass.
     has_one_shard = run.degrees.shard * run.degrees.context == 1
     is_small = num_blocks * low_block_params < SMALL_MODEL_GROUPS * min_group_params
     return has_one_shard and is_small

@@ -1,4 +1,4 @@
-"""Results of single comparisons, and the tolerances that follow from dtype and size."""
+"""Compare values of a run with expected values, within tolerances for rounding errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from titanlite.prove.record import NamedTensors
 
 EPS32 = torch.finfo(torch.float32).eps
 ERROR_FACTOR = 4
-"""Allowed error of a run on several ranks, as a multiple of the error of one process in the same
+"""Allowed error of a run on several ranks, as a multiple of the error of one rank in the same
 precision."""
 FLOOR_ROUNDINGS = 32
 """Relative error, as a multiple of EPS32, that is always allowed in a sum or a gradient."""
@@ -24,11 +24,11 @@ always allowed."""
 UPDATE_ROUNDINGS = 64
 """Relative error, as a multiple of EPS32, that is allowed in an optimizer update or its state."""
 SMALL_GRADIENT = 1e-3
-"""Lower bound for the root mean square of a gradient that divides its error, as a fraction of the
-root mean square of all gradients."""
+"""The error of a gradient is divided by the root mean square (RMS) of the gradient, but at least by
+this fraction of the RMS of all gradients."""
 CAPS = {"float32": 1e-4, "bfloat16": 0.05, "float8": 0.2}
-"""Largest relative error of one process that widens a tolerance, by precision of the computation.
-Without this limit, a mistake that one process shares with the layout would go unnoticed."""
+"""Limit of the relative error of one rank in the formula of a tolerance, by precision. Without this
+limit, a mistake that the rank shares with the tested run would go unnoticed."""
 
 
 class Check(NamedTuple):

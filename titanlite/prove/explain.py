@@ -41,12 +41,13 @@ def explain_ratio(ratio: float, run: Run) -> str:
     expected value = 1 / the square root of the number of replicas".
 
     Args:
-        ratio: Wrong value divided by the expected value.
+        ratio: Value divided by the expected value.
         run: The run, whose parallel degrees may explain the error.
 
     Returns:
-        The description, or "" if the ratio is 1. If no degree fits, the description has only the
-        ratio, such as "2 times the expected value".
+        The description, or "" if the ratio is 1, up to `RATIO_TOLERANCE`. If no degree fits, the
+        description has only the ratio, such as "2 times the expected value". If the ratio is not
+        positive and finite, the description is "the value is not a positive number".
     """
     if not math.isfinite(ratio) or ratio <= 0:
         return "the value is not a positive number"

@@ -660,7 +660,7 @@ def compare_update(
     has_formula = run.job.optimizer.name in FORMULAS
     for name, weight in before.weights.items():
         if name not in after.gradients:
-            continue  # the comparison of gradients has already failed
+            continue  # it is frozen, or the comparison of gradients has already failed
         new_weight = after.weights[name].double()
         moments = select(before.state, f"{OPTIMIZER}{name}.")
         new_moments = select(after.state, f"{OPTIMIZER}{name}.")

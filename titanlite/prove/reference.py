@@ -1,7 +1,8 @@
 """Compute the expected results of training steps on one process, in float64 with plain formulas.
 
-The reference shares only the model class, and the loss of a plugin, with the training path. It uses
-no parallelism, FSDP, compiler, fused loss or optimizer class.
+The reference shares the model class, the data loader, the learning rate schedule, the muP factors
+and the loss of a plugin with the training path. It uses no parallelism, FSDP, compiler, fused loss
+or optimizer class.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from titanlite.rules import check_stages, check_tensor_sizes, make_mistake
 SEQ_LEN = 64
 WINDOW = 24
 HEAD_DIM = 16
-QUANTIZED_HEAD_DIM = 64  # AdamW8bit quantizes matrices whose rows are a multiple of 256
+QUANTIZED_HEAD_DIM = 64  # AdamW8bit only quantizes matrices with a multiple of 256 columns
 TOY_VOCAB_SIZE = 4096  # vocabulary size of the tokenizer that is included in titanlite
 TOY_TEXT = "toy_text.jsonl"
 ONE_GROUP = 2**62  # more parameters than any model has, so all blocks share an FSDP group
@@ -374,7 +374,7 @@ def _find_data_problem(dataset: Dataset) -> str:
         return "the small sequences need shorter documents"
     for source in dataset.sources or (dataset,):
         if source.source in ("huggingface", "c4") or as_url(source.path or "") is not None:
-            return "the data is not on this machine"
+            return "the data is not on this node"
         if source.source in ("shards", "tokens"):
             return f"the token ids of {source.source} need the whole vocabulary"
         try:

@@ -50,7 +50,7 @@ MIN_POINTS = 50
 MAX_EVENTS = 1_000
 MAX_SAMPLES = 40
 MAX_STRING_LENGTH = 1_000  # Characters per string.
-MAX_TEXT_LENGTH = 20_000  # Characters per string, times the number of runs.
+MAX_TEXT_LENGTH = 20_000  # With n runs, a string has at most MAX_TEXT_LENGTH / n characters.
 MAX_KEYS = 1_000  # Per object.
 MAX_PROBLEMS = 100
 
@@ -129,7 +129,7 @@ def _read_runs(folders: Sequence[Path]) -> list[JsonObject]:
     """
     runs = [_read_run(folder, num_runs=len(folders)) for folder in folders]
     num_points = _choose_num_points(runs)
-    # Name each run by its path from here. For example, runs in out/a and out/b are named a and b.
+    # Name each run by its path relative to the common folder: out/a and out/b become a and b.
     common_folder = os.path.commonpath([run["folder"].parent for run in runs])
     return [
         {

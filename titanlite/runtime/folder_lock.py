@@ -59,7 +59,8 @@ def lock_folder(folder: Path, timeout: float, log: Callable[[str], None]) -> int
                 )
                 return None
         else:
-            is_removed = os.fstat(descriptor).st_nlink == 0  # another run removed its empty folder
+            # A run that ends without a save removes its new output folder, with the lock file.
+            is_removed = os.fstat(descriptor).st_nlink == 0
             if not is_removed:
                 _write_owner(descriptor)
                 return descriptor

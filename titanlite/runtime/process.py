@@ -86,7 +86,8 @@ def set_up_process() -> None:
     - SIGINT (Ctrl-C) ends the process immediately, without a traceback. SIGUSR2, which makes a
       run save a checkpoint, is ignored. A run replaces these handlers when it starts to train.
     - The current folder is removed from the import path of this process and its child processes.
-    - The process receives SIGTERM when its parent process ends (Linux only).
+    - If titanlite started this process, it receives SIGTERM when its parent ends (Linux only).
+    - All signals are unblocked, because `start_python` may have blocked them.
     """
     # Without a handler, a background job of a shell would ignore SIGINT.
     signal.signal(signal.SIGINT, lambda number, _frame: os._exit(128 + number))
@@ -188,7 +189,8 @@ def leave(code: int) -> NoReturn:
 def _end_with_parent(number: signal.Signals) -> None:
     """Make Linux send a signal to this process when its parent ends, then unblock all signals.
 
-    If the parent has already ended, exit immediately.
+    If titanlite did not start this process, only unblock the signals. If the parent has already
+    ended, exit immediately.
 
     Args:
         number: The signal.

@@ -1,7 +1,7 @@
 """Initialize and destroy the default process group of torch.distributed.
 
-Invariant: A single process is a group of size one on the same code path. A single-node run opens no
-port. A process can initialize one group after another.
+Invariant: A single process forms a process group of size one, so it runs the same code as several
+ranks. A single-node run opens no port. A process can initialize one group after another.
 """
 
 from __future__ import annotations
@@ -180,11 +180,11 @@ def process_group(job: JobConfig, ends_process: bool = False) -> Iterator[torch.
 
         timeout = timedelta(seconds=job.comm.init_timeout_seconds)
         store = _rendezvous(world_size, timeout, os.environ.get(STORE))
-        world = next(_worlds)
-        if world > 0:
-            _clear_mesh_cache()  # after an error, the cache has not been cleared
+        group_number = next(_worlds)
+        if group_number > 0:
+            _clear_mesh_cache()  # after an error, the previous group has not cleared it
         # The keys of earlier process groups stay in the store, so each group gets a new prefix.
-        store = PrefixStore(f"world-{world}", store)
+        store = PrefixStore(f"world-{group_number}", store)
         dist.init_process_group(
             backend, timeout=timeout, store=store, rank=rank, world_size=world_size
         )

@@ -216,7 +216,7 @@ class Migration:
         return size if self.model == "llama3" else f"{self.model}-{size}"
 
     def _convert_model(self) -> None:
-        """Set the flavor (a named model size), the sizes that differ from it, and the mask."""
+        """Set the flavor (model size), the values that differ from it, and the document mask."""
         old_flavor = self._old.get("model.flavor", "debugmodel")
         new_flavor = self._convert_flavor(old_flavor)
         self._set_if_missing("model.flavor", new_flavor, reason=DEFAULT)
@@ -662,4 +662,4 @@ VALUE_CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "parallelism.pipeline_parallel_schedule": _find_schedule,
     "activation_checkpoint.selective_ac_option": _integer_to_text,
 }
-"""Function that converts the value of the equivalent torchtitan key, by titanlite key."""
+"""Functions that convert the value of a torchtitan key, by the equivalent titanlite key."""

@@ -26,7 +26,7 @@ def read_config(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
         return _read_sections(config), _read_sizes(config["model_spec"]["model"])
     except (LookupError, TypeError, ValueError) as error:
         raise UserError(
-            f"this is no torchtitan 0.3 config of a dense Llama or Qwen3 model: {error!r}."
+            f"this is not a torchtitan 0.3 config of a dense Llama or Qwen3 model: {error!r}."
         ) from None
 
 

@@ -42,8 +42,8 @@ def standard_hooks(run: Run) -> list[Hook]:
     hooks: list[Hook] = [GarbageCollection(job.training.gc_freq)]
     if profiling.enable_profiling or profiling.enable_memory_snapshot:
         hooks.append(Profiler(profiling, run.dump_folder))
-    # Ema and Norms may come before the guards, because they read the decision of a guard to skip a
-    # step only after the update.
+    # Ema and Norms may come before the guards, because they read the skip flag only after the
+    # update. By then, all guards have set it.
     if job.ema.decay:
         hooks.append(Ema(job.ema.decay))
     if job.metrics.details:

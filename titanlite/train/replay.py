@@ -107,7 +107,7 @@ def _read_events(folder: Path) -> tuple[list[JsonObject], list[int]]:
             # The run resumed from `step`, so drop everything that happened after this step. A
             # rollback after exactly this step counts, because the resumed weights contain it.
             roll_backs = [roll_back for roll_back in roll_backs if roll_back <= step]
-            # A start from exactly this step trained only later steps, so drop it.
+            # Also drop an earlier start from this step, because all its steps are trained again.
             start_events = [start for start in start_events if start["step"] < step]
             start_events.append(event)
     return start_events, roll_backs
@@ -126,7 +126,7 @@ def check_history(history: History, job: JobConfig, loaded_step: int, step: int)
         UserError: If, between `loaded_step` and `step`, the run rolled back, used other options, or
             had plugin hooks that may have changed weights or gradients.
     """
-    prefix = f"--step {step}: the newest earlier checkpoint is of step {loaded_step}, and"
+    prefix = f"--step {step}: the newest earlier checkpoint is from step {loaded_step}, and"
     if loaded_step == 0:
         prefix = f"--step {step}: no earlier checkpoint is left, and"
 
@@ -148,7 +148,7 @@ def check_history(history: History, job: JobConfig, loaded_step: int, step: int)
         first = max(start.first_step, loaded_step + 1)
         last = min(start.last_step, step)
         steps = f"steps {first} to {last}"
-        # The learning rate of `step` itself does not matter, because it does not affect its loss.
+        # Ignore the learning rate of `step`, because the step computes its loss before the update.
         changes = compare_computations(start.job, job, first, min(last, step - 1))
         if changes:
             remedy = "Pass the original options to the command."

@@ -1,7 +1,7 @@
 """One optimizer step on the device: from the microbatches of a global batch to new weights.
 
-Invariant: Training and `titanlite plan`, which traces it with fake tensors, run the same code. If
-the loss or the gradient of a step is not finite, weights and optimizer state stay unchanged.
+Invariant: `titanlite plan`, which traces a step with fake tensors, runs the same code as training.
+If the loss or the gradient of a step is not finite, weights and optimizer state stay unchanged.
 
 By default, a step causes no host sync. Exceptions are CPU offload, optimizers that cannot skip a
 step on the GPU (see `step_unless`), and async saves while they copy the weights to pinned memory

@@ -118,8 +118,8 @@ class Trainer:
             run = job if isinstance(job, Run) else check_run(job, read_world_size())
             check_memory(run)
             if device is None:
-                # `titanlite train` passes a device, so its handlers stay until it exits: a late
-                # signal must not replace its exit code.
+                # `titanlite train` passes a device. It keeps its signal handlers until the process
+                # exits, because a late signal must not replace the exit code.
                 self._resources.callback(self.stop_signals.restore_handlers)
                 device = self._resources.enter_context(process_group(run.job))
             self._build(run, device, hooks, standard)
@@ -663,8 +663,8 @@ class Trainer:
     def _find_data_end(self, request: Request) -> _LoopEnd | None:
         """Return why training ends after a rank could not read its data.
 
-        Return None if all ranks can read the data of the next step, for example because a rollback
-        has moved the data position back. All ranks must call this together.
+        Return None if all ranks can read the data of the next step by now, for example because a
+        hook has moved the data position back. All ranks must call this together.
 
         Args:
             request: Combined requests of all ranks.
@@ -690,13 +690,13 @@ class Trainer:
         return _LoopEnd(request, has_finished=True)
 
     def _reduce_losses(self, loss: Tensor, local_tokens: int) -> Tensor:
-        """Compute the mean loss of the global batch, and the highest mean loss of a data rank.
+        """Compute the global mean loss, and the highest mean loss of any data-parallel rank.
 
         All ranks must call this together.
 
         Args:
             loss: This rank's part of the loss: the sum over its tokens, divided by the number of
-                valid tokens in the global batch.
+                valid labels in the global batch.
             local_tokens: Number of valid labels in this rank's sequences.
 
         Returns:
@@ -905,7 +905,7 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
                 # A guard stops all ranks together, so they can complete a save in progress. After
                 # other errors, closing could hang, because other ranks may wait in a collective.
                 trainer.close()
-            # The same command would fail again if the build was rejected.
+            # After a rejected build, do not suggest the same command, because it would fail again.
             is_rejected_build = trainer is None and isinstance(error, UserError)
             if not is_rejected_build:
                 error.add_note(resume_hint(run, argv))

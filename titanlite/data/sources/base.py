@@ -159,7 +159,7 @@ class RemoteFile(File):
             buffer_size: Size of the read buffer in bytes, at least 64 KiB.
 
         Raises:
-            UserError: If the storage cannot be reached, or the file has changed.
+            UserError: If the version of the file is unknown and the storage cannot return it.
         """
         version = self._version or self.check()
         stream: Any = _RemoteStream(
@@ -433,11 +433,11 @@ class DocumentIndex(Generic[T]):
 
     def locate(self, index: int) -> tuple[T, int, int]:
         """Return the file that contains document `index`, and the document's start and end."""
-        file = bisect_right(self._first_documents, index) - 1
-        ends = self.ends[file]
-        index_in_file = index - self._first_documents[file]
+        file_index = bisect_right(self._first_documents, index) - 1
+        ends = self.ends[file_index]
+        index_in_file = index - self._first_documents[file_index]
         start = int(ends[index_in_file - 1]) if index_in_file else 0
-        return self._files[file], start, int(ends[index_in_file])
+        return self._files[file_index], start, int(ends[index_in_file])
 
 
 def add_column(fingerprint: str, column: str) -> str:

@@ -201,7 +201,7 @@ def _find_text_ends(stream: BinaryIO, digest: xxhash.xxh3_128, max_bytes: int) -
         max_bytes: Maximum size of a document.
     """
     end = 0
-    # Read one byte more than a document can have, to see whether the rest is too long for one.
+    # Read one byte more than the maximum, to see whether the rest of the file must be divided.
     while block := stream.read(max_bytes + 1):
         if len(block) > max_bytes:
             block = block[: _find_cut(block, max_bytes)]
@@ -335,7 +335,8 @@ class MappedDataset(RandomAccess):
 
     def record(self, index: int) -> Record:
         """Return the text of row `index`, or a `BadRecord` if it has none."""
-        # Reading a mapped file that was truncated kills the process, so check one file per read.
+        # Reading a mapped file that was truncated kills the process, so check the files. Each read
+        # checks only one file, which need not be the one that contains the row.
         if self.files:
             self.files[index % len(self.files)].check()
         return parse_record(self._dataset[index], self.column, f"{self.name}, row {index}")
@@ -483,8 +484,8 @@ def find_files(spec: TextSource) -> list[Path]:
             and **, or a folder for sources such as "shards".
 
     Returns:
-        The files, as `RemotePath` if they are at a URL. Empty for sources that `datasets` loads.
-        The list can also be empty for a source from a plugin.
+        The files, as `RemotePath` if they are at a URL. The list is empty for "huggingface" and
+        "c4", and can be empty for a source from a plugin.
 
     Raises:
         DataPathError: If the path matches no file, names files of the wrong kind, or cannot be

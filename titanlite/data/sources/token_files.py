@@ -5,11 +5,11 @@ that do not match their index, and files that change while a run reads them are 
 
 The suffix of a file selects its format. All numbers are little-endian.
 
-- Megatron (MMapIndexedDataset): NAME.bin contains the ids. NAME.idx contains a magic number, the
-  version 1 (uint64), a code for the data type of the ids (uint8), the number of sequences and the
-  number of documents plus 1 (uint64), the length of each sequence in tokens (int32), its first byte
-  (int64), and the index of the first sequence of each document, then the number of sequences
-  (int64).
+- Megatron (MMapIndexedDataset): NAME.bin contains the ids. NAME.idx begins with a magic number, the
+  version 1 (uint64), a code for the data type of the ids (uint8), and the numbers of sequences and
+  of document bounds (uint64). Three arrays follow: the length of each sequence in tokens (int32),
+  its first byte in NAME.bin (int64), and the document bounds (int64). The bounds are the index of
+  the first sequence of each document, and then the number of sequences.
 - OLMo and Dolma: NAME.npy contains the ids, with or without a NumPy header. Documents end at EOS.
 - datatrove and nanotron: NAME.ds contains the ids, with two or four bytes each. NAME.ds.index
   contains the end of each document in tokens (uint64).
