@@ -44,7 +44,7 @@ _MODULES = (
 
 
 def __getattr__(name: str) -> object:
-    """Import and return a name of the Python API, such as `titanlite.Trainer`.
+    """Import a name of the public API, such as `titanlite.Trainer`, when it is accessed.
 
     This keeps `import titanlite` fast, because torch is only imported for names that need it.
     """

@@ -271,7 +271,7 @@ class Decoding:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether the completion has reached neither the end of the document nor `limit`."""
+        """Whether generation continues: the document has not ended, and `limit` is not reached."""
         return not self._document_ended and self.num_remaining > 0
 
     def push(self, token: int) -> None:
@@ -296,10 +296,10 @@ class Decoding:
 def _generate_tokens(
     checkpoint: LoadedCheckpoint, decodings: Sequence[Decoding], options: Generation
 ) -> Iterator[None]:
-    """Complete prompts together. Each step appends a token to each unfinished completion.
+    """Complete a batch of prompts, one token per prompt and step.
 
-    Yield after each step, so that the caller can read the completions so far. Completions that end
-    earlier than others stay unchanged.
+    Each step samples a token for each unfinished completion in `decodings` and then yields None, so
+    that the caller can read the text so far. Finished completions stay unchanged.
     """
     prompts_BT, padding_B = _pad_prompts(decodings)
     max_steps = max(decoding.num_remaining for decoding in decodings)

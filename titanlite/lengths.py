@@ -39,11 +39,11 @@ class TokenCounter(NamedTuple):
 
     @property
     def extra_sequences(self) -> int:
-        """Number of additional sequences that the run trained because of other batch sizes.
+        """Number of sequences trained so far in excess of what the current batch sizes give.
 
-        This is the number of sequences that the run trained before it was resumed, minus the number
-        that the same steps would train with the current batch sizes. It is 0 if the batch sizes
-        have not changed, and negative if they have increased.
+        A run can resume with other batch sizes. For example, if it trained 10 steps of 8 sequences
+        and resumes with 6 per step, it has trained 80 - 60 = 20 extra sequences. The number is 0 if
+        the batch sizes have not changed, and negative if they have increased.
         """
         sequences_now = sum(count for _, count in self.run.count_sequences(self.progress.steps))
         return self.progress.sequences - sequences_now
@@ -142,7 +142,7 @@ def _keep_completed_warmup(counter: TokenCounter, steps: int) -> int:
 
 
 def _describe_bad_length(counter: TokenCounter, key: str, steps: int) -> Problem:
-    """Return the problem of a length in tokens that makes less than 1 or over `MAX_STEPS` steps."""
+    """Create the error for a token count that gives fewer than 1 or over `MAX_STEPS` steps."""
     tokens_per_step = counter.count(key, 1)
     limits = f"Lengths must have 1 to {MAX_STEPS:,} steps."
     return Problem(key, f"makes {steps:,} steps of {tokens_per_step:,} tokens. {limits}")
@@ -163,10 +163,11 @@ def _set_length(run: Run, key: str, steps: int) -> Run:
 
 
 def _list_token_lengths(run: Run) -> Iterator[tuple[str, int]]:
-    """Yield the key and the number of tokens of each option that a job sets in tokens.
+    """Yield a (key, number of tokens) pair for each length that the job sets in tokens.
 
-    Each option follows the options that its conversion to steps depends on: first the length of the
-    run, then the schedule, warmup, decay and intervals.
+    For example, yield ("training.tokens", 10_000_000_000). The order is: length of the run,
+    schedule, warmup, decay, intervals. The conversion of a length to steps can depend on the
+    lengths before it.
     """
     training = run.job.training
     if training.tokens is not None:
@@ -182,7 +183,11 @@ def _list_token_lengths(run: Run) -> Iterator[tuple[str, int]]:
 
 
 def _find_repeated_length(run: Run) -> list[Problem]:
-    """Return a list with one problem if several keys set the length of the run, otherwise []."""
+    """Check that only one key, such as `training.steps`, sets the length of the run.
+
+    Returns:
+        A list with one problem if several keys are set, otherwise [].
+    """
     training = run.job.training
     set_keys = training.model_dump(exclude_unset=True, exclude_none=True)
     names = [name for name in LENGTH_KEYS if name in set_keys]

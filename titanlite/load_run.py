@@ -144,10 +144,10 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
 
 
 def _omit_uncertain(length_problems: list[Problem], mistakes: Sequence[Mistake]) -> list[Problem]:
-    """Return the problems with lengths, or [] if other mistakes may have caused them.
+    """Return `length_problems`, or [] if they may only be consequences of other mistakes.
 
-    If a section that affects the number of tokens or steps has an invalid value, lengths were
-    computed with its default instead.
+    Invalid values were replaced with defaults before lengths were converted from tokens to steps.
+    If this affects a section such as [training], the problems may be wrong.
     """
     invalid_sections = _find_invalid_sections(mistakes)
     can_count_tokens = invalid_sections.isdisjoint(("model", "training", "parallelism", "dataset"))
@@ -155,9 +155,10 @@ def _omit_uncertain(length_problems: list[Problem], mistakes: Sequence[Mistake])
 
 
 def _find_invalid_sections(errors: Sequence[Mistake | Problem]) -> set[str]:
-    """Return the sections in which an invalid value was replaced, for example with its default.
+    """Return the sections of the job that contain an invalid value, such as {"training"}.
 
-    Errors about unknown sections and keys are ignored, because these have no value.
+    These values were replaced, for example with their defaults. Errors about unknown sections and
+    keys are ignored, because these have no value.
     """
     known_names = {*SECTIONS, *list_keys()}
     return {error.key.partition(".")[0] for error in errors if error.key in known_names}
@@ -218,11 +219,11 @@ def fit_vocab_size(job: JobConfig, tokenizer: Tokenizer) -> JobConfig:
 
 
 def _is_preview(parsed: ParsedJob) -> bool:
-    """Return whether a job trains only the first steps of the run that its job file describes.
+    """Return whether a job is a preview: the first steps of the run in its job file.
 
-    Such a preview may be shorter than its warmup and decay. The command line of a preview sets the
-    length of the run, such as `training.steps`, but not the number of warmup or decay steps. A job
-    that is loaded from the config.toml of a preview is also a preview.
+    The command line of a preview sets the length of the run, for example `--training.steps 10`, but
+    not the number of warmup or decay steps, which may then exceed this length. A job that is loaded
+    from the config.toml of a preview is also a preview.
     """
     origins = parsed.origins
     length_origins = {origins.get(f"training.{name}", DEFAULT) for name in LENGTH_KEYS}

@@ -117,9 +117,10 @@ def make_mistake(run: Run, problem: Problem) -> Mistake:
 
 
 def find_broken_rules(run: Run) -> list[Problem]:
-    """Return the problems of a run, except problems with files, warmup and decay.
+    """Check a run against `KEY_RULES`, the rules that read no files, and return its problems.
 
-    The planner, which never changes warmup or decay, uses this to skip invalid layouts.
+    `titanlite plan` calls this to skip invalid layouts. Warmup and decay are not checked, because
+    the planner never changes them.
     """
     problems: list[Problem] = []
     for check in KEY_RULES:
@@ -232,7 +233,7 @@ def check_layout(run: Run) -> Problems:
 
 
 def _describe_wrong_world_size(run: Run) -> Problem:
-    """Describe that the parallelism degrees do not multiply to the number of ranks."""
+    """Return the problem that the product of the parallelism degrees is not the world size."""
     # Report the largest degree, because the user will most likely change this one.
     degrees = {key: value for key, value in run.job.parallelism if key.endswith("_degree")}
     largest = max(degrees, key=degrees.__getitem__)
@@ -327,10 +328,10 @@ def _are_valid_cuts(run: Run) -> bool:
 
 
 def check_pipeline_schedule(run: Run) -> Problems:
-    """Check that the job supports its zero-bubble pipeline schedule, if it has one.
+    """Check that the other options and torch support a zero-bubble pipeline schedule, if used.
 
-    Zero-bubble pipeline schedules split the backward pass of a block in two: the gradients of its
-    weights are computed after the gradients of its activations.
+    Zero-bubble schedules split the backward pass of each block in two: first the gradients of the
+    activations, and later the gradients of the weights. Some options do not support this split.
     """
     key = "parallelism.pipeline_parallel_schedule"
     schedule = run.job.parallelism.pipeline_parallel_schedule
@@ -366,8 +367,8 @@ def _is_torch_older_than_2_13() -> bool:
 def check_microbatches(run: Run) -> Problems:
     """Check that the pipeline schedule supports the number of microbatches per step.
 
-    Some schedules support other numbers than multiples of the number of pipeline ranks, but the
-    message asks for a multiple, because every schedule supports it.
+    The error message asks for a multiple of the number of pipeline ranks, which works with every
+    schedule. Some schedules also support other numbers, and these pass the check.
     """
     num_ranks = run.degrees.pipeline
     unit = run.global_microbatch_size
@@ -383,9 +384,9 @@ def check_microbatches(run: Run) -> Problems:
 def _can_run_microbatches(run: Run, count: int) -> bool:
     """Return whether the pipeline schedule can run `count` microbatches per step.
 
-    There must be at least as many microbatches as pipeline ranks. Interleaved schedules run them in
-    `count // ranks` rounds of equal size. For example, 4 ranks can run 10 microbatches in 2 rounds
-    of 5, but not 9 microbatches, which 2 does not divide.
+    Every schedule needs at least one microbatch per pipeline rank. Interleaved schedules also need
+    to split the microbatches into `count // ranks` equal rounds. For example, 4 ranks can run 10
+    microbatches as 2 rounds of 5, but 9 microbatches do not make 2 equal rounds.
     """
     num_rounds = count // run.degrees.pipeline
     if num_rounds == 0:
@@ -607,7 +608,7 @@ def check_float8(run: Run) -> Problems:
 
 
 def _check_float8_layers(run: Run) -> Problems:
-    """Check that tensor parallelism divides FP8 layers into sizes that FP8 matmuls support."""
+    """Check that FP8 matmuls support the size of each tensor-parallel shard of an FP8 layer."""
     layer_sizes = _list_float8_sizes(run)
     # `check_tensor_sizes` reports sizes that the tensor-parallel degree does not divide.
     shard_sizes = [size // run.degrees.tensor for size in layer_sizes]
@@ -797,11 +798,11 @@ def check_effects(run: Run) -> Problems:
 
 
 def check_switches(run: Run) -> Problems:
-    """Report keys that have no effect because the job does not set the key that enables them.
+    """Report keys that have no effect because the key that enables their feature is not set.
 
-    For example, `float8.recipe_name` needs `float8.enable`. Keys of a job that explicitly sets
-    `float8.enable = false` are not reported. Only runs that train need this rule, because the
-    planner tries FP8 and compilation even if the job does not enable them.
+    For example, `float8.recipe_name` has no effect without `float8.enable`. It is not reported if
+    the job explicitly disables the feature with `float8.enable = false`. This rule applies only to
+    training, because the planner also tries disabled features, such as FP8 and compilation.
     """
     for key, switch in SWITCHES.items():
         section_name, name = key.split(".")
@@ -918,10 +919,10 @@ def check_dataset(run: Run) -> Problems:
 
 
 def check_validation(run: Run) -> Problems:
-    """Check that the validation data exists.
+    """Check that validation data, if used, is defined in exactly one way, and that it exists.
 
-    It can be held out from the training data or read from separate data sources, but not both. So
-    with `validation.holdout`, report all keys for separate sources that differ from their defaults.
+    The data is either held out from the training data (`validation.holdout`) or read from separate
+    sources. If `validation.holdout` is set, report all non-default keys for separate sources.
     """
     validation = run.job.validation
     is_source_set = "source" in validation.model_fields_set  # even if to the default value
@@ -949,11 +950,11 @@ def _check_holdout(validation: Validation) -> Problems:
 
 
 def _check_sources(section: str, dataset: Dataset | Validation) -> Problems:
-    """Check the data sources in [dataset] or [validation], and that their files exist.
+    """Check the keys and the files of all data sources in [dataset] or [validation].
 
     Args:
         section: "dataset" or "validation".
-        dataset: The section. Without a list of sources, the section describes a single source.
+        dataset: Content of the section: either a list of sources, or the keys of a single source.
     """
     if not dataset.sources:
         yield from _check_source(section, dataset)
@@ -996,7 +997,7 @@ def _check_source(table: str, source: TextSource) -> Problems:
 
 
 def _check_source_files(table: str, source: TextSource) -> Problems:
-    """Check that the files of a data source exist, and that it has a path if it needs one.
+    """Check that a data source has a path, if its kind requires one, and that its files exist.
 
     Args:
         table: Table of the source in the job, such as "dataset.sources.0".
@@ -1076,9 +1077,9 @@ def _check_writable(run: Run) -> Problems:
 
 
 def check_urls(run: Run) -> Problems:
-    """Check that the URLs of the mirror and of the initial weights can be accessed.
+    """Check access to the URLs of the checkpoint mirror and, for a new run, the initial weights.
 
-    Only rank 0 checks them, so that a job connects to the storage only once.
+    Only rank 0 does this, so that the storage is not accessed once per rank.
     """
     checkpoint = run.job.checkpoint
     if not checkpoint.enable or os.environ.get("RANK", "0") != "0":
@@ -1145,10 +1146,10 @@ def check_checkpoints(run: Run) -> Problems:
 
 
 def _check_load_step(run: Run, load_step: int, saved: list[Path]) -> Problems:
-    """Check that the checkpoint to load exists, unless the run has already resumed from it.
+    """Check that the checkpoint selected by `checkpoint.load_step` exists, if it is still needed.
 
-    For example, if the run has loaded step 100 and later saved step 200, it now resumes from step
-    200 and no longer needs the checkpoint of step 100.
+    It is no longer needed if the run has resumed from it and saved a later step. For example, a run
+    that loaded step 100 and then saved step 200 resumes from step 200.
 
     Args:
         run: The run.

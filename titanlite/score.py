@@ -237,7 +237,10 @@ def _make_training_section(
 
 
 def _default_dtype(saved_job: JobConfig) -> str:
-    """Return the default dtype: float32 on a CPU, the compute dtype of training on a GPU."""
+    """Return the default dtype of an evaluation.
+
+    On a CPU, this is float32. On a GPU, it is the compute dtype of the training job.
+    """
     if not torch.cuda.is_available():
         return "float32"
     trained_run = Run(saved_job).resolve_compute_dtype(on_gpu=True)

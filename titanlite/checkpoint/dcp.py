@@ -605,9 +605,10 @@ def _parse_tensors(records: Mapping[str, _Record]) -> dict[str, STORAGE_TYPES]:
 
 
 def _is_tensor_record(value: object) -> bool:
-    """Return whether an unpickled value is the placeholder for a `TensorStorageMetadata`.
+    """Return whether an entry of an unpickled index describes a tensor, not another object.
 
-    The class of a placeholder has the same name as the class of the original object.
+    The unpickler replaces each object with a `_Record`. Its class has the name of the original
+    class.
     """
     return type(value).__name__ == TensorStorageMetadata.__name__
 

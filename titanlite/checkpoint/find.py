@@ -234,9 +234,9 @@ def verify(folder: str | Path) -> dict[str, Any]:
 
 
 def _list_set_aside_in(folder: Path) -> list[Path]:
-    """List the damaged checkpoints in a folder and its subfolders that a run has renamed.
+    """List damaged checkpoints, which a run has renamed, in a folder and its direct subfolders.
 
-    In an output folder, they are in subfolders such as "checkpoint" and "final".
+    In the output folder of a run, checkpoints are in subfolders such as "checkpoint" and "final".
     """
     return list_set_aside(folder, *folder.glob("*"))
 
@@ -370,7 +370,7 @@ def _read_saved_job(step_folder: Path, info: dict[str, Any]) -> JobConfig:
 
 
 def _reject_unreadable_options(step_folder: Path, mistakes: Sequence[Mistake]) -> None:
-    """Raise a CheckpointError if a saved job has mistakes other than removed options."""
+    """Raise a CheckpointError if a saved job is invalid. Ignore removed options and values."""
     unreadable = [mistake.name for mistake in mistakes if not _was_removed(mistake)]
     if unreadable:
         keys = "; ".join(unreadable)
@@ -378,9 +378,9 @@ def _reject_unreadable_options(step_folder: Path, mistakes: Sequence[Mistake]) -
 
 
 def _was_removed(mistake: Mistake) -> bool:
-    """Return whether a mistake in a saved job is an option or value that titanlite has removed.
+    """Return whether a validation error of a saved job is due to a removed option or value.
 
-    Removed options and values do not change the model, so they can be ignored.
+    Such an error can be ignored, because removed options and values do not change the model.
     """
     if mistake.name.startswith("model."):
         # No value of a [model] option was ever removed, so an unknown value is from a newer version
@@ -428,7 +428,10 @@ def read_compute_dtype(run: Run) -> ComputeDtype | None:
 
 
 def _read_newest_manifest_of(run: Run) -> Manifest:
-    """Return the manifest of the newest checkpoint of a run, which may be only on the mirror."""
+    """Return the manifest of the newest checkpoint of a run.
+
+    If there is no local one, read it from the URL `checkpoint.mirror`, if set.
+    """
     mirror = run.job.checkpoint.mirror
     if mirror is not None and not is_saved(run):
         return _read_newest_manifest_at(mirror)
@@ -520,9 +523,10 @@ def get_saved_section(info: dict[str, Any], section: str) -> dict[str, Any]:
 
 
 def get_data_state(info: dict[str, Any]) -> dict[str, Any]:
-    """Return the data position in a checkpoint, as saved by `save_position`, or {} if it has none.
+    """Return the saved position in the training data, or {} if the checkpoint has none.
 
-    For imported weights, the only key is "tokenizer", which is None if no tokenizer was imported.
+    `save_position` defines the format. For imported weights, the only key is "tokenizer": the
+    fingerprint of the tokenizer, or None if no tokenizer was imported.
 
     Args:
         info: Entry "info" of the manifest.
@@ -550,7 +554,7 @@ def has_resumed_from(checkpoints: Sequence[Path], load_step: int) -> bool:
 
 
 def is_saved(run: Run) -> bool:
-    """Return whether a restart would resume: the run uses checkpoints and has at least one."""
+    """Return whether a run uses checkpoints and has a local one, from which it would resume."""
     return run.job.checkpoint.enable and bool(list_checkpoints(run.checkpoint_folder))
 
 

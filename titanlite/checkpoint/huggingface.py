@@ -659,7 +659,9 @@ def _write_weights(writer: CheckpointWriter, source: Weights) -> None:
 
 
 def describing_job(source: Weights, plugins: Sequence[str] = ()) -> JobConfig:
-    """Create a job configuration that describes the model of imported weights, to store with them.
+    """Create the job configuration that is stored with imported weights.
+
+    It describes the model, so that other commands can build it from the checkpoint.
 
     Args:
         source: The weights and their architecture.

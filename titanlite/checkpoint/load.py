@@ -153,15 +153,15 @@ class Resumer:
     def _load_newest_valid(
         self, checkpoints: list[Path], action: str
     ) -> tuple[dict[str, Any] | None, dict[Path, str]]:
-        """Load the newest valid checkpoint. Log this event and each damaged checkpoint.
+        """Load the newest valid checkpoint in place, and log each damaged one that is skipped.
 
         Args:
             checkpoints: Step folders, sorted by step.
-            action: Start of the log line, such as "Resumed".
+            action: Start of the log line for a successful load, such as "Resumed".
 
         Returns:
             The training state in the loaded checkpoint (None if there is no valid checkpoint), and
-            a description of each damaged checkpoint that was tried.
+            a description of each damaged checkpoint, by step folder.
         """
         damages = {}
         for path in reversed(checkpoints):
@@ -243,14 +243,16 @@ class Resumer:
         return load_newest_of(step_folders, load, self._log)
 
     def check_job(self, path: PurePath, manifest: Manifest) -> None:
-        """Check that the job of the run can resume from a checkpoint, and log what has changed.
+        """Compare the job of this run with the job in a checkpoint, and log the differences.
+
+        If the run or the checkpoint has no job, do nothing.
 
         Args:
             path: Path or URL of the checkpoint, for messages.
             manifest: Manifest of the checkpoint, which contains the job that saved it.
 
         Raises:
-            UserError: If the run cannot resume from the checkpoint because of the changes.
+            UserError: If the run cannot resume from the checkpoint because of the differences.
         """
         info = manifest["info"]
         job = self.context.job
@@ -272,11 +274,14 @@ class Resumer:
         report_changes(path, changes, self._log)  # raises the UserError
 
     def _compare_with_saved_job(self, job: dict[str, Any], info: dict[str, Any]) -> list[Change]:
-        """Describe each difference from the job in a checkpoint and its effect on resuming.
+        """Compare the job of this run with the job in a checkpoint.
 
         Args:
             job: Job of the run.
             info: Entry "info" of the manifest, which contains the saved job.
+
+        Returns:
+            A description of each difference and its effect, for example "affects training".
         """
         # Compare architectures instead of the [model] sections, because different keys can describe
         # the same model.
@@ -361,10 +366,10 @@ class Resumer:
         _set_random_state(tensors)
 
     def _select_tensors(self, parts: set[str], reader: SafeReader) -> dict[str, Tensor]:
-        """Return the tensors in memory to fill from a checkpoint, by name.
+        """Return the tensors of this rank to overwrite with values from a checkpoint, by name.
 
-        Omit tensors that the checkpoint lacks: tensors of hooks that were added since it was saved,
-        and the random states of GPUs if it was saved on CPUs.
+        Omit hook tensors and random states of GPUs that the checkpoint lacks, because hooks were
+        added since it was saved, or because it was saved on CPUs.
 
         Args:
             parts: Parts to load besides the weights: any of "hooks", "optimizer" and "rng".
@@ -379,15 +384,15 @@ class Resumer:
         return tensors
 
     def _find_parts_to_load(self, reader: SafeReader, info: dict[str, Any]) -> set[str]:
-        """Return the parts of a checkpoint, besides the weights, that this run could load.
+        """Find the parts of a checkpoint, besides the weights, that this run is able to load.
 
         Args:
             reader: Reader of the checkpoint.
             info: Entry "info" of its manifest.
 
         Returns:
-            Always "hooks". Depending on the checkpoint and the run, also "optimizer" and "rng" (the
-            states of the random number generators).
+            Always "hooks". Also "optimizer", if the checkpoint has optimizer state and the run has
+            an optimizer, and "rng" (random states), if it was saved by the same number of ranks.
         """
         parts = {"hooks"}
         is_optimizer_saved = any(name.startswith("optimizer.") for name in reader.index)
@@ -399,7 +404,9 @@ class Resumer:
         return parts
 
     def _resize_hook_tensors(self, reader: SafeReader, train_state: dict[str, Any]) -> None:
-        """Resize hook tensors to their sizes in a checkpoint, so that they can be loaded.
+        """Resize hook tensors, such as the loss history of a guard, to their sizes in a checkpoint.
+
+        Call this before loading, which requires equal sizes.
 
         Args:
             reader: Reader of the checkpoint.
@@ -413,11 +420,11 @@ class Resumer:
         self._live.prepare_hooks(sizes, train_state.get("hooks", {}))
 
     def _reset_hook_tensors(self) -> None:
-        """Reset hook tensors to their values at the start of the process.
+        """Reset the tensors of hooks, such as averaged weights, to their values at process start.
 
-        After a rollback, tensors that the checkpoint lacks must not keep values from later steps.
-        Tensors that had no value or a different shape at that time are filled with NaN, or with 0
-        if they contain integers.
+        Call this before loading. After a rollback, tensors that the checkpoint lacks must not keep
+        values from later steps. If a tensor had no value or a different shape at process start,
+        fill it with NaN, or with 0 if it contains integers.
         """
         for name, tensor in self._live.hook_tensors().items():
             shard = local_shard(tensor.detach())
@@ -428,10 +435,10 @@ class Resumer:
                 _fill_with_nan(shard)
 
     def _log_parts_to_reset(self, path: Path, parts_to_reset: set[str]) -> None:
-        """Log which parts of the state are reset because of `checkpoint.exclude_from_loading`.
+        """Log which parts of a checkpoint are not loaded because of `exclude_from_loading`.
 
-        Also log the other parts in this option. They are loaded, because an earlier start of the
-        run has already reset them.
+        Also log which parts are loaded although this option contains them. This happens if an
+        earlier start of the run has reset them before it saved the checkpoint.
 
         Args:
             path: The step folder.
@@ -446,14 +453,14 @@ class Resumer:
             self._log(f"{path.name} was saved after {names} had started fresh, so they are loaded")
 
     def _find_data_changes(self, info: dict[str, Any]) -> DataChanges | None:
-        """Compare the data of the run with the data position in a checkpoint.
+        """Compare the training data of the run with the data that a checkpoint was trained on.
 
         Args:
             info: Entry "info" of the manifest.
 
         Returns:
-            The differences, or None if the checkpoint has no data position or the run does not
-            resume from it.
+            The differences. None if the data is not compared, for example because the checkpoint
+            has no data position, or because the run does not resume from this position.
         """
         data_state = get_data_state(info)
         if self._compare_data is None or not data_state:
@@ -463,10 +470,10 @@ class Resumer:
         return self._compare_data(data_state)
 
     def _find_parts_to_reset(self, info: dict[str, Any]) -> set[str]:
-        """Return the parts of the state, such as "optimizer", to reset rather than load.
+        """Return the parts of the training state, such as "optimizer", to reset rather than load.
 
-        These are the parts in `checkpoint.exclude_from_loading`. Omit parts that this option
-        already contained when the checkpoint was saved, because they have been reset before.
+        These are the parts in `checkpoint.exclude_from_loading`, except those that the option also
+        contained when the checkpoint was saved: the run has already reset them.
 
         Args:
             info: Entry "info" of the manifest.
@@ -623,11 +630,12 @@ def _check_shapes(
 
 
 def _suggest_fix(differences: list[str]) -> str:
-    """Return the sentence of an error message that says how to make the job fit a checkpoint.
+    """Return advice for the user on how to make a job fit a checkpoint.
 
     Args:
-        differences: Descriptions of the differences, such as "optimizer.norm.weight.exp_avg:
-            missing". The first part of each name is "model", "optimizer" or "hooks".
+        differences: Descriptions of the tensors that do not match, such as
+            "optimizer.norm.weight.exp_avg: missing". The first part of each name is "model",
+            "optimizer" or "hooks".
     """
     parts = sorted({difference.partition(".")[0] for difference in differences})
     if "model" in parts:
@@ -651,11 +659,11 @@ def _list_expected_shapes(
 def _list_saved_shapes(
     reader: SafeReader, expected_names: Container[str], prefixes_to_load: tuple[str, ...]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the saved tensors to compare with the expected ones, by name.
+    """Return the shapes of the saved tensors that must match the tensors of the run, by name.
 
-    These are all tensors with expected names, and unexpected ones with the given prefixes, because
-    the run would lose them. Omit other unexpected tensors, such as optimizer moments if the run
-    resets the optimizer.
+    Include each saved tensor that is in `expected_names`. Also include unexpected tensors whose
+    names start with one of `prefixes_to_load`, because resuming without them would lose state.
+    Ignore all others, such as optimizer state if the run resets the optimizer.
     """
     shapes = {}
     for name, description in reader.index.items():
@@ -665,10 +673,11 @@ def _list_saved_shapes(
 
 
 def _list_prefixes_to_load(parts: set[str], model: nn.Module) -> tuple[str, ...]:
-    """Return the name prefixes of the saved tensors that this rank must load completely.
+    """Return name prefixes of saved tensors that need a counterpart in the run.
 
-    These are "model." and, if `parts` contains "optimizer", the prefix of the optimizer state of
-    each trainable weight on this rank, such as "optimizer.layers.0.attention.wq.weight.".
+    A saved tensor with one of these prefixes must not be skipped, because its state would be lost.
+    The prefixes are "model." and, if `parts` contains "optimizer", one for each trainable weight
+    on this rank, such as "optimizer.layers.0.attention.wq.weight.".
     """
     prefixes = ["model."]
     if "optimizer" in parts:
@@ -733,9 +742,10 @@ def _set_random_state(tensors: dict[str, Tensor]) -> None:
 
 
 def _copy_hook_tensors(live: LiveState) -> dict[str, Tensor]:
-    """Return copies of this rank's shards of the hook tensors, by name, to restore them later.
+    """Return copies of this rank's shards of the hook tensors, such as averaged weights, by name.
 
-    Omit tensors that contain only NaN, because they have no value yet.
+    `_reset_hook_tensors` restores these values. Omit tensors that contain only NaN, because they
+    have no value yet.
     """
     copies = {}
     for name, tensor in live.hook_tensors().items():

@@ -181,10 +181,12 @@ def open_file(path: Path) -> Iterator[io.BufferedReader[Any]]:
 
 
 def _open_without_following(path: str, flags: int) -> int:
-    """Open a file and return its descriptor. Do not follow a link or wait for a writer of a pipe.
+    """Open a file without following a symbolic link, and return the file descriptor.
+
+    If the file is a named pipe, do not wait until a process writes to it.
 
     Raises:
-        OSError: If the file is a link or cannot be opened.
+        OSError: If the file is a symbolic link or cannot be opened.
     """
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
@@ -759,11 +761,12 @@ class CheckpointContext:
     def _remove_leftovers(self, path_hash: str) -> None:
         """Remove the leftovers of interrupted saves, exports and removals of this run.
 
-        This includes temporary folders of final weights and exports, which are in the output
-        folder.
+        Besides the checkpoint folder, clean up the output folder and its subfolder `final`, because
+        exports and final weights are written there.
 
         Args:
-            path_hash: Hash of the checkpoint folder path, which these temporary names contain.
+            path_hash: Hash of the checkpoint folder path. It is part of the name of each temporary
+                file and folder of this run.
         """
         output_folder = self.folder.parent
         for folder in (self.folder, output_folder / "final", output_folder):

@@ -136,13 +136,14 @@ class Mirror:
         self._run_on_rank0(self._restore)
 
     def begin(self, step: int) -> None:
-        """Archive later checkpoints of this run on the mirror, then start copying.
+        """Start copying checkpoints to the mirror, after archiving obsolete ones on it.
 
-        The steps of later checkpoints will be trained again. Call this on all ranks, once the run
-        has loaded its checkpoint.
+        Checkpoints of this run after `step` are obsolete, because the run will train these steps
+        again. Readers ignore archived checkpoints. Call this on all ranks, once the run has loaded
+        its checkpoint.
 
         Args:
-            step: Step of the loaded checkpoint, or 0.
+            step: Step of the loaded checkpoint, or 0 if none was loaded.
         """
 
         def archive_and_start_copying() -> None:
@@ -216,9 +217,9 @@ class Mirror:
     # Files on the mirror and in the local folder
 
     def _update_listing(self) -> None:
-        """Update `_files` and `_manifests`, which describe the files on the mirror.
+        """List the files on the mirror and read the manifests of its checkpoints.
 
-        Omit checkpoints with a damaged manifest from `_manifests`.
+        Store the files in `_files` and the manifests in `_manifests`, except damaged ones.
         """
         self._files = list_files(self._storage, self._root)
         # Add the weights in `final` last. If losses are equal, `_find_best` prefers the first name.
@@ -489,10 +490,13 @@ class Mirror:
             self.num_failed += 1
 
     def _send_with_retries(self, path: Path) -> UserError | None:
-        """Copy a local checkpoint to the mirror, and try again if the storage cannot be accessed.
+        """Copy a local checkpoint to the mirror, and retry if the storage cannot be accessed.
 
-        Stop trying when the run ends. Return the error of the last attempt, or None if it succeeded
-        or its failure does not matter (see `_try_to_send`).
+        Stop retrying when the run ends.
+
+        Returns:
+            The error of the last attempt. None if it succeeded, or if its failure does not matter,
+            for example because the run has removed the checkpoint (see `_try_to_send`).
         """
         for pause in _RETRY_PAUSES:
             error = self._try_to_send(path)

@@ -226,14 +226,14 @@ class Saver:
             self.wait_until_saved()
 
     def _write_in_background(self, writer: CheckpointWriter, tensors: Tensors) -> Future[bool]:
-        """Copy the tensors and let the background thread write them.
+        """Copy the tensors to CPU memory and start writing them in the background thread.
 
-        If the tensors cannot be copied or the thread cannot start, for example because memory is
-        low, write them while training waits. With pinned memory, copying continues after this call.
-        If it fails then, the save fails.
+        If copying or starting the thread fails, for example because memory is low, write the
+        original tensors while training waits. With pinned memory, copying continues after this
+        call returns. If it fails after that, the save fails.
 
         Returns:
-            A future with a boolean: whether the checkpoint is complete.
+            A future that resolves to whether the checkpoint is complete.
         """
         try:
             copies = self._copy(tensors)
@@ -247,13 +247,13 @@ class Saver:
     def _write_while_training_waits(
         self, writer: CheckpointWriter, tensors: Tensors
     ) -> Future[bool]:
-        """Write the tensors without copying them, because training cannot change them meanwhile.
+        """Write the tensors before returning. No copy is needed, because training waits meanwhile.
 
-        Other ranks can write the same checkpoint in the background, because both ways call the same
-        collectives.
+        Other ranks may write their part of this checkpoint in a background thread at the same time,
+        because all ranks call the same collectives either way.
 
         Returns:
-            A completed future with a boolean: whether the checkpoint is complete.
+            A completed future with True if the checkpoint is complete, or False if the save failed.
         """
         return _completed(self._write_and_publish(writer, _completed(tensors)))
 
@@ -400,14 +400,14 @@ class Saver:
             self._num_failed += 1
 
     def has_saved(self, step: int) -> bool:
-        """Return whether the state after a step is on disk because it was loaded or saved.
+        """Return whether this process has loaded the state after a step from disk, or saved it.
 
-        If the last save of this step or its export failed, return False.
+        If the last attempt to save or export the state after this step failed, return False.
         """
         return self._success_by_step.get(step, step == self.loaded_step)
 
     def stats(self) -> dict[str, int]:
-        """Return the number of failed saves and of saves that had to wait for the previous one."""
+        """Return how many saves or exports failed, and how many saves waited for a previous one."""
         return {"failed_saves": self._num_failed, "save_waits": self._num_waits}
 
     def wait_for_copies(self) -> None:
@@ -455,7 +455,9 @@ def _completed(result: T) -> Future[T]:
 
 
 def _wait_for_tensors(tensors_to_write: Future[Tensors]) -> Tensors:
-    """Return the tensors by name. During an async save, first wait until they are copied.
+    """Wait until the tensors can be written, and return them by name.
+
+    An async save writes copies of the tensors, which may not be complete yet.
 
     Raises:
         CheckpointError: If copying failed for any reason, even an interrupt.

@@ -138,10 +138,10 @@ class SavedFolders:
             )
 
     def _select_outdated(self, checkpoints: list[Path]) -> list[Path]:
-        """Select the checkpoints that can be removed because no option keeps them.
+        """Return the checkpoints that can be removed, because no option of the job keeps them.
 
-        Exclude the one that is being copied to the mirror and, even if this job does not set
-        keep_best, the target of the link `best`.
+        Never return the checkpoint that is being copied to the mirror, or the target of the link
+        `best`, which an earlier job with `keep_best` may have created.
 
         Args:
             checkpoints: Step folders of this run, sorted by step.
@@ -184,14 +184,16 @@ class SavedFolders:
     # Outputs of the last save
 
     def keep_or_archive(self, path: Path, can_keep: bool) -> bool:
-        """Keep or archive an existing final output, before a new one is written.
+        """Decide whether to keep an existing final output. If not, rename it to "*.archived".
+
+        An output that another program wrote is not renamed.
 
         Args:
             path: A step folder in `final`, or the folder `final_hf`.
-            can_keep: Whether to keep an existing output instead of archiving it.
+            can_keep: Whether an existing output has the current weights, so that it can be kept.
 
         Returns:
-            Whether an existing output is kept, so that no new one must be written.
+            Whether an existing output is kept. If False, the caller writes a new one.
         """
         if not path.exists():
             return False
@@ -242,7 +244,10 @@ class SavedFolders:
         self._log(f"Exported step {step} to {out} in Hugging Face format ({dtype})")
 
     def _write_marker_and_tokenizer(self, step: int, folder: Path) -> dict[str, int | None]:
-        """Write the files of an export other than weights, and return the special token IDs."""
+        """Write the marker and tokenizer files of an export, and return the special token IDs.
+
+        The marker shows that a titanlite run wrote the folder.
+        """
         marker = {"run": self.run_id, "step": step}
         (folder / EXPORT_MARKER).write_text(json.dumps(marker) + "\n")
         return self._write_tokenizer(folder)

@@ -66,10 +66,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _has_only_damaged_checkpoints(run: Run) -> bool:
-    """Return whether a run without valid checkpoints cannot start because it has damaged ones.
+    """Return whether damaged checkpoints prevent a run from starting from scratch.
 
-    If checkpoints are disabled, or the run could download a valid one from its mirror, return
-    False.
+    Call this if the run has no other checkpoints. If checkpoints are disabled, or if the run could
+    download a valid one from its mirror, return False.
     """
     checkpoint = run.job.checkpoint
     needs_checkpoint = checkpoint.enable and checkpoint.mirror is None
@@ -104,7 +104,10 @@ def _read_saved_job(run: Run) -> JobConfig:
 
 
 def _list_values(run: Run) -> dict[str, Any]:
-    """Return the values of a job by section. "model" contains all fields of the architecture."""
+    """Return the sections of a job in the form that `compare_jobs` expects.
+
+    The section "model" contains all fields of the architecture.
+    """
     return run.job.model_dump(mode="json") | {"model": asdict(run.arch)}
 
 
@@ -154,9 +157,9 @@ def plot_schedule(run: Run, width: int) -> str:
 
 
 def _draw_step_axis(num_steps: int, num_columns: int) -> str:
-    """Draw the axis below the charts: step 1 at the first column, the last step at the last column.
+    """Return the axis below the charts, which labels the first and the last step.
 
-    With few columns, the last step is further to the right, so that the two labels do not touch.
+    With few columns, the right label extends beyond the charts, so that the labels do not touch.
     """
     margin = "step  ".rjust(_MARGIN)
     last_step_width = max(_MIN_LABEL_WIDTH, num_columns - 1)
@@ -200,9 +203,10 @@ def _plot_curve(name: str, values: Sequence[float], label_format: str, *, height
 
 
 def _draw_row(row: int, bar_heights: Sequence[float]) -> str:
-    """Draw one row of a bar chart as text. A character can be filled in steps of 1/8.
+    """Draw one row of a bar chart as text, with one character per bar.
 
-    For example, a bar of height 2.5 fills rows 0 and 1 completely, and row 2 by 4/8.
+    Block characters such as "▄" fill a row in eighths. For example, a bar of height 2.5 fills rows
+    0 and 1 completely, and row 2 by 4/8.
 
     Args:
         row: Index of the row, where 0 is the lowest.

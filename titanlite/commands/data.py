@@ -116,11 +116,11 @@ def show_step(run: Run, step: int, index: int | None) -> str:
 
 
 def _read_global_batch(data: PackedDataset, step: int) -> list[PackedSequence]:
-    """Read the sequences of the global batch for step `step`, counted from 1.
+    """Read all sequences of the global batch that one training step uses.
 
     Args:
-        data: Data at the beginning of the run. This function advances its mixture to the step.
-        step: Number of the step.
+        data: Training data, positioned at the beginning of the run. It is advanced to the step.
+        step: Number of the step, counted from 1.
 
     Raises:
         UserError: If the data ends before this step, or cannot be read.
@@ -135,7 +135,7 @@ def _read_global_batch(data: PackedDataset, step: int) -> list[PackedSequence]:
 
 
 def _format_sequence(sequence: PackedSequence, source: Source, tokenizer: Tokenizer) -> list[str]:
-    """Format the document segments of a training sequence, with their location, tokens and text."""
+    """Format the location, token range and text of each document segment in a packed sequence."""
     lines = []
     start = 0
     for part, document, offset, length in sequence.segments.tolist():

@@ -103,11 +103,11 @@ def _write_pieces(pieces: Iterable[str]) -> int:
     """Print each piece of a completion as soon as it is generated.
 
     Args:
-        pieces: Text of each generated token, followed by a final piece with any remaining text,
-            which does not count as a token.
+        pieces: Text of each generated token, then one last piece with the rest of the text, such as
+            an incomplete character.
 
     Returns:
-        Number of generated tokens.
+        Number of generated tokens. The last piece is not counted.
     """
     num_pieces = 0
     for piece in pieces:

@@ -98,14 +98,17 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _load_run(options: PlanOptions, words: Sequence[str]) -> Run:
-    """Load the run to plan. With --write, also check that a job file can be written for it.
+    """Load and validate the job to plan.
+
+    With --write, also check that the output file can be created, and that the job is long enough
+    for its warmup and decay.
 
     Args:
         options: Options of the command.
-        words: Command-line options of the job.
+        words: Command-line options that set keys of the job.
 
     Raises:
-        UserError: If the job is invalid, or no job file can be written for it.
+        UserError: If the job is invalid, or a check for --write fails.
     """
     if options.write is not None:
         _check_new_file(options.write)
@@ -143,9 +146,9 @@ def _check_new_file(path: Path) -> None:
 
 
 def _check_not_shortened(path: Path, run: Run) -> None:
-    """Check that a job for --write is long enough for its warmup and decay.
+    """Check that a job is long enough for its warmup and decay before --write saves it.
 
-    This check is needed because `load_run` accepts a job that the command line has shortened.
+    `load_run` skips this check if a command-line option such as --training.steps shortens the job.
 
     Raises:
         UserError: If the job ends before its warmup and decay are complete.
@@ -197,7 +200,10 @@ def _estimate_and_search(
     device: Gpu,
     before_search: Callable[[Forecast], None] | None = None,
 ) -> Forecast:
-    """Estimate the memory and time of a job, and search for changes that improve the job.
+    """Estimate the memory and step time of a job, and search for improvements.
+
+    If the job does not fit into memory, search for changes that make it fit. Otherwise, search for
+    its largest batch size, unless the options select another goal.
 
     Args:
         options: Options of the command.
@@ -309,7 +315,9 @@ def _add_training_time(forecast: Forecast, tokens: int | None) -> Forecast:
 
 
 def _choose_device(options: PlanOptions, world_size: int) -> Gpu:
-    """Return the GPU that --gpu and --memory describe, or the share of a CPU that each rank gets.
+    """Return the hardware of one rank, which the options --gpu and --memory select.
+
+    This is a GPU, or an equal share of the CPU.
 
     Raises:
         UserError: If --gpu is invalid, or --tokens is set for a CPU.

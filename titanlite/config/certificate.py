@@ -39,12 +39,13 @@ KEYS_LEFT_OUT = {
 
 
 class Row(FileModel):
-    """Summary of all comparisons of one kind: one line of the `titanlite prove` result table.
+    """One row of the result table of `titanlite prove`, which summarizes comparisons of one kind.
+
+    The worst comparison is the one with the largest error relative to its tolerance.
 
     Attributes:
-        check: Kind of comparison.
-        error: Error of the worst comparison: the one whose error is largest relative to its
-            tolerance.
+        check: Kind of comparison, such as "gradient".
+        error: Error of the worst comparison.
         tolerance: Tolerance of the worst comparison. 0 if it is bitwise.
         worst: Step and parameter or rank of the worst comparison.
         count: Number of comparisons.
@@ -96,13 +97,14 @@ class Certificate(FileModel):
 
     @property
     def is_valid(self) -> bool:
-        """Whether the proof as a whole and each kind of comparison in it passed."""
+        """Whether all comparisons passed, according to both `proven` and the individual rows."""
         return self.proven and all(row.passed for row in self.rows)
 
     def covers(self, degrees: Degrees) -> bool:
-        """Return whether the proof is also valid for a run with the given parallelism degrees.
+        """Return whether the certificate applies to a run with the given parallelism degrees.
 
-        The proof must have used each kind of parallelism that the run uses. Its degrees may differ.
+        The proof must have used every kind of parallelism that the run uses. The degrees may
+        differ: for example, a proof with 2 tensor-parallel ranks covers a run with 8.
 
         Args:
             degrees: Parallelism degrees of the run.
@@ -166,10 +168,10 @@ def _hash_module(name: str) -> str:
 
 
 def find_certificate(run: Run) -> tuple[Path, Certificate] | None:
-    """Find the newest certificate that fits a run, in the output folder of the run.
+    """Find the newest certificate (a result of `titanlite prove`) that applies to a run.
 
-    A certificate fits if it has the hash of the job and covers the layout of the run. Its proof may
-    have failed; see `Certificate.is_valid`.
+    Search the output folder of the run. A certificate applies if it has the hash of the job and
+    covers the parallel layout. The proof may still have failed; see `Certificate.is_valid`.
 
     Returns:
         The path of the file and the certificate, or None if there is no such certificate.

@@ -93,9 +93,9 @@ class StoppedBySignal(UserError):
 
 
 class StoppedUnsaved(UserError):
-    """Raised when a signal has stopped a run that does not save checkpoints.
+    """Raised when a signal stops a run that does not save checkpoints, so its progress is lost.
 
-    The exit code is 128 + the signal number, as for a process that the signal has killed.
+    The exit code is 128 + the signal number, the shell convention for a process killed by a signal.
 
     Args:
         message: Message for the user.

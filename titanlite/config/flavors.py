@@ -88,7 +88,7 @@ class Architecture:
 
     @property
     def switches(self) -> dict[str, Any]:
-        """Return the fields in `SWITCHES` whose values differ from Llama, by name."""
+        """Fields that distinguish the model from Llama, such as {"qkv_bias": True}, by name."""
         differences = {}
         for name in SWITCHES:
             value = getattr(self, name)
@@ -138,10 +138,10 @@ class Architecture:
         return q, q
 
     def _get_query_factor(self, name: str) -> float:
-        """Return the factor by which muP scales a parameter to keep attention scores small.
+        """Return the muP factor that compensates for wider heads, which increase attention scores.
 
-        If heads are k times as wide as in the base model, the factor is 1 / sqrt(k) for the
-        parameter that determines the scale of the queries, and 1 for all other parameters.
+        If heads are k times as wide as in the base model, the factor is 1 / sqrt(k) for the query
+        projection or, if queries are normalized, for the query norm. It is 1 for other parameters.
         """
         # A query norm undoes any scale of the query projection, so scale this norm instead.
         query_name = "attention.wq." if self.qk_norm == "none" else "attention.q_norm."
@@ -176,7 +176,7 @@ class Architecture:
         return total / self.n_layers
 
     def _get_window(self, layer: int, seq_len: int) -> int:
-        """Return how many tokens of a sequence a token in block number `layer` can attend to."""
+        """Return the attention window of block `layer` in tokens, at most the sequence length."""
         if self.sliding_window == 0 or self.is_full_attention(layer):
             return seq_len
         return min(seq_len, self.sliding_window)
@@ -298,14 +298,14 @@ FITTED_TO_TOKENIZER = ("debugmodel", "150m")
 
 
 def find_flavor(name: str) -> str:
-    """Return the model flavor for a name such as "8b", "Llama-3.1-8B" or "Qwen/Qwen3-8B-Base".
+    """Return the flavor (built-in architecture) for a name, such as "8b" for "Llama-3.1-8B".
 
     Names of models on the Hugging Face Hub may omit the owner, and may have a suffix such as
     "-Instruct". Case is ignored.
 
     Raises:
-        ValueError: If the name is unknown. The message is the rest of a sentence that starts with
-            the key, and suggests the most similar flavor.
+        ValueError: If the name is unknown. The message, such as "is not the name of a flavor. Did
+            you mean 8b?", is meant to follow the key that contains the name.
     """
     flavor_of_name = _list_names()  # with and without owners
     name_without_suffix = re.sub(r"-(instruct|base|hf)$", "", name.lower())

@@ -30,10 +30,10 @@ _EFFECTS_IN_OLD_PLUGINS: dict[str, Effect] = {
 
 
 class Change(NamedTuple):
-    """A difference between two jobs.
+    """A difference between the job in a checkpoint and the job that resumes from it.
 
     Attributes:
-        effect: Effect of the difference on a run that resumes.
+        effect: Effect on the run that resumes. If it is "incompatible", the run cannot resume.
         description: One line, such as "training.seed: 1 -> 2".
     """
 
@@ -148,11 +148,11 @@ def compare_jobs(
 
 
 def _classify_data_changes(data: DataChanges, new_values: dict[str, Any]) -> list[Change]:
-    """Return each difference in the data, and whether it prevents a run from resuming.
+    """Convert data differences to `Change` objects, with their effect on a run that resumes.
 
     Args:
-        data: Differences of the data, from `Loader.compare`.
-        new_values: Values of the job that resumes, by full name.
+        data: Descriptions of the differences, from `Loader.compare`.
+        new_values: Values of the job that resumes, by full key, such as "dataset.on_change".
     """
     position_changes, content_changes = data
     content_effect = _get_content_effect(new_values)
@@ -162,12 +162,12 @@ def _classify_data_changes(data: DataChanges, new_values: dict[str, Any]) -> lis
 
 
 def report_changes(path: PurePath, changes: Sequence[Change], log: Callable[[str], None]) -> None:
-    """Log the differences between a checkpoint and the job that resumes from it.
+    """Log how a job differs from the checkpoint to resume from, and reject incompatible changes.
 
     Args:
         path: Path or URL of the checkpoint, for messages.
         changes: Effect and description of each difference, from `compare_jobs`.
-        log: Called with one line of text for each difference that is not incompatible.
+        log: Function that is called with one line of text for each difference that is allowed.
 
     Raises:
         UserError: If there are incompatible differences. The message lists them.
@@ -221,7 +221,9 @@ def flatten(table: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _is_ignored(name: str, new_values: dict[str, Any], data: DataChanges | None) -> bool:
-    """Return whether to ignore a changed key, for example because its new value is "auto".
+    """Return whether to leave a changed key out of the comparison of two jobs.
+
+    For example, a key is left out if `data` already describes the change.
 
     Args:
         name: Full name of the key, such as "model.dim".
@@ -296,10 +298,10 @@ def _get_optimizer_effect(new_values: dict[str, Any]) -> Effect:
 
 
 def _get_local_batch_effect(old_values: dict[str, Any]) -> Effect:
-    """Return the effect of a changed local batch size on a run that resumes.
+    """Return the effect of a changed `training.local_batch_size` on a run that resumes.
 
-    It changes the global batch size, and thus affects training, unless
-    `training.global_batch_size` is set.
+    Training is affected only if `training.global_batch_size` is not set, because the global batch
+    size then depends on the local batch size.
     """
     # Old checkpoints do not have this key. Its default, -1, means that it is not set.
     global_batch_size = old_values.get("training.global_batch_size", -1)
@@ -313,12 +315,12 @@ def _get_content_effect(new_values: dict[str, Any]) -> Effect:
 
 
 def _get_effect_of_key(name: str) -> Effect:
-    """Return the effect of a changed key on a run that resumes, regardless of its values.
+    """Return the effect of a changed key on a run that resumes, based only on the key's name.
 
-    The lists of keys in this module take precedence over the effects of sections.
+    If the key is in none of the lists in this module, it has the effect of its section.
 
     Args:
-        name: Full name of the key. "dataset.sources.0.path" has the effect of "dataset.path".
+        name: Full name of the key. "dataset.sources.0.path" is treated like "dataset.path".
     """
     section, *_, key = name.split(".")
     if section == "model" and key in _SHAPE_KEYS:

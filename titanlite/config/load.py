@@ -378,7 +378,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
 
 
 def _describe_stray_word(word: str) -> Mistake:
-    """Create a `Mistake` for a word in front of all options, which may be a job file."""
+    """Create the error for a word before the first option, such as a job file without a flag."""
     problem = f"is not an option. To pass a job file, write --{CONFIG_FILE} {word}."
     return Mistake(key="", name=word, value="", problem=problem)
 
@@ -406,10 +406,10 @@ def _split_options(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, list
 
 
 def _find_key(name: str, keys: Collection[str]) -> tuple[str, bool]:
-    """Return the key that an option sets, and whether the option negates it. The key may not exist.
+    """Return the key that an option sets, and whether the option negates it with "no_".
 
     For example, "training.steps" gives ("training.steps", False). Both "no_compile.enable" and
-    "compile.no_enable" give ("compile.enable", True).
+    "compile.no_enable" give ("compile.enable", True). The returned key may not exist.
 
     Args:
         name: Name of the option, without "--" and with "_" instead of "-".
@@ -433,8 +433,8 @@ def _get_annotation(key: str, flag: str, keys: Mapping[str, FieldInfo]) -> Any:
         keys: Pydantic field of each key of a job, by its full name.
 
     Raises:
-        ValueError: If there is no such key. The message is the rest of a sentence that starts with
-            the flag.
+        ValueError: If there is no such key. The message, such as "is unknown. Did you mean
+            training.steps?", is meant to follow the flag.
     """
     if key in keys:
         return keys[key].annotation

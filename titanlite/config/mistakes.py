@@ -190,7 +190,9 @@ def _suggest_value(error_type: str, value: object, location: list[str]) -> str:
 
 
 def _get_displayed_name(root: type[BaseModel], location: list[str]) -> str:
-    """Return the name under which messages show a value, "training.steps" or, in options, "--step".
+    """Return the name of a value for error messages, such as "training.steps" or "--step".
+
+    A command option has the name that its help shows, and any other value has its full name.
 
     Args:
         root: Model of a job, the options of a command, or the content of a file.
@@ -212,9 +214,10 @@ def describe_unknown_name(root: type[BaseModel], name: str) -> Mistake:
 
 
 def _get_key(location: list[str]) -> str:
-    """Return "section.key" for a value, such as "dataset.sources" for dataset.sources.0.path.
+    """Return the key of a job that contains a value: the first two names of its location.
 
-    If the location has only one name, return it.
+    For example, ["dataset", "sources", "0", "path"] gives "dataset.sources". If the location has
+    only one name, such as ["modle"], return this name.
     """
     return ".".join(location[:2])
 
@@ -349,10 +352,10 @@ def _suggest_names(location: list[str], tables: _Tables) -> list[str]:
 
 
 def _find_in_other_tables(location: list[str], tables: _Tables) -> list[str]:
-    """Return the full names of all keys with the same name as an unknown key.
+    """Find keys in other tables that have the same name as an unknown key.
 
-    For example, ["model", "seq_len"] gives ["training.seq_len"]. If the unknown key is in a table,
-    return at most three names, most similar first, because the table may only be misspelled.
+    For example, ["model", "seq_len"] gives ["training.seq_len"]. If the location names a table, the
+    table may be misspelled, so return at most three full names, the most similar ones first.
     """
     *parents, name = location
     matches = [
@@ -438,7 +441,7 @@ def _find_synonyms(word: str, table_names: Collection[str]) -> list[str]:
 
 
 def find_types(annotation: Any) -> set[type]:
-    """Return the types in an annotation, such as {int, NoneType} for `tuple[int, ...] | None`."""
+    """Return the innermost types of an annotation: {int, NoneType} for `tuple[int, ...] | None`."""
     if typing.get_origin(annotation) is Literal:
         return {type(value) for value in typing.get_args(annotation)}
     if parts := typing.get_args(annotation):

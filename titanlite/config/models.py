@@ -56,9 +56,10 @@ class Section(FileModel):
 
     @classmethod
     def without_dropped_defaults(cls, values: dict[Any, Any]) -> dict[Any, Any]:
-        """Return `values` without the keys in `dropped` whose value is their former default.
+        """Return a copy of `values` without obsolete keys that still have their former default.
 
-        A dropped key with another value is kept, so that validation reports it.
+        `dropped` lists the obsolete keys. If one has another value, it is kept, so that validation
+        reports it.
         """
         kept = dict(values)
         for key, (former_default, _) in cls.dropped.items():

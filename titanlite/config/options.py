@@ -191,9 +191,9 @@ def _extract_message(box: str) -> str:
 
 
 def _list_message_lines(box: str) -> list[str]:
-    """Return the lines of a tyro box from below its title to above the reference to the help.
+    """Return the message lines of a tyro error box, without its title and reference to the help.
 
-    Without UTF-8, tyro draws no sides, but adds a line of hyphens below the title. Skip this line.
+    Without UTF-8, tyro draws no frame, but adds a line of hyphens below the title. Skip this line.
     """
     lines: list[str] = []
     for framed_line in box.splitlines()[1:]:
@@ -223,9 +223,10 @@ def _name_number_type(options: type[Options], message: str) -> str:
 
 
 def _hide_empty_defaults(options: type[AnyOptions]) -> type[AnyOptions]:
-    """Return a copy of a class whose help shows "(optional)" instead of an empty default.
+    """Return a copy of an options class whose help shows "(optional)" instead of empty defaults.
 
-    tyro appends "(default: None)" even to a docstring that ends with "Default: all sequences."
+    Otherwise, tyro appends "(default: None)" even if the help text explains the default, as in
+    "Default: all sequences."
     """
     optional = tyro.conf.arg(help_behavior_hint="(optional)")
     fields: dict[str, Any] = {

@@ -302,7 +302,7 @@ def _get_package(module: str) -> str:
 
 
 def find_plugin_module(name: str) -> str:
-    """Return the name of a plugin module, given this name or the name of its entry point."""
+    """Return the module name of a plugin, given its module name or its entry point name."""
     return _list_plugin_modules().get(name, name)
 
 

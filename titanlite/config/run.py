@@ -121,7 +121,7 @@ class Run:
         return [range(first, end) for first, end in pairwise(boundaries)]
 
     def _choose_cuts(self) -> tuple[int, ...]:
-        """Choose the first block of each pipeline stage after stage 0, to balance the stages."""
+        """Choose the first blocks of pipeline stages 1, 2, ... such that stages are balanced."""
         num_stages = self.degrees.pipeline * self.stages_per_rank
         times = forward_flops(self.arch, self.job.training.seq_len)
         memory = tuple(stage_memory(self, num_stages))
@@ -134,9 +134,10 @@ class Run:
 
     @property
     def pipeline_cuts(self) -> list[int]:
-        """First block of pipeline stages 1, 2, ..., or [] if the job does not set split points.
+        """Index of the first block of each pipeline stage after stage 0, as set by the job.
 
-        For example, the split points ["layers.3", "layers.6"] give [3, 6].
+        For example, the split points ["layers.3", "layers.6"] give [3, 6]. The list is empty if the
+        job does not set split points.
         """
         points = self.job.parallelism.pipeline_parallel_split_points
         return [int(point.removeprefix("layers.")) for point in points]
@@ -163,14 +164,19 @@ class Run:
 
     @property
     def sequence_counts(self) -> list[tuple[int, int]]:
-        """First step (counted from 0) and number of training sequences of each data stage."""
+        """Pairs (first step, number of training sequences), one for each data stage of the run.
+
+        Steps are counted from 0. For example, with 8 sequences per step up to step 99 and 16 in the
+        last 50 steps, the pairs are [(0, 800), (100, 800)].
+        """
         return self.count_sequences(self.job.training.steps)
 
     def count_sequences(self, steps: int) -> list[tuple[int, int]]:
-        """Count the training sequences in each data stage, if the run ends after `steps` steps.
+        """Count the training sequences of each data stage in the first `steps` steps of the run.
 
         Returns:
-            First step (counted from 0) and number of sequences of each stage.
+            For each stage that begins before step `steps` (counted from 0), a pair of its first
+            step and its number of sequences.
         """
         starts = {0, *(stage.start_step for stage in self.job.dataset.stages)}
         starts_in_run = sorted(start for start in starts if start < steps)
@@ -203,11 +209,11 @@ class Run:
 
     @cached_property
     def fsdp_reduce(self) -> Literal["step", "microbatch"]:
-        """When gradients are reduced: once per optimizer step, or after each microbatch.
+        """When FSDP reduces gradients: once per optimizer "step", or after each "microbatch".
 
-        Reducing once per step saves communication, but each rank keeps unsharded gradients until
-        the last microbatch. "auto" selects "microbatch" if these gradients are large, and if
-        reducing them more often saves memory without additional rounding errors.
+        Reducing once per step saves communication, but each rank stores unsharded gradients until
+        the last microbatch. If the job sets "auto", the value is "microbatch" only if these
+        gradients are large, and if that saves memory without additional rounding errors.
         """
         setting = self.job.parallelism.fsdp_reduce
         if setting != "auto":
@@ -285,7 +291,7 @@ class Run:
 
     @property
     def masks_attention(self) -> bool:
-        """Whether any block needs more than a causal mask, for documents or a sliding window."""
+        """Whether attention needs more than a causal mask, for documents or a sliding window."""
         has_window = 0 < self.arch.sliding_window < self.job.training.seq_len
         return self.job.dataset.document_mask or has_window
 
@@ -331,7 +337,7 @@ def with_keys(run: Run, settings: Mapping[str, Any]) -> Run:
 
 
 def sequence_divisor(degree: Degrees) -> int:
-    """Return the number that must divide the sequence length in a parallel layout.
+    """Return the number by which the sequence length must be divisible in a parallel layout.
 
     Context parallelism splits each sequence into two chunks per rank, to balance the work under a
     causal mask. Tensor parallelism then splits the tokens of each rank again.
@@ -344,18 +350,18 @@ def sequence_divisor(degree: Degrees) -> int:
 
 
 def stage_memory(run: Run, num_stages: int) -> list[PieceCosts]:
-    """Estimate the memory of the embedding, a block and the output in each pipeline stage.
+    """Estimate how much memory each part of a model would take in each pipeline stage.
 
-    Only the memory of a block depends on the stage, because early stages can keep the activations
-    of more microbatches than late stages.
+    The parts are the embedding, a transformer block and the output layer. Only a block can take
+    more memory in early stages, which keep the activations of more microbatches in some schedules.
 
     Args:
         run: The run.
         num_stages: Total number of pipeline stages.
 
     Returns:
-        Bytes per rank of the three parts, for each stage. `PieceCosts.get_stage_cost` adds up the
-        parts that a stage contains.
+        Bytes per rank of each part, for each stage. `PieceCosts.get_stage_cost` adds up the parts
+        that a stage contains.
     """
     bytes_per_parameter = _bytes_per_parameter(run)
     block_weight_bytes = run.arch.block_matrices * bytes_per_parameter
@@ -498,11 +504,11 @@ def _get_flavor_values(name: str) -> dict[str, Any]:
 
 
 def model_tables(arch: Architecture) -> dict[str, dict[str, Any]]:
-    """Return the sections that a job needs to train a model of the given architecture.
+    """Convert a model architecture to the job sections that define it.
 
     Returns:
-        Keys and values of each section, by section name: "model" and, for a plugin architecture
-        with additional keys, the name of the plugin section.
+        Keys and values of each section, by section name. The sections are "model" and, if a plugin
+        architecture has additional fields, the section of the plugin.
     """
     model_keys = {field.name for field in fields(Architecture)}
     values = asdict(arch)

@@ -133,13 +133,25 @@ def _check_block(name: str) -> str:
 
 
 def _check_tokens(value: object, check_number: ValidatorFunctionWrapHandler) -> object:
-    """Check a number of tokens, such as 10**10 or "10B", and return it as written."""
+    """Validate a number of tokens, such as 10**10 or "10B", and return `value` unchanged.
+
+    Args:
+        value: An integer or a string. A string is parsed only for validation.
+        check_number: Pydantic validator of the integer.
+    """
     check_number(parse_tokens(value) if isinstance(value, str) else value)
     return value
 
 
 def _allow_tokens(value: object, check_steps: ValidatorFunctionWrapHandler) -> object:
-    """Check a number of steps, or a number of tokens with a unit, which is returned as written."""
+    """Validate a number of steps, or a number of tokens with a unit, such as "500M".
+
+    Returns:
+        The validated number of steps, or the number of tokens as an unchanged string.
+
+    Raises:
+        ValueError: If a string is not a number of tokens with a unit.
+    """
     if not isinstance(value, str):
         return check_steps(value)
     try:
@@ -192,11 +204,13 @@ Component = Literal["model", "loss", "optimizer", "clip"]
 
 
 def _drop_unused_keys(**defaults: object) -> dict[str, tuple[object, str]]:
-    """Return the value of `Section.dropped` for keys that earlier versions accepted but never used.
+    """Return entries of `Section.dropped` for keys that were removed because nothing used them.
+
+    Jobs that an earlier version saved contain these keys with their defaults, and remain valid. Any
+    other value is reported as an error.
 
     Args:
-        defaults: Former default of each key. A job that still has this value remains valid, and
-            any other value is reported.
+        defaults: Former default of each removed key, by its name.
     """
     message = "is no longer a key, because nothing read it. Remove it."
     return {key: (default, message) for key, default in defaults.items()}
@@ -479,10 +493,10 @@ class DataSource(ValidationSource):
 
 
 class DataStage(Section):
-    """Changes to data, batch size or learning rate from a given step on, for example to anneal.
+    """Change of source weights, batch size or learning rate at a given step of the run.
 
-    Omitted keys keep their values from the previous stage. `titanlite check --plot` draws all
-    stages.
+    For example, the last stage can anneal on better data. Omitted keys keep their values from the
+    previous stage. `titanlite check --plot` draws all stages.
     """
 
     start_step: NonNegativeInt
@@ -1007,7 +1021,8 @@ class Guards(Section):
 class EmaOptions(Section):
     """Exponential moving average of the weights.
 
-    Checkpoints contain it, and `titanlite eval`, `generate` and `export` use it with --ema.
+    Checkpoints contain the average. With --ema, `titanlite eval`, `generate` and `export` use it
+    instead of the trained weights.
     """
 
     decay: BelowOne = 0.0
@@ -1055,12 +1070,14 @@ class RootConfig(Section):
 
     @classmethod
     def _validate_plugin_sections(cls, values: Any) -> tuple[Any, list[Any]]:
-        """Validate the sections of plugins, which pydantic does not validate.
+        """Validate the sections of plugins, before pydantic validates all other values.
 
-        Only a job can have such sections, so command options return the values unchanged.
+        This default does nothing, because only a job can have such sections. `JobConfig` overrides
+        it.
 
         Returns:
-            Values to validate with pydantic, and errors in the format of `ValidationError.errors`.
+            The values to pass to pydantic, and a list of errors in the format of
+            `ValidationError.errors`.
         """
         return values, []
 
@@ -1134,9 +1151,12 @@ class JobConfig(RootConfig):
     def _validate_plugin_sections(cls, values: Any) -> tuple[Any, list[Any]]:
         """Validate the sections of plugins, and report sections that do not exist.
 
+        Missing sections of plugins get their defaults. Pydantic validates the built-in sections
+        afterward.
+
         Returns:
-            All sections, to validate the built-in ones with pydantic, and errors in the format of
-            `ValidationError.errors`. Missing sections of plugins get their defaults.
+            The sections to pass to pydantic, without invalid sections of plugins, and a list of
+            errors in the format of `ValidationError.errors`.
         """
         if not isinstance(values, dict | cls):
             return values, []  # pydantic reports the wrong type
@@ -1152,10 +1172,16 @@ class JobConfig(RootConfig):
 
     @classmethod
     def read(cls, tables: dict[str, Any]) -> tuple[Self, Sequence[Mistake]]:
-        """Validate the sections of a job, and replace invalid values by their defaults.
+        """Create a job from its sections, with defaults in place of invalid values.
 
-        Return the job and the mistakes, so that the caller can report them together with mistakes
-        that it finds later. Use `model_validate` to raise an error instead.
+        Call this to report the mistakes later, together with other mistakes. `model_validate`
+        raises an error instead.
+
+        Args:
+            tables: Table of keys and values of each section.
+
+        Returns:
+            The job, and the mistakes in `tables`.
         """
         try:
             return cls.model_validate(tables), ()
@@ -1174,9 +1200,14 @@ class JobConfig(RootConfig):
 
 
 def _validate_sections(tables: dict[str, Any]) -> tuple[dict[str, Section], list[Any]]:
-    """Validate the tables of plugins, and return the valid sections and the errors in the others.
+    """Validate the sections that plugins have added to a job.
 
-    The location of an error starts with the name of its section, as in ("my_section", "lr").
+    Args:
+        tables: Table of keys and values of each section.
+
+    Returns:
+        The valid sections, by name, and a list of pydantic errors in the others. Each error has a
+        location that starts with the name of its section, such as ("my_section", "lr").
     """
     sections: dict[str, Section] = {}
     errors: list[Any] = []

@@ -64,9 +64,10 @@ def forward_flops(arch: Architecture, seq_len: int) -> PieceCosts:
 
 
 def _convert_embedding_time(arch: Architecture, seq_len: int) -> float:
-    """Express the time of the embedding as an equivalent number of forward FLOPs per token.
+    """Return the forward FLOPs per token of a matmul that would take as long as the embedding.
 
-    Only its backward pass counts, which writes a dense fp32 gradient once per sequence.
+    The lookup in the forward pass is ignored. The backward pass takes the time to write a dense
+    fp32 gradient, once per sequence.
     """
     gradient_bytes = 4 * arch.vocab_size * arch.dim
     flops_during_write = gradient_bytes * FLOPS_PER_BYTE
@@ -91,12 +92,14 @@ def activation_values(arch: Architecture, tensor_degree: int) -> float:
 
 
 class _SplitCost(NamedTuple):
-    """Cost of a split of a model into pipeline stages. Smaller is better.
+    """Cost of dividing a model into pipeline stages. Smaller is better.
+
+    Costs are compared as tuples: first by `slowest_time`, then by `sum_of_squares`.
 
     Attributes:
         slowest_time: Time of the slowest stage, which determines the speed of the pipeline.
-        sum_of_squares: Sum of the squared times of all stages. If two splits are equally fast, the
-            smaller sum belongs to the split with the more even times.
+        sum_of_squares: Sum of the squared times of all stages. It breaks ties: it is smaller if the
+            times are more even.
     """
 
     slowest_time: float

@@ -268,10 +268,10 @@ def _get_cache_folder() -> Path:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a cache folder during the `with` block, which may write to the folder.
+    """Lock a cache folder during the `with` block, so that only one process writes to it.
 
     Raises:
-        UserError: If the block fails because the disk or the disk quota of the cache is full.
+        UserError: If the block fails because the disk or the disk quota is full.
     """
     try:
         with (folder / ".lock").open("w") as lock:

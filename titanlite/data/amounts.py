@@ -181,9 +181,13 @@ def inspect_data(run: Run, tokenizer: Tokenizer) -> list[SourceSize]:
 
 
 def _inspect_sources(run: Run, documents: DocumentTokenizer) -> list[SourceSize]:
-    """Inspect the sources in the section `documents.section` of the job, and return their sizes.
+    """Check the training or validation sources of a run, and return their estimated sizes.
 
-    If opening a source would take more than a second, guess its size instead.
+    If opening a source would take more than a second, only guess its size.
+
+    Args:
+        run: The run to check.
+        documents: Tokenizes the documents. Its `section` selects the sources to check.
     """
     sizes = []
     for spec in source_specs(getattr(run.job, documents.section)):
@@ -234,10 +238,11 @@ def describe_sources(run: Run, sizes: Sequence[SourceSize]) -> str:
 
 
 def _describe_estimate(size: SourceSize) -> str:
-    """Return the estimated tokens and bytes per token of a source, to append to its description.
+    """Describe the estimated size of a source, to append to `size.description`.
 
-    The description of a source that was tokenized in advance contains its exact number of tokens.
-    Such a source has no estimate, so return "".
+    For example, ", about 90 tokens, 3.21 bytes per token". Return "" if the bytes per token are
+    unknown, for example if the source was tokenized in advance. If such a source has been opened,
+    its description already contains the exact number of tokens.
     """
     if not size.bytes_per_token:
         return ""

@@ -29,9 +29,9 @@ class RankBatch(NamedTuple):
 def make_microbatch(sequences: list[PackedSequence], job: JobConfig) -> Microbatch:
     """Convert packed sequences to input and label tensors in CPU memory.
 
-    Labels are IGNORE_INDEX for padding and for tokens that do not count in the loss. With
-    `dataset.document_mask`, attention stays within each document, so the microbatch also describes
-    the documents, and the first token of each document is not predicted.
+    The label of each token is the next token, or IGNORE_INDEX if the next token is padding or does
+    not count in the loss. With `dataset.document_mask`, the microbatch also contains the document
+    of each token and its position there, and the first token of a document is never a label.
 
     Args:
         sequences: B sequences of T + 1 tokens.
@@ -135,7 +135,10 @@ def copy_to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
 
 
 class Window(NamedTuple):
-    """A sequence of tokens for evaluation. Only its last `num_scored` tokens are scored."""
+    """A sequence of tokens for evaluation, of which the last `num_scored` are scored.
+
+    The tokens before them are only context.
+    """
 
     tokens: np.ndarray
     """(n,) integers, n >= 2."""
@@ -144,11 +147,15 @@ class Window(NamedTuple):
 
 
 def padded_length(run: Run, longest: int) -> int:
-    """Return the length to which evaluation pads sequences of at most `longest` tokens.
+    """Return the length in tokens to which evaluation pads its sequences.
 
-    Round up to a multiple of 64 to get few different shapes. Context and tensor parallelism can
-    require a larger multiple. The length is at most training.seq_len. Pipelines, compiled models
-    and FP8 support only one shape, so they always use training.seq_len.
+    This is `longest`, rounded up to a multiple of 64 to get few different tensor shapes, but at
+    most training.seq_len. Context and tensor parallelism can require a larger multiple. Pipelines,
+    compiled models and FP8 support only one shape, so they always use training.seq_len.
+
+    Args:
+        run: The run whose model is evaluated.
+        longest: Length of the longest sequence in tokens.
     """
     seq_len = run.job.training.seq_len
     has_one_shape = run.job.compile.enable or run.job.float8.enable

@@ -98,9 +98,12 @@ class DocumentTokenizer:
     def _encode_masked(self, text: MaskedText) -> np.ndarray:
         """Tokenize a text in which only some ranges of characters count in the loss.
 
-        Tokens outside of these ranges are marked (each id t becomes ~t), so that the loss ignores
-        them. Each range is tokenized separately, so that no token crosses its bounds. BOS is marked
-        if the first token of the text is, and EOS if the last one is.
+        To exclude a token from the loss, its id t is replaced by ~t. The text is cut at the bounds
+        of the ranges before tokenization, so that no token crosses them. BOS counts if the first
+        token of the text counts, and EOS if the last one does.
+
+        Returns:
+            Token ids, shape (n,), int32, with BOS and EOS.
         """
         parts = []
         last_end = 0

@@ -442,10 +442,15 @@ def _request_page(url: str, query: str) -> tuple[list[TreeEntry], str]:
 
 
 def _choose_suffix(kind: str, names: Sequence[str]) -> str:
-    """Return the preferred suffix of the files `names`, such as ".parquet" before ".jsonl".
+    """Choose which files of a repository to download, by their suffix.
 
-    `_SUFFIXES[kind]` lists the suffixes in order of preference. Return "" if no file has any of
-    them.
+    Args:
+        kind: "tokenizer", "data" or "model", which determines the supported suffixes.
+        names: Paths of the files to choose from.
+
+    Returns:
+        The preferred suffix that any file has, for example ".parquet" rather than ".jsonl". Empty
+        if no file has a supported suffix.
     """
     for suffix in _SUFFIXES[kind]:
         if any(name.endswith(suffix) for name in names):
@@ -454,11 +459,13 @@ def _choose_suffix(kind: str, names: Sequence[str]) -> str:
 
 
 def _explain_no_match(kind: str, pattern: str, names: Iterable[str]) -> str:
-    """Return the end of an error message: no file in a repository can be downloaded.
+    """Return an error message, to append to the name of a repository without suitable files.
+
+    For example, "has no file that matches * and ends with .safetensors. It has README.md."
 
     Args:
         kind: "tokenizer", "data" or "model", which determines the supported suffixes.
-        pattern: Pattern that the paths had to match.
+        pattern: Glob pattern that the paths had to match.
         names: Paths of all files in the repository.
     """
     suffixes = ", ".join(_SUFFIXES[kind])
@@ -489,11 +496,14 @@ def _list_folder(folder: Path) -> dict[str, TreeEntry]:
 
 
 def _find_preset(kind: str, name: str) -> Mapping[str, Any]:
-    """Return the entry of hub.toml called `name`, or {"repo": "OWNER/NAME"} for other repositories.
+    """Find the Hub repository of a tokenizer, dataset or model.
 
     Args:
         kind: "tokenizer", "data" or "model".
-        name: Name in hub.toml, OWNER/NAME of a repository, or the URL of its page.
+        name: Well-known name in hub.toml, OWNER/NAME of a repository, or the URL of its page.
+
+    Returns:
+        The entry of `name` in hub.toml, or {"repo": "OWNER/NAME"} if it has none.
 
     Raises:
         UserError: If `name` has none of these forms. The message lists the known names, if any.

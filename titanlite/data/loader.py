@@ -171,7 +171,10 @@ class Loader:
         return batch
 
     def _take_sequences(self) -> list[PackedSequence]:
-        """Return this rank's next sequences, or raise the error that occurred when reading them."""
+        """Take this rank's sequences of the next global batch from the batches read in advance.
+
+        If there are none, read the batch now. If reading fails or has failed, raise the error.
+        """
         error = self.prefetch(1)  # does nothing if a batch is in memory
         if error is not None:
             raise error
@@ -312,11 +315,11 @@ class Loader:
         return compare_position(state, self._data)
 
     def _synchronize(self) -> list[_RankReport]:
-        """Exchange the progress of all ranks, and log the records that they have skipped.
+        """Exchange progress with the other data-parallel ranks. The first one logs skipped records.
 
-        A rank may read only some of the streams of a source. This function updates
-        `self._data.positions`, so that every rank has the positions of all streams. Only the first
-        rank logs.
+        All ranks of the data-parallel group must call this together. A source is divided into
+        streams of documents, of which each rank may read only some. Afterward, every rank has the
+        positions of all streams in `self._data.positions`.
 
         Returns:
             The report of each data-parallel rank.

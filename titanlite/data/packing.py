@@ -1,9 +1,9 @@
 """Packing: documents become sequences of equal length.
 
-A packer is a generator over one stream of documents. (A stream is a fixed subset of a source's
-documents; see `titanlite.data.stream`.) It yields each sequence together with the data position at
-which the next sequence begins. A new packer that starts from this position yields exactly the
-following sequences, which makes runs resumable.
+A packer is a generator over one stream of documents. (A source is divided into streams; see
+`titanlite.data.stream`.) It yields each sequence together with the data position at which the next
+sequence begins. A new packer that starts from this position yields exactly the following sequences,
+which makes runs resumable.
 """
 
 from __future__ import annotations

@@ -46,15 +46,15 @@ def save_position(data: PackedDataset) -> dict[str, Any]:
 
 
 def compare_position(saved: dict[str, Any], data: PackedDataset) -> DataChanges:
-    """List the differences between the data of a saved position and the data of a run.
+    """Compare a saved data position with the data of a run, to check whether it can resume.
 
     Args:
         saved: A value that `save_position` returned.
         data: Data of the run.
 
     Returns:
-        Two lists of messages: differences that prevent resuming, such as a different seq_len, and
-        sources with changed contents.
+        Two lists of messages: differences that always prevent resuming, such as a different
+        seq_len, and sources with changed contents, which dataset.on_change can allow.
 
     Raises:
         CheckpointError: If `saved` has a version that this function cannot read.
@@ -143,10 +143,10 @@ def _check_resumable(saved: dict[str, Any], data: PackedDataset, on_change: str)
 def _restore_source(
     saved: dict[str, Any], source: Source, num_sequences: int
 ) -> list[StreamPosition]:
-    """Return the position of each stream of a source.
+    """Return the position at which each stream of a source continues when a run resumes.
 
-    A source with changed contents continues at the beginning of the documents or parts that were
-    being read.
+    The documents are divided into streams. If the contents of the source have changed, each stream
+    continues at the beginning of the document or part (such as a file) that it was reading.
 
     Args:
         saved: Entry of the source in the saved position.

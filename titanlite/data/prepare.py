@@ -205,9 +205,9 @@ def _read_shards(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> li
 def _check_header(
     path: Path, manifest: dict[str, Any], header: dict[str, Any], tokenizer: Tokenizer
 ) -> None:
-    """Check that shards were made from the same source with the same tokenizer and settings.
+    """Check that existing shards were made with the source, tokenizer and settings of this job.
 
-    The tokenizer can have a fingerprint from an older version of titanlite.
+    For the tokenizer, also accept the fingerprint that an older version of titanlite computed.
 
     Args:
         path: Path of the manifest, for the error message.

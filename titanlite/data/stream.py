@@ -69,10 +69,10 @@ class OutOfData(Exception):
 
 
 class ReaderShard(NamedTuple):
-    """Selects the sequences of each global batch that one reader reads.
+    """Identifies a data worker and its rank, to select the sequences that the worker reads.
 
-    The sequences are divided among the data-parallel ranks. Each rank divides its part among its
-    data workers.
+    The sequences of each global batch are divided among the data-parallel ranks. Each rank divides
+    its sequences among its data workers.
     """
 
     rank: int = 0
@@ -89,10 +89,10 @@ WHOLE_BATCH = ReaderShard()
 
 
 class _Unit(NamedTuple):
-    """An item in the shuffled order of a source: a document, or a part such as a file.
+    """A unit of shuffling: a document or, for a sequential source, a part such as a file.
 
-    Documents in compressed files, for example, cannot be read individually. Such a source is
-    sequential: its parts are shuffled, and each part is read from front to back.
+    A sequential source cannot read documents individually, for example because its files are
+    compressed. Its parts are shuffled, and each part is read from front to back.
     """
 
     index: int
@@ -127,7 +127,7 @@ class PackedDataset:
         seed: int,
         batch_size: int,
     ) -> None:
-        """Open the sources of a [dataset] or [validation] section, with all positions at the start.
+        """Open the sources of a [dataset] or [validation] section, to read from the beginning.
 
         Args:
             run: The run, which determines the sequence length.
@@ -169,11 +169,11 @@ def open_training_data(run: Run, tokenizer: Tokenizer) -> PackedDataset:
 
 
 def _choose_num_streams(source: Source, max_epochs: int, holdout: float) -> int:
-    """Return the number of streams into which the documents of a source are divided.
+    """Return the number of streams into which a source is divided for parallel reading.
 
-    The result is a power of two, at most `MAX_STREAMS` and at most the number of documents (or
-    parts, for a sequential source). It determines the data order, so it must not depend on the
-    number of ranks.
+    A source with `max_epochs` has one stream. Otherwise, the result is a power of two, at most
+    `MAX_STREAMS` and at most the number of documents (or parts, for a sequential source). It
+    determines the data order, so it must not depend on the number of ranks.
     """
     if max_epochs:
         return 1  # so that all ranks find the end of the source at the same step
@@ -286,14 +286,16 @@ class SequenceReader:
 
 @dataclass
 class _StreamReader:
-    """Reads the documents of one stream of a source, and packs them into sequences.
+    """Reads one stream of a source, and packs its documents into sequences.
+
+    With n streams, a stream is every n-th document (or part) in the shuffled order of the source.
 
     Attributes:
         data: The opened sources, and the positions from which to read.
         source_index: Index of the source.
         stream: Index of the stream among the streams of the source.
-        progress: Integers that are set to the part and the document being read, as described in
-            `SequenceReader`.
+        progress: Three integers: the source, part and document being read. The reader updates the
+            last two, so that another process can report where it hangs.
         skip_reasons: Reasons why records were skipped since the last sequence.
     """
 
@@ -317,7 +319,13 @@ class _StreamReader:
     def _make_sequence(
         self, segments: list[Segment], next_position: StreamPosition, skip_reasons: list[str]
     ) -> PackedSequence:
-        """Join segments to a training sequence, and pad it with EOS to seq_len + 1 tokens."""
+        """Join segments into a training sequence, and pad it with EOS to seq_len + 1 tokens.
+
+        Args:
+            segments: Tokens of the sequence, as pieces of documents.
+            next_position: Position at which the next sequence of the stream begins.
+            skip_reasons: Reasons why records were skipped before or within the sequence.
+        """
         eos_id = self.data.documents.tokenizer.eos_id
         padded = np.full(self.data.seq_len + 1, eos_id, dtype=np.int32)
         tokens = np.concatenate([segment.tokens for segment in segments])
@@ -346,9 +354,9 @@ class _StreamReader:
     def _list_units(self, first: int) -> Iterator[_Unit]:
         """Yield the documents or parts of the stream in shuffled order, from index `first` on.
 
-        The streams of a source take turns in its shuffled order, in which the epochs follow each
-        other. For example, stream 1 of 4 reads the positions 1, 5, 9, ..., and position 9 has the
-        index 2 in this stream.
+        Positions in the shuffled order of the source are counted over all epochs and assigned to
+        its streams in turn. For example, stream 1 of 4 reads positions 1, 5, 9, ..., so index 2 of
+        this stream is position 9.
         """
         num_units = self.data.sources[self.source_index].num_units
         num_streams = self.data.count_streams(self.source_index)
@@ -409,13 +417,14 @@ class _StreamReader:
             yield Document(position, next_position, part.index, index_in_part, tokens)
 
     def _encode(self, record: Record, unit: _Unit) -> np.ndarray:
-        """Return the tokens of a record. If it is skipped, return an empty array and store why.
+        """Tokenize a record. Return an empty array if it is skipped or not in the selected split.
 
-        Reasons are stored in the first epoch only, so that each record is reported once.
+        If an unreadable record is skipped, store the reason, but in the first epoch only, so that
+        each record is reported once.
 
         Args:
             record: The record.
-            unit: The document, or the part that contains it.
+            unit: The document itself, or the part that contains it.
         """
         tokens = self.data.documents.encode(record)
         if isinstance(record, BadRecord) and not unit.is_repeated:
@@ -429,9 +438,9 @@ class _StreamReader:
 
 
 def _look_up_order(num_units: int, seed: int, positions: range) -> Iterator[int]:
-    """Yield the indices of the units at `positions` in the shuffled order of a source.
+    """Yield the index of the document or part at each position in the shuffled order of a source.
 
-    These are the values of `epoch_order(num_units, seed, positions)`, computed lazily in blocks.
+    The result equals `epoch_order(num_units, seed, positions)`, but is computed lazily in blocks.
     """
     # A block has the positions of about one epoch: at most 256, and at least 8 because each numpy
     # call has a fixed cost.

@@ -448,9 +448,9 @@ def decode_vocabulary(ids: Mapping[str, int]) -> dict[bytes, int]:
 
 
 def encode_vocabulary(ids: Mapping[bytes, int]) -> dict[str, int]:
-    """Convert the ids of tokens to a byte-level vocabulary, in ascending order of the ids.
+    """Convert a mapping from token bytes to ids into a byte-level vocabulary, sorted by id.
 
-    This is the inverse of `decode_vocabulary`.
+    Each byte becomes a visible character. This function is the inverse of `decode_vocabulary`.
     """
     symbol_of_byte = {byte: symbol for symbol, byte in map_symbols_to_bytes().items()}
     vocabulary = {}
@@ -460,9 +460,9 @@ def encode_vocabulary(ids: Mapping[bytes, int]) -> dict[str, int]:
 
 
 def _divide(text: str) -> Iterator[str]:
-    """Divide a long text into pieces that usually give the same tokens as the whole text.
+    """Divide a text into pieces of at most `_PIECE_CHARS` characters, which are encoded separately.
 
-    Pieces have at most `_PIECE_CHARS` characters.
+    The pieces usually give the same tokens as the whole text.
     """
     start = 0
     while len(text) - start > _PIECE_CHARS:

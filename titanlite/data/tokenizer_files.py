@@ -156,11 +156,11 @@ def _read_texts(source: Source, max_bytes: int, skip_bad: bool) -> Iterator[str]
 
 
 def _get_text(record: Record, source: Source) -> str:
-    """Return the text of a record of `source`.
+    """Return the text of a record of `source`, or raise an error if it has no text.
 
     Raises:
         BadRecord: If the record cannot be read.
-        UserError: If the record contains tokens, which the source of a plugin can return.
+        UserError: If the record contains tokens. A source of a plugin can return such records.
     """
     if isinstance(record, BadRecord):
         raise BadRecord(f"{record}. {CONVERSION_REMEDY}")

@@ -121,9 +121,10 @@ class ValidationSet:
 
 
 def _read_once(section: Dataset) -> Dataset:
-    """Return a copy of a [dataset] or [validation] section with max_epochs = 1 for all sources.
+    """Return a copy of a [dataset] or [validation] section that reads each document at most once.
 
-    The batch sizes in [[dataset.stages]] are removed, because they apply to training only.
+    Set max_epochs to 1 for all sources, and remove the batch sizes in [[dataset.stages]], because
+    they apply to training only.
     """
     values = section.model_dump(include=set(Dataset.model_fields))
     for source in (values, *values["sources"]):

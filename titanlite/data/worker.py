@@ -99,7 +99,7 @@ class Worker:
         self._thread.start()
 
     def next_batch(self) -> list[PackedSequence]:
-        """Wait for the sequences of the next global batch that this worker reads, and return them.
+        """Wait for this worker's sequences of the next global batch, and return them.
 
         Raises:
             OutOfData: If a source with `max_epochs` ends within the batch.

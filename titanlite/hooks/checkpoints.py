@@ -62,9 +62,9 @@ def create_checkpoint_context(trainer: Trainer, job: JobConfig) -> CheckpointCon
 
 
 def create_resumer(trainer: Trainer, context: CheckpointContext) -> Resumer:
-    """Create the object that loads checkpoints into a trainer, without reading any of them yet.
+    """Create a `Resumer`, with which you can load checkpoints into a trainer.
 
-    It rejects checkpoints that do not fit the job, the tokenizer or the data of the run.
+    The resumer rejects checkpoints that do not match the job, the tokenizer or the data of the run.
     """
     return Resumer(
         context,

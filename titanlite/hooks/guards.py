@@ -178,8 +178,8 @@ class NonFiniteGuard(Hook):
         This waits for the GPU.
 
         Returns:
-            The problems by kind, "loss" or "gradient". A kind without a problem is omitted. So is
-            the gradient if `_find_non_finite_gradient` cannot determine the name of its parameter.
+            A dictionary with the key "loss" if the loss is not finite, and the key "gradient" if a
+            gradient is not finite and the name of its parameter is known.
         """
         rank = self._trainer.rank
         host = self._trainer.hosts[rank]
@@ -196,10 +196,10 @@ class NonFiniteGuard(Hook):
         return problems
 
     def _find_non_finite_gradient(self, gradient_squares: Tensor) -> str | None:
-        """Return the name of this rank's first parameter whose gradient is not finite.
+        """Return the name of the first parameter whose gradient on this rank is not finite.
 
-        Return None if all gradients are finite. Also return None if the name is unknown: a plugin
-        may freeze parameters in any step, so their number can differ from the number of gradients.
+        Return None if all gradients are finite. Also return None if a plugin has frozen parameters
+        since the step, because the gradients then cannot be matched with parameter names.
 
         Args:
             gradient_squares: Sum of squares of this rank's shard of each gradient, shape (number of
@@ -278,13 +278,13 @@ def _describe_skipped_step(
 
 
 def _list_causes(problems_of_ranks: Sequence[dict[str, NonFiniteValue]]) -> list[str]:
-    """Describe why a step was skipped: a non-finite loss, a non-finite gradient, or both.
+    """List the reasons why a step was skipped: a non-finite loss, a non-finite gradient, or both.
 
-    Each text describes the first affected rank and counts the others. Return [] if the loss and all
-    gradients are finite.
+    Each text names only the first affected rank, for example "the loss on rank 3 (node-0, sequences
+    3, 11) and 2 more ranks is nan". Return [] if the loss and all gradients are finite.
 
     Args:
-        problems_of_ranks: Non-finite values of each rank by kind, in rank order.
+        problems_of_ranks: For each rank, its non-finite values, by "loss" or "gradient".
     """
     causes = []
     for kind in ("loss", "gradient"):
@@ -356,10 +356,10 @@ class SpikeGuard(Hook):
         self._history.resize(self._config.spike_history, last_step=step)
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
-        """Store the loss and the gradient norm of a step on the GPU, to look for spikes later.
+        """Skip the step if it is a spike, or store its loss and gradient norm to check them later.
 
-        With guards.on_spike = "skip", compare them with the history now, on the GPU and without a
-        host sync. If the step is a spike, set `skip` to 1 in place.
+        With guards.on_spike = "skip", compare both values with the history on the GPU, without a
+        host sync, and set `skip` to 1 in place if one is a spike. Otherwise, only store them.
         """
         values = torch.stack([sums.loss, sums.grad_norm.double()])
         if not self._should_skip:

@@ -129,7 +129,7 @@ class HangReport(Hook):
         return pending is not None, rank, text
 
     def _describe_code(self) -> str:
-        """Describe where the main thread is: its innermost titanlite frame and its innermost frame.
+        """Describe the line that the main thread executes and the titanlite line that led to it.
 
         For example, "/a/titanlite/train/trainer.py:310 in step, inside of /b/linear.py:134 in
         forward".
@@ -147,12 +147,13 @@ def _describe_frame(frame: traceback.FrameSummary) -> str:
 
 
 def last_collectives() -> tuple[str, str | None]:
-    """Return the newest collectives of this rank from the torch flight recorder.
+    """Return the last collective that this rank started, and the last one that is not complete.
+
+    Both come from the torch flight recorder, which records recent collectives.
 
     Returns:
-        - The last collective that this rank started, for example "gloo:all_reduce number 12", or
-          "none".
-        - The last collective that this rank still waits in, or None.
+        - The last collective, for example "gloo:all_reduce number 12", or "none".
+        - The last collective that is not complete, in the same format, or None.
     """
     last = "none"
     pending = None

@@ -44,7 +44,7 @@ class Request(NamedTuple):
     """The run ends after this step. Set by the training loop only."""
 
     def __or__(self, other: Request) -> Request:
-        """Combine two requests into one for the actions of both.
+        """Return a request for all actions of this request and of `other`.
 
         If both have a reason to finish the run, use the reason from `self`.
         """
@@ -160,9 +160,9 @@ class Hook:
     def wants(self, step: int) -> Request:
         """Return the actions that this rank requests after `step`, for example a save.
 
-        On a CPU, this is called before `step` is trained. On a GPU, it is called one step earlier
-        to hide the communication with other ranks. After `step`, the trainer passes the combined
-        requests of all ranks to `check` and `act`.
+        The trainer combines the requests of all ranks and, after `step`, passes the result to
+        `check` and `act`. It calls this method before it trains `step`, or on a GPU one step
+        earlier, to hide the communication between ranks.
         """
         return Request()
 

@@ -108,10 +108,10 @@ class Profiler(Hook):
             self._profiler.start()
 
     def _create_profiler(self, step: int) -> profile:
-        """Create a torch profiler that records the last few of every `profile_freq` steps.
+        """Create a torch profiler that records the end of each cycle of `profile_freq` steps.
 
-        For example, with profile_freq = 100 and 3 warmup and 2 active steps, it waits for 95 steps,
-        warms up for 3, records the last 2, and calls `_finish_profile`.
+        For example, a cycle of 100 steps with 3 warmup and 2 active steps waits for 95 steps, warms
+        up for 3, records the last 2, and calls `_finish_profile`.
 
         Args:
             step: Number of steps completed so far.

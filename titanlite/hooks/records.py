@@ -77,10 +77,10 @@ def lock_folders(run: Run, log: Callable[[str], None], resources: ExitStack) -> 
 
 
 def _list_folders_to_lock(run: Run) -> list[Path]:
-    """Return the folders to pass to `lock_folder`, which creates the lock file beside the folder.
+    """Return the paths to pass to `lock_folder` to lock the output and checkpoint folders.
 
-    To lock the output folder, return the path "run" inside it, which need not exist. The lock file
-    is then inside the output folder. For example, the lock file of "out" is "out/.run.lock".
+    `lock_folder` creates a lock file beside each path. For the output folder "out", return
+    "out/run", which need not exist, so that the lock file, "out/.run.lock", is inside the folder.
     """
     folders = [run.dump_folder / "run"]
     if run.job.checkpoint.enable:
@@ -142,10 +142,10 @@ class Records(Hook):
     def _describe_start(
         self, step: int, previous: Mapping[str, Any], environment: Mapping[str, Any]
     ) -> Event:
-        """Return the log event of a start.
+        """Create the event that is logged when training starts or resumes.
 
-        If the run resumes, the text of the event lists changes to code, packages and hardware since
-        the previous start.
+        If the run resumes, the text of the event lists how code, packages and hardware have changed
+        since the previous start.
 
         Args:
             step: Step of the checkpoint that was loaded, or 0.
@@ -205,10 +205,10 @@ class Records(Hook):
         self._call_loggers(lambda metrics_logger: metrics_logger.close())
 
     def _call_loggers(self, call: Callable[[MetricsLogger], None]) -> None:
-        """Call a function with each metrics logger.
+        """Apply `call` to every metrics logger, and continue if one of them raises OSError.
 
-        If it raises OSError, count the failure and continue. Log a warning for the first failure of
-        each metrics logger.
+        Each failure is counted in the metric `failed_writes`. Only the first failure of a logger
+        also logs a warning.
         """
         for metrics_logger in self._metrics_loggers:
             try:
@@ -245,9 +245,10 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
 
 
 def _list_fingerprints(trainer: Trainer) -> dict[str, str]:
-    """Return the fingerprints of the tokenizer (key "tokenizer") and of each data source, by name.
+    """Return the fingerprints of the tokenizer and of all data sources of the run.
 
-    Concatenate the fingerprints of sources with the same name.
+    The keys are "tokenizer" and the names of the sources. If several sources have the same name,
+    concatenate their fingerprints.
     """
     fingerprints = {"tokenizer": trainer.tokenizer.fingerprint}
     for source in trainer.loader.sources:

@@ -34,7 +34,9 @@ LOGITS_CHUNK = 256
 
 
 class LogitsChunk(NamedTuple):
-    """Logits of n tokens in a microbatch that have a label, where n is at most `LOGITS_CHUNK`.
+    """Logits of at most `LOGITS_CHUNK` labeled tokens of one microbatch.
+
+    n is the number of tokens, and V is the size of the vocabulary.
 
     Attributes:
         microbatch: Index of the microbatch.
@@ -60,7 +62,10 @@ class Samples(Hook):
         self._config = trainer.job.samples
 
     def started(self, step: int) -> None:
-        """Record whether the loaded step still has to be sampled. Step 0 is never sampled."""
+        """Check whether samples.jsonl already has samples of the loaded step.
+
+        If not, `before_step` generates them if they are due. Step 0 is never sampled.
+        """
         is_recorded = self._trainer.has_recorded("samples.jsonl")
         self._sampled_step = step if step == 0 or is_recorded else -1
 
@@ -76,9 +81,10 @@ class Samples(Hook):
         self._sample_if_due(step)
 
     def _sample_if_due(self, step: int) -> None:
-        """Complete the prompts of the job every `samples.freq` steps, log them, and notify hooks.
+        """Complete the prompts in [samples] and log the texts, if this is due after `step`.
 
-        Do nothing if `step` has already been sampled.
+        This is due every `samples.freq` steps, unless `step` was already sampled. Also pass the
+        texts to all hooks.
         """
         is_due = step % self._config.freq == 0
         if not is_due or step == self._sampled_step:
@@ -155,7 +161,10 @@ class Samples(Hook):
         return all_logits.flatten(0, 1)[: len(sequences)].cpu()
 
     def _create_microbatches(self, sequences: Sequence[Sequence[int]]) -> list[Microbatch]:
-        """Create microbatches in which only the last token of each sequence has a label."""
+        """Create padded microbatches with a label only for the last token of each sequence.
+
+        The label requests the logits of this token.
+        """
         # Logits are computed only for tokens with a label. The value of the label does not matter.
         windows = [Window(np.append(ids, 0), num_scored=1) for ids in sequences]
         batch_size = self._run.job.training.local_batch_size

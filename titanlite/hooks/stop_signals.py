@@ -56,7 +56,10 @@ class StopSignals(Hook):
                 signal.signal(number, handler)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
-        """Record a signal. After a stop signal, let the next SIGINT end the process immediately."""
+        """Record a signal, so that `wants` can later request a stop or a save.
+
+        After a signal that stops the run, let the next SIGINT end the process immediately.
+        """
         if number == signal.SIGUSR2:
             self._has_save_signal = True
             return
@@ -64,10 +67,10 @@ class StopSignals(Hook):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def wants(self, step: int) -> Request:
-        """Return the actions that this rank requests because of received signals.
+        """Return a request to stop or to save, depending on the signals that this process received.
 
-        After a signal that stops the run, every call requests a stop. After SIGUSR2, only the first
-        call requests a save.
+        After a signal that stops the run, such as SIGTERM, every call requests a stop. After
+        SIGUSR2, only the first call requests a save.
         """
         request = Request(stop=self.stop_signal, save=self._has_save_signal)
         if request.save:  # otherwise, keep a signal that arrived after the flag was read

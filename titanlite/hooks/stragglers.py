@@ -38,7 +38,7 @@ NUM_PRODUCTS = 5
 
 
 class TimedPart(NamedTuple):
-    """A part of each step, such as the wait for data, whose duration is compared between ranks."""
+    """An operation whose duration is compared between ranks, such as waiting for data."""
 
     description: str
     """Text for the log, with a placeholder for the seconds."""
@@ -85,9 +85,10 @@ class Stragglers(Hook):
         self._updates.append((self._update_start, self._now()))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """Log the stragglers of the previous logged step and send this rank's times to all ranks.
+        """Log stragglers up to the previous logged step, and start to gather times of all ranks.
 
-        The all-gather runs in the background, so its result is read at the next logged step.
+        All ranks must call this together. The all-gather runs in the background. The next call, at
+        the next logged step, evaluates its result.
 
         Returns:
             An empty dictionary, because this hook adds no metrics.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Validator:
-    """Computes the validation loss on the same sequences for any number of ranks."""
+    """Computes the validation loss. The sequences are the same for any number of ranks."""
 
     def __init__(self, trainer: Trainer) -> None:
         """Load this rank's share of the validation sequences and log a description of the data."""

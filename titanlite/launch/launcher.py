@@ -117,9 +117,10 @@ def _parse_node_counts(variables: Variables) -> tuple[int, int]:
 
 
 def launch_command(words: Sequence[str]) -> int:
-    """Start `titanlite WORDS` in NGPU processes on this node, and return the exit code.
+    """Run a titanlite command, such as `eval`, on this node, and return its exit code.
 
-    Use this for commands other than `train` that run on several GPUs, such as `eval`.
+    Use this for commands other than `train`. The environment variable NGPU sets the number of
+    processes, by default one per GPU.
 
     Args:
         words: Name of the command and its options.

@@ -176,10 +176,10 @@ def _configure_agent(
 
 
 def _start_threads(folder: Path, store: Address, is_host: bool) -> None:
-    """Start the background threads of the process that runs the torch agent.
+    """Start background threads that support the torch agent in this process.
 
-    They forward signals to the node process, log why nodes do not connect, and end this process
-    after a crash.
+    They forward signals to the node process (the child that starts the ranks), log why nodes do
+    not connect, and end this process if the agent hangs after a crash.
 
     Args:
         folder: Folder of the files that the node process writes.
@@ -251,9 +251,10 @@ def run_node_process(folder: Path, ranks: Ranks) -> int:
 
 
 def _forward_signals(signals: set[signal.Signals], folder: Path) -> None:
-    """Forward signals to the node process, which the torch agent in this process started.
+    """Forward each received signal to the node process, the child that starts the ranks.
 
-    If a signal arrives while the node process is not running, end this process.
+    This runs forever in a background thread, beside the torch agent. If a signal arrives while the
+    node process is not running, end this process.
 
     Args:
         signals: Signals to wait for, which must be blocked.
@@ -269,10 +270,10 @@ def _forward_signals(signals: set[signal.Signals], folder: Path) -> None:
 
 
 def _leave_after_crash(folder: Path) -> None:
-    """Wait until the run crashes with no restarts left, then end this process.
+    """End this process after the last crash of the run, in case the torch agent hangs.
 
-    The torch agent in this process first gets `AGENT_SECONDS` to end by itself. It could otherwise
-    wait many minutes for a node that is down.
+    Wait until the run has crashed with no restarts left. The agent then has `AGENT_SECONDS` to end
+    by itself. Without this limit, it could wait many minutes for a node that is down.
 
     Args:
         folder: Folder in which the node process writes the exit code of the crash.
@@ -308,10 +309,13 @@ def _log_missing_nodes(folder: Path, store: Address, is_host: bool) -> None:
 
 
 def _check_connection(store: Address) -> str:
-    """Try to connect to the store, and return the probable reason why nodes are missing.
+    """Diagnose why nodes are missing by trying to connect to the store.
 
-    The reason is the end of a log line, for example "host:29500 is reachable, but other nodes have
-    not joined."
+    Args:
+        store: Address and port of the store, through which the nodes connect.
+
+    Returns:
+        The reason, for example "host:29500 is reachable, but other nodes have not joined."
     """
     where = f"{store[0]}:{store[1]}"
     try:

@@ -83,7 +83,10 @@ def _wait_for_other_runs(run: Run) -> dict[Path, FileId]:
 
 
 def _output_lock_path(run: Run) -> Path:
-    """Return the path that a run locks to use its output folder. The lock file is .run.lock."""
+    """Return the path that `_hold_lock` takes to lock the output folder of a run.
+
+    The lock file is beside this path: .run.lock in the output folder.
+    """
     return run.dump_folder / "run"
 
 
@@ -133,9 +136,10 @@ class NewOutput(NamedTuple):
     file_ids: dict[Path, FileId]
 
     def remove_if_unsaved(self, exit_code: int) -> None:
-        """Remove the folder if the run ended with an exit code after which nothing was saved.
+        """Remove the output folder if the exit code of the run shows that nothing was saved.
 
-        Keep a folder that another run has locked, or that contains a file of another process.
+        This is the case if the job was invalid, or if a signal stopped the run before a save. Keep
+        a folder that another run has locked, or that contains a file of another process.
         """
         if exit_code not in UNSAVED_EXITS:
             return

@@ -85,12 +85,12 @@ class RankHang(NamedTuple):
 
 
 class RankEnd(NamedTuple):
-    """How the process of a rank ended.
+    """Describes how the process of a rank ended.
 
     Attributes:
-        rank: The rank.
-        code: Exit code of the process, or the negative number of the signal that killed it, or
-            `EARLY_EXIT`.
+        rank: Number of the rank.
+        code: Exit code of the process, or the negative number of the signal that killed it.
+            `EARLY_EXIT` means that it exited with 0 before its work was done.
         time: Unix time at which the rank failed.
         message: Error message or traceback that the rank wrote for the launcher, or "" if it wrote
             none.
@@ -437,10 +437,10 @@ class Ranks:
 
 
 def _find_cause(failed: Sequence[RankEnd], killed: Sequence[int]) -> RankEnd:
-    """Choose the rank that the launcher reports as the cause of a shutdown; return how it ended.
+    """Determine which rank caused the shutdown, and return how this rank ended.
 
-    Choose the lowest rank that ended for a known reason, such as an invalid option. If no rank did,
-    choose the rank that failed first. If no rank failed, choose the first rank in `killed`.
+    This is the lowest rank that ended for a known reason, such as an invalid option. If there is
+    none, it is the rank that failed first. If no rank failed, it is the first rank in `killed`.
 
     Args:
         failed: How the failed ranks ended, sorted by time.

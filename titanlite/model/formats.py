@@ -136,10 +136,10 @@ def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
 
 
 def _export_layer_types(arch: Architecture) -> dict[str, Any]:
-    """Return the keys of config.json for a model in which some layers have a sliding window.
+    """Return the config.json entries for a model in which some layers have a sliding window.
 
-    As in OLMo 3, RoPE scaling applies only to layers without a window. transformers 5 reads RoPE
-    settings per kind of layer from rope_parameters. Earlier versions read rope_theta and
+    As in OLMo 3, these layers do not scale RoPE. transformers 5 reads separate RoPE settings for
+    layers with and without a window from rope_parameters. Earlier versions read rope_theta and
     rope_scaling, and apply the scaling only to layers without a window.
     """
     unscaled = {"rope_type": "default", "rope_theta": arch.rope_theta}
@@ -296,10 +296,10 @@ class _Llama3Rope(_RopeTable):
     rope_original_max_seq_len: Size | None = Field(None, alias="original_max_position_embeddings")
 
     def import_fields(self) -> dict[str, Any]:
-        """Return the fields of `Architecture` that this table sets.
+        """Convert these RoPE settings to fields of `Architecture`, such as "rope_scaling_factor".
 
         Raises:
-            UserError: If the high frequency factor is not greater than the low one.
+            UserError: If high_freq_factor is not greater than low_freq_factor.
         """
         # Llama 3.1 interpolates between the two factors, so they must differ.
         if self.rope_high_freq_factor <= self.rope_low_freq_factor:
@@ -561,9 +561,9 @@ class _Olmo3(_Olmo2):
     @field_validator("full_attention_interval", mode="before")
     @classmethod
     def _find_interval(cls, layer_types: Any, info: ValidationInfo) -> int:
-        """Return the interval n if exactly every n-th layer attends to all tokens.
+        """Return the interval n such that exactly every n-th layer attends to all tokens.
 
-        For example, ["sliding_attention", "full_attention"] gives 2.
+        For example, ["sliding_attention", "full_attention"] gives 2. None gives the default, 4.
 
         Raises:
             ValueError: If `layer_types` does not follow this pattern.
@@ -608,9 +608,10 @@ class _Olmo3(_Olmo2):
 
 
 def _has_unscaled_window_table(tables: Any) -> bool:
-    """Return whether `rope_parameters` has the two tables of OLMo 3, with the same rope_theta.
+    """Return whether `tables` has the structure of rope_parameters in an OLMo 3 config.json.
 
-    One table is for full attention, and one for sliding-window attention, which must be unscaled.
+    It must map "full_attention" and "sliding_attention" to RoPE settings with the same rope_theta.
+    The settings for sliding-window attention must be unscaled.
     """
     if not isinstance(tables, dict) or tables.keys() != {"full_attention", "sliding_attention"}:
         return False

@@ -80,11 +80,11 @@ def _yarn_kept_fraction(arch: Architecture, device: torch.device) -> Tensor:
 
 
 def _find_yarn_ramp(arch: Architecture) -> tuple[float, float]:
-    """Return the channel pairs between which YaRN passes from unscaled to scaled frequencies.
+    """Return the first and last channel pair of the YaRN transition to scaled frequencies.
 
-    The first pair is unscaled, and completes about `rope_beta_fast` turns in the original context.
-    The second pair is fully scaled, and completes about `rope_beta_slow` turns. Both indices are
-    rounded and clamped as in the YaRN reference code.
+    The first pair is unscaled, and completes about `rope_beta_fast` turns over the original context
+    length. The last pair is fully scaled, and completes about `rope_beta_slow` turns. Both indices
+    are rounded and clamped as in the YaRN reference code.
     """
     last_kept = max(math.floor(_find_rope_pair(arch, arch.rope_beta_fast)), 0)
     first_divided = min(math.ceil(_find_rope_pair(arch, arch.rope_beta_slow)), arch.head_dim - 1)
@@ -169,6 +169,8 @@ def causal_mask(num_queries: int, num_keys: int, window: int, device: torch.devi
 
 def default_mask(tokens: Tensor, cache: Sequence[LayerCache] | None, window: int) -> Tensor | None:
     """Build the causal mask of `tokens`, or return None if plain causal attention is enough.
+
+    Without a cache, a mask is needed only for a window that is shorter than the sequence.
 
     Args:
         tokens: Token ids, shape (B, T), or hidden states, shape (B, T, C).
@@ -338,10 +340,11 @@ class TransformerBlock(nn.Module):
 
 
 class Output(nn.Module):
-    """The output matrix, shape (V, C), with one row per token of the vocabulary.
+    """Holds the output matrix, shape (V, C), with one row per token of the vocabulary.
 
-    A head, such as the loss, multiplies hidden states by the matrix. The matrix is in a separate
-    module so that FSDP gathers it before the head runs and frees it afterward.
+    `forward` passes the matrix to a head, a function such as the loss, which multiplies hidden
+    states by it. Because the matrix is in a separate module, FSDP gathers it before the head runs
+    and frees it afterward.
     """
 
     def __init__(self, arch: Architecture) -> None:

@@ -70,7 +70,7 @@ class Meter:
         self._begin_window(step, self._start_time)
 
     def _begin_window(self, step: int, now: float) -> None:
-        """Reset all sums, to measure the steps up to the next log step.
+        """Reset all sums, and start to measure the steps up to the next log step.
 
         Args:
             step: The previous log step. At the start, the step of the loaded checkpoint, or 0.

@@ -63,18 +63,20 @@ class Recipe:
 
     @property
     def compiles_elementwise(self) -> bool:
-        """Return whether to compile an update that treats each element of a parameter separately.
+        """Return whether to compile elementwise computations, such as the update of AdamW.
 
-        On a GPU, such an update is always compiled, because an eager update launches 72 kernels.
+        On a GPU, they are always compiled, even if `compiled` is false, because an eager update of
+        AdamW launches 72 kernels.
         """
         return self.compiled or next(iter(self.names)).is_cuda
 
 
 class ShardSeed(NamedTuple):
-    """Position of a shard in its parameter, and the seed of the parameter.
+    """Values from which stochastic rounding derives the random bits of a shard.
 
-    Stochastic rounding derives the random bits of an element from its index in the whole parameter,
-    so that the result does not depend on the sharding. All sizes are numbers of elements.
+    The bits of an element depend only on the step, the name of the parameter, and the index of the
+    element in the whole parameter, so the result does not depend on the sharding. All sizes are
+    numbers of elements.
     """
 
     name_seed: Tensor
@@ -171,7 +173,7 @@ class AdamW(torch.optim.Optimizer):
                 self._update_parameters(parameters, group)
 
     def _update_parameters(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Update some parameters of one group. All of them must have a gradient."""
+        """Apply one optimizer step to parameters of a group, all of which must have a gradient."""
         # Compute the values that all parameters share.
         steps_taken = self.state[parameters[0]]["step"]
         skip = getattr(self, "found_inf", torch.zeros_like(steps_taken))
@@ -240,10 +242,11 @@ class SGD(AdamW):
 
 
 def _correct_adamw_bias(lr: Tensor, betas: Sequence[float], step: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `step_size` and `root_correction` of `StepScalars` for AdamW.
+    """Compute the AdamW bias corrections: `step_size` and `root_correction` of `StepScalars`.
 
-    The moments start at zero, so in the first steps they are too small, by the factors `mean_bias`
-    and `square_bias`. AdamW divides each moment by its factor. The update is
+    The moments start at zero, so their first values are too small, by the factors
+    mean_bias = 1 - beta1**step and square_bias = 1 - beta2**step. AdamW divides each moment by its
+    factor. With the two returned values, the update is
 
         lr * (mean / mean_bias) / (sqrt(square / square_bias) + eps)
         = step_size * mean / (root_correction * sqrt(square) + eps)
@@ -480,9 +483,9 @@ def _round_like_old_values(
 
 
 def _hash32(x: Tensor) -> Tensor:
-    """Hash 32-bit integers to 32-bit integers, for reproducible random bits.
+    """Hash each 32-bit integer to a 32-bit integer, for reproducible random bits.
 
-    Store the integers as int64 so that the product does not overflow. The multiplier is from
+    The integers are stored as int64, so that products do not overflow. The multiplier is from
     https://stackoverflow.com/a/12996028.
     """
     for _ in range(2):

@@ -34,15 +34,15 @@ class AdamW8bit(torchao.optim.AdamW8bit):
             self._subclass_zeros(torch.empty(BLOCK_SIZE), signed, BLOCK_SIZE)
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
-        """Create a zero-initialized moment buffer for a parameter, if possible in 8 bits.
+        """Create a moment of a parameter with all values zero, in 8 bits if its shape allows it.
 
-        This overrides the method that torchao calls for each moment. The implementation in torchao
-        chooses 8 bits by the size of the local shard, so ranks with shards of different sizes could
-        choose different dtypes.
+        torchao calls this method for both moments. The overridden method chooses the dtype by the
+        size of the local shard, so ranks with shards of different sizes could choose different
+        dtypes. This method chooses it by the shape of the whole parameter.
 
         Args:
             p: Parameter. A large matrix must be a DTensor.
-            signed: Whether the moment can be negative. The second moment cannot.
+            signed: Whether the moment can be negative: True for the first, False for the second.
         """
         if not _has_8bit_moments(p):
             return torch.zeros_like(p)
@@ -52,8 +52,12 @@ class AdamW8bit(torchao.optim.AdamW8bit):
     def _create_8bit_zeros(self, shard: Tensor, signed: bool) -> Tensor:
         """Create the 8-bit moment of a shard, with all values zero.
 
-        Return a torchao tensor with 8-bit codes and one scale per block, or a plain empty tensor if
-        the shard is empty. See `_new_buffer` for `signed`.
+        Args:
+            shard: Shard of a parameter.
+            signed: Whether the moment can be negative.
+
+        Returns:
+            Torchao tensor with 8-bit codes and a scale per block. Plain tensor if `shard` is empty.
         """
         if shard.numel() == 0:  # torchao cannot divide an empty shard
             return torch.empty_like(shard, dtype=torch.uint8)
@@ -73,8 +77,8 @@ class AdamW8bit(torchao.optim.AdamW8bit):
 def _has_8bit_moments(parameter: Tensor) -> bool:
     """Return whether the moments of a parameter are stored in 8 bits.
 
-    This requires a large matrix whose row length is a multiple of `BLOCK_SIZE`. The shape of a
-    DTensor is the shape of the whole parameter, so all ranks agree.
+    The parameter must be a matrix with at least `MIN_ELEMENTS` elements and a row length that is a
+    multiple of `BLOCK_SIZE`. All ranks agree, because a DTensor has the shape of the whole matrix.
     """
     has_whole_blocks = parameter.ndim == 2 and parameter.shape[1] % BLOCK_SIZE == 0
     return has_whole_blocks and parameter.numel() >= MIN_ELEMENTS

@@ -102,9 +102,9 @@ def _choose_options(name: str, ndim: int, config: schema.Optimizer) -> _GroupOpt
 
 
 def _scale_learning_rate(options: _GroupOptions, factor: float) -> _GroupOptions:
-    """Multiply the learning rate by a factor, without changing how much each step decays weights.
+    """Multiply the learning rate of a group by `factor`, and divide its weight decay by `factor`.
 
-    A step multiplies the weights by 1 - learning rate * weight decay.
+    A step multiplies weights by 1 - learning rate * weight decay, so they still decay as fast.
     """
     return _GroupOptions(options.lr_factor * factor, options.weight_decay / factor)
 
@@ -197,11 +197,11 @@ def muon(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
 
 
 def _build_adamw_with_state(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
-    """Build the AdamW that Muon contains, and create the state of its parameters.
+    """Build AdamW for the parameters that Muon does not update, and create its state.
 
-    The torch AdamW creates its state in the first step. A checkpoint that is loaded earlier would
-    not restore this state, because loading creates missing state only if an optimizer has no state
-    at all. Muon always has momentum.
+    `torch.optim.AdamW` creates its state only in the first step. Loading a checkpoint before that
+    step would not restore it: torch creates missing state only for an optimizer without any state,
+    but Muon, which contains this AdamW, always has momentum.
     """
     optimizer = adamw(groups, recipe)
     if isinstance(optimizer, torch.optim.AdamW):

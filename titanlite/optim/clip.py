@@ -195,9 +195,9 @@ def count_replicas(tensor: Tensor) -> int:
 
 
 def _copy_loss_to_device(loss: Tensor, like: Tensor) -> Tensor:
-    """Return the loss on the device of `like`.
+    """Return the loss on the device of `like`, a tensor on the device of the gradients.
 
-    With CPU offload, this copies the loss from the GPU to the CPU, which is a host sync.
+    Only CPU offload needs a copy, from the GPU to the CPU, and a host sync.
     """
     is_offloaded = loss.is_cuda and not like.is_cuda
     if not is_offloaded:

@@ -181,7 +181,7 @@ class Reference(LogitsLoss):
 
 
 def _find_first_class(weight: DTensor, mesh: DeviceMesh) -> int:
-    """Return the first class of this rank.
+    """Return the first class (token id) in this rank's shard of the output matrix.
 
     Args:
         weight: Output matrix, shape (V, C), sharded along V, with one row per class.
@@ -206,10 +206,10 @@ def _project(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def gather_logits(local_logits: Tensor, weight: DTensor) -> Tensor:
-    """All-gather logits (..., V / ranks) that are sharded along the vocabulary.
+    """All-gather logits that are sharded along the vocabulary, and return them, shape (..., V).
 
     Args:
-        local_logits: Logits of this rank's part of the vocabulary.
+        local_logits: Logits of this rank's part of the vocabulary, shape (..., V / ranks).
         weight: Output matrix, shape (V, C), sharded along V.
     """
     full_shape = torch.Size((*local_logits.shape[:-1], weight.shape[0]))
@@ -464,11 +464,11 @@ def linear_cross_entropy_sum(
 def _carry_gradients(
     hidden: Tensor, hidden_grad: Tensor, weight: Tensor, weight_grad: Tensor | None
 ) -> list[Tensor]:
-    """Return zeros to add to a loss, so that its backward pass returns the given gradients.
+    """Return zeros that, when added to a loss, attach precomputed gradients to its backward pass.
 
-    The caller can still write to the gradients until the backward pass. Some pipeline schedules
-    compute the gradients of `hidden` and `weight` at different times, so each tensor needs a
-    separate zero.
+    The backward pass of the loss then returns these gradients. Until it runs, you can still write
+    to them. `hidden` and `weight` have separate zeros, because some pipeline schedules compute
+    their gradients at different times. If `weight_grad` is None, return an empty list.
 
     Args:
         hidden: Hidden states.
@@ -626,12 +626,12 @@ def _all_reduce(x: Tensor, operation: str, group: dist.ProcessGroup | None) -> T
 
 
 class _GradientCarrier(torch.autograd.Function):
-    """Autograd function whose backward pass returns a precomputed gradient for `tensor`.
+    """Autograd function that returns a zero and, in the backward pass, a precomputed gradient.
 
-    It returns a zero to add to a loss. The backward pass of the loss scales the gradient, converts
-    it to the dtype of `tensor`, and returns it. Until then, the gradient may still be incomplete.
-    The backward pass can run only once, because it scales the stored gradient in place and then
-    frees it.
+    Add the zero to a loss to attach the gradient to it. The backward pass of the loss multiplies
+    `gradient` by the incoming gradient, converts it to the dtype of `tensor`, and returns it as the
+    gradient of `tensor`. Until then, you can still write to `gradient`. The backward pass can run
+    only once, because it may overwrite `gradient`, and then frees it.
     """
 
     @staticmethod

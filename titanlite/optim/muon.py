@@ -143,10 +143,10 @@ class Muon(torch.optim.Optimizer):
         self._update_matrices(rounds[last], scatters.pop(last).wait(), skip)
 
     def _start_gather(self, plan: _RoundPlan, skip: Tensor) -> _Transfer:
-        """Update the momentum of a round, and start to send the directions to the owners.
+        """Update the momentum of each matrix in a round, and start to send directions to owners.
 
-        The owner of a matrix is the rank that orthogonalizes it. Its Nesterov direction combines
-        the new momentum with the gradient.
+        The Nesterov direction of a matrix combines the new momentum with the gradient. The owner of
+        a matrix is the rank that orthogonalizes this direction.
         """
         sent_matrices = {shard.matrix for shard in chain.from_iterable(plan.gather.sent_to)}
         directions = []
@@ -165,11 +165,11 @@ class Muon(torch.optim.Optimizer):
         return self._accumulate_momentum(gradient, momentum, skip, self._beta)
 
     def _orthogonalize_and_scatter(self, plan: _RoundPlan, gathered: Tensor) -> _Transfer:
-        """Orthogonalize the gathered directions, and start to send the ranks their updates.
+        """Orthogonalize directions into updates, and start to send each rank its update shards.
 
         Args:
             plan: Communication plan of the round.
-            gathered: Result of the transfer from `_start_gather`.
+            gathered: Flat shards of the directions, received by the transfer from `_start_gather`.
         """
         # Keep no reference to the whole directions, which use as much memory as the updates.
         updates = {
@@ -247,10 +247,10 @@ class _Transfer:
 
 
 def _assemble_directions(plan: _RoundPlan, gathered: Tensor) -> dict[DTensor, Tensor]:
-    """Assemble the whole direction of each matrix that this rank owns, as a plain tensor.
+    """Assemble the whole Nesterov direction of each matrix in `plan.owned`, as a plain tensor.
 
     Args:
-        plan: Communication plan of the round.
+        plan: Communication plan of the round. This rank orthogonalizes the matrices in `owned`.
         gathered: Flat shards of the directions, in the order of `plan.gather.received_from`.
     """
     directions = {
@@ -362,12 +362,12 @@ class _TransferPlan:
 
 @dataclass(frozen=True)
 class _RoundPlan:
-    """Communication plan of one round, as seen by one rank.
+    """Communication plan of this rank for a round, in which a set of matrices is updated.
 
     Attributes:
         matrices: All matrices of the round, ordered by owner.
         owned: The matrices that this rank owns, which means that it orthogonalizes them.
-        gather: Transfer of the directions to the owners.
+        gather: Transfer of the Nesterov directions to the owners.
         scatter: Transfer of the orthogonalized updates from the owners to all ranks.
     """
 
@@ -441,8 +441,8 @@ def _plan_gather(matrices_of_owner: Sequence[list[DTensor]], this_rank: int) -> 
 def _plan_scatter(matrices_of_owner: Sequence[list[DTensor]], this_rank: int) -> _TransferPlan:
     """Plan the transfer in which the owner of each matrix sends every rank its shard.
 
-    In the example of `_plan_gather`, rank 0 sends both shards of A, and receives its shards of A
-    and B.
+    For example, rank 0 owns matrix A, and rank 1 owns matrix B. Rank 0 sends each rank its shard of
+    A, and receives its own shards of A and B.
     """
     owned = matrices_of_owner[this_rank]
     return _TransferPlan(

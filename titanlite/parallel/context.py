@@ -34,10 +34,10 @@ all_gather_autograd = (
 
 
 def apply_context_parallel(model: Llama, mesh: DeviceMesh) -> None:
-    """Make every block attend across the context parallel ranks, by replacing `Attention.attend`.
+    """Make each block attend to the keys and values of all context parallel ranks.
 
-    Afterward, always pass `positions` to the model. A rank holds two chunks of each sequence, whose
-    positions are not consecutive.
+    This replaces `Attention.attend`. Afterward, always pass `positions` to the model, because the
+    two chunks of each sequence that a rank holds are generally not consecutive.
 
     Args:
         model: Model or pipeline stage, modified in place.

@@ -254,11 +254,11 @@ def _compile_weight_cast() -> None:
 
 
 def float8_plan(plan: Mapping[str, ParallelStyle], block: nn.Module) -> dict[str, ParallelStyle]:
-    """Convert a tensor parallel plan so that activations and their gradients are gathered in FP8.
+    """Return a tensor parallel plan that all-gathers activations and their gradients in FP8.
 
-    Gathering FP8 values sends half as many bytes as bfloat16, but requires tensorwise scales. The
-    linear layers of a submodule share its input, so its style is converted only if all of them are
-    FP8 layers.
+    FP8 values take half as many bytes as bfloat16, but need tensorwise scales. A submodule keeps
+    its original style in `plan` if any of its linear layers is not an FP8 layer, because that layer
+    may read the gathered input in high precision.
 
     Args:
         plan: Parallel style of each submodule of the block, such as "attention.wq".

@@ -49,10 +49,10 @@ scale, which multiplies the sum of the token losses.
 
 
 class TokenCount:
-    """Number of valid labels in the global batch.
+    """Number of valid labels in the global batch, computed by an asynchronous all-reduce.
 
-    An all-reduce adds up the numbers of all ranks. It overlaps with the forward pass of the model,
-    because only the loss, and later the metrics, need the result.
+    The all-reduce sums the counts of all data parallel ranks. It overlaps with the forward pass of
+    the model, because the count is first needed to compute the loss.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class LossHead(NamedTuple):
     loss: NormalizedLoss
 
     def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Return the loss for the labels in this object, a scalar on the device.
+        """Return the loss of one microbatch for `self.labels`, a scalar on the device.
 
         Args:
             hidden: Hidden states after the final norm, shape (B, T, C).
@@ -219,11 +219,11 @@ class ForwardBackward:
             loss.backward()
 
     def _configure_fsdp(self, is_last: bool) -> None:
-        """Configure when FSDP reduces gradients and frees the output matrix in a microbatch.
+        """Configure when FSDP reduces gradients and frees the output matrix in the next microbatch.
 
-        The output matrix is the largest parameter, so it stays unsharded until the last microbatch
-        of the step. FSDP then frees it after the forward pass, or after the backward pass if the
-        backward pass of the loss reads it.
+        The output matrix, the largest parameter, stays unsharded until the last microbatch of the
+        step (`is_last`). In that microbatch, FSDP frees it after the forward pass if
+        `frees_output_after_forward` allows it, and otherwise after the backward pass.
         """
         configure_microbatch(
             self._model,
@@ -426,10 +426,10 @@ def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh, run: Run) -> Lo
 
 
 def _add_needed_positions(batch: Microbatch, mesh: Mesh) -> Microbatch:
-    """Return the batch, with default positions if the model needs positions and the batch has none.
+    """Return `batch`, with default positions if it has none and the layout of the ranks needs them.
 
-    The model cannot derive positions from a chunk of a sequence. A later pipeline stage cannot
-    derive them from its input, which may be sharded along T.
+    With context parallelism, the model cannot derive positions, because it gets only chunks of each
+    sequence. With a pipeline, later stages get hidden states, which may be sharded along T.
     """
     needs_positions = mesh.context is not None or mesh.pipeline is not None
     if needs_positions and batch.positions is None:

@@ -90,10 +90,11 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, run: Run) -> None:
 
 
 def needs_fsdp(model: Llama, device_type: str, run: Run) -> bool:
-    """Return whether a job needs FSDP or saves memory with it.
+    """Return whether a job needs FSDP for a model, or saves memory with it.
 
-    All jobs on several ranks need FSDP. If this function returns False, results are bitwise equal
-    with and without FSDP, except for rare plugin models; see titanlite/parallel/mixed_precision.py.
+    All jobs on several ranks need FSDP. If this function returns False, training without FSDP gives
+    bitwise identical results, except with rare plugin models; see
+    titanlite/parallel/mixed_precision.py.
 
     Args:
         model: Model or pipeline stage on the meta device.
@@ -112,11 +113,11 @@ def needs_fsdp(model: Llama, device_type: str, run: Run) -> bool:
 
 
 def _casts_with_fsdp(training: Training, device_type: str) -> bool:
-    """Return whether FSDP casts weights or gradients of a job on a single rank.
+    """Return whether a job on a single rank uses FSDP to cast its weights or gradients.
 
-    On a CPU, `cast_weights` casts fp32 weights instead, which avoids the copies that FSDP makes. On
-    a GPU, FSDP saves memory, because it frees the cast weights of most blocks after their forward
-    pass.
+    If only weights are cast, from fp32 and on a CPU, `cast_weights` does it without the copies that
+    FSDP makes. On a GPU, FSDP saves memory, because it frees the cast weights of most blocks after
+    their forward pass.
     """
     casts_weights = training.mixed_precision_param != training.dtype
     casts_gradients = training.mixed_precision_reduce != training.dtype
@@ -125,10 +126,10 @@ def _casts_with_fsdp(training: Training, device_type: str) -> bool:
 
 
 def _shares_parameters(model: nn.Module) -> bool:
-    """Return whether any parameter is shared between modules, as in some plugin models.
+    """Return whether modules share any parameter, as in some plugin models.
 
-    FSDP keeps it shared within a group. Without FSDP, `to_empty` would allocate a separate copy for
-    each module.
+    FSDP preserves sharing within an FSDP group. Without FSDP, `to_empty` would allocate a separate
+    copy of the parameter for each module.
     """
     parameters_by_name = list(model.named_parameters(remove_duplicate=False))
     return len(parameters_by_name) > len(list(model.parameters()))

@@ -168,11 +168,11 @@ def is_small(modules: Iterable[nn.Module], run: Run) -> bool:
 
 
 def _is_wait_short(blocks: ModuleGroups, output: nn.Module, run: Run) -> bool:
-    """Estimate whether reducing the gradient of the output projection takes little time.
+    """Estimate whether reducing the output gradient takes at most 0.3% of a microbatch's time.
 
-    The limit is 0.3% of the time of a microbatch. The time of a microbatch is assumed to be
-    proportional to the number of tokens times the number of block parameters, and the time of the
-    reduction to the number of output parameters.
+    Assume that the time of a microbatch is proportional to the number of tokens times the number of
+    block parameters. Assume that the time to reduce the gradient of the output projection is
+    proportional to the number of its parameters.
     """
     num_block_params = sum(count_params(group) for group in blocks)
     microbatch_work = run.local_microbatch_tokens * num_block_params
@@ -190,10 +190,10 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def keeps_reduced_gradients(run: Run) -> bool:
-    """Return whether FSDP2 keeps the result of each reduce-scatter as the gradient.
+    """Return whether FSDP2 uses the result tensor of each reduce-scatter directly as the gradient.
 
-    If FSDP2 casts, accumulates or offloads the result, it frees the result early instead, before
-    the main stream has waited for the collective that writes it.
+    Otherwise, FSDP2 casts, accumulates or offloads the result, and frees the tensor before the main
+    CUDA stream has waited for the reduce-scatter that writes it.
     """
     training = run.job.training
     is_cast = training.dtype != training.mixed_precision_reduce
@@ -224,7 +224,7 @@ def _create_reduce_scatter(mesh: DeviceMesh) -> Any:
 
 
 class _MainStreamReduceScatter:
-    """The reduce-scatter of FSDP2, except that the result is allocated in the main stream."""
+    """Custom FSDP2 reduce-scatter that allocates its tensors in the main CUDA stream."""
 
     def __init__(self, device_type: str) -> None:
         self._streams: Any = torch.get_device_module(device_type)
@@ -244,11 +244,11 @@ class _MainStreamReduceScatter:
 
 
 class _SingleRankReduceScatter:
-    """Lets the input and the result of each FSDP2 reduction on a single rank share one tensor.
+    """Avoids copying gradients on a single rank: a reduction has the same input and result tensor.
 
-    For each reduction, FSDP2 calls `allocate` for the input, and then for the result. On a single
-    rank, it copies the input to the result instead of calling this object. Copying a tensor to
-    itself does nothing.
+    FSDP2 calls `allocate` twice per reduction, first for the input and then for the result. On a
+    single rank, it then copies the input to the result instead of calling this object. Copying a
+    tensor to itself does nothing.
     """
 
     def __init__(self) -> None:
@@ -314,8 +314,8 @@ def find_unneeded_matmul(block: nn.Module) -> int | None:
 def _needs_last_output(block: nn.Module, linears: list[nn.Linear]) -> bool:
     """Return whether the backward pass needs the output of the last linear layer of a block.
 
-    Usually the output is only added to the residual stream, and the backward pass of an addition
-    reads no values.
+    Usually the block only adds it to the residual stream, and the backward pass of an addition
+    reads no values. Exceptions are a norm after the layer, and FP8 layers.
     """
     if isinstance(block, TransformerBlock) and block.norm_after:
         return True  # the backward pass of the norm reads its input

@@ -120,7 +120,7 @@ def _build_shard_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
 def _build_context_mesh(rank_grid: torch.Tensor, device_type: str) -> DeviceMesh:
     """Create the 1-D mesh of the context parallel ranks.
 
-    It is separate, because the mesh of `_build_shard_mesh` has no context dimension.
+    A separate mesh is needed, because the FSDP mesh has a single dimension for shard and context.
     """
     group = _create_group(rank_grid, CONTEXT)
     return DeviceMesh.from_group(group, device_type, mesh_dim_names=("cp",))

@@ -45,7 +45,7 @@ def cast_weights(model: Llama, dtype: torch.dtype, compiles_blocks: bool) -> Non
 
 
 def _cast_in_forward(module: nn.Module, names: Sequence[str], dtype: torch.dtype) -> None:
-    """Make the forward pass of a module use copies of the named parameters in `dtype`."""
+    """Make each forward pass of a module use `dtype` copies of the parameters in `names`."""
     module.forward = _ForwardWithCast(module.forward, module, names, dtype)
 
 

@@ -143,11 +143,11 @@ def forward_only(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> It
 
 
 def _create_stage_tensors(run: Run) -> tuple[Tensor, Tensor]:
-    """Return meta tensors with the shape and dtype of the token ids and of the hidden states.
+    """Return meta tensors with the shapes and dtypes of stage inputs: token ids and hidden states.
 
-    The first stage receives token ids, shape (B, T). Between two stages, hidden states have the
+    The first pipeline stage receives token ids, shape (B, T). All others receive hidden states,
     shape (B, T / tensor parallel degree, C), because tensor parallelism shards the sequence between
-    blocks. T is the length of this context parallel rank's part of each sequence.
+    blocks. With context parallelism, T is the length of a rank's part of each sequence.
     """
     training = run.job.training
     batch_size = training.local_batch_size

@@ -131,9 +131,9 @@ def block_plan(arch: Architecture) -> list[dict[str, ParallelStyle]]:
 class _WaitForCollective(torch.autograd.Function):
     """Wait for a tensor parallel collective and return its result as a plain tensor.
 
-    Apply this to the output of the embedding. Its parallel style returns an AsyncCollectiveTensor.
-    If torch 2.13 compiles a block with such an input, it traces an inner tensor that requires no
-    gradient, so the embedding would get no gradient.
+    Apply this to the output of the sharded embedding, an AsyncCollectiveTensor. Otherwise, if torch
+    2.13 compiles the next block, it traces an inner tensor that requires no gradient, and the
+    embedding gets no gradient.
     """
 
     @staticmethod

@@ -327,10 +327,10 @@ def _forecast_changed(
 
 
 def _select_for_trace(settings: Settings, run: Run, gpu: Gpu) -> Run | None:
-    """Return a run with some options changed, or None if a trace of it would be useless.
+    """Apply `settings` to a run and return the changed run, or None if it is not worth a trace.
 
     The changed job must be valid, and its weights, gradients and optimizer state must fit into
-    memory. Only {} may leave the job of the run unchanged.
+    memory. It must also differ from the job of `run`, unless `settings` is empty.
     """
     new_run = change_run(run, settings)
     if new_run is None or not _has_memory_for_state(new_run, gpu):

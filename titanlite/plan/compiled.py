@@ -195,7 +195,7 @@ def _trace_graph(function: Function, tensors: Sequence[Tensor]) -> Function:
 
 
 def _call_on_fake_copies(function: Function, tensors: Sequence[Any]) -> None:
-    """Call a function on fake copies of tensors, hidden from the counter of the training step."""
+    """Call a function on fake copies of `tensors`, without counting its memory and kernels."""
     # All fake tensors of a step have the same mode.
     fake_tensor: Any = next(plain_tensors(tensors[0]))
     with _hiding_operators(), fake_tensor.fake_mode:
@@ -205,9 +205,9 @@ def _call_on_fake_copies(function: Function, tensors: Sequence[Any]) -> None:
 
 @contextmanager
 def _hiding_operators() -> Iterator[None]:
-    """Hide operators that run within this context from the counter and activation checkpointing.
+    """Run operators in a `with` block without counting them and without activation checkpointing.
 
-    This disables all dispatch modes, including the mode in which new tensors are fake.
+    This disables all torch dispatch modes, including the mode that makes new tensors fake.
     """
     with (
         # Activation checkpointing drops tensors that autograd saves. Save them unchanged.
@@ -252,10 +252,11 @@ def _split_passes(
 def _keep_graphs(
     _joint: GraphModule, forward: GraphModule, backward: GraphModule, *_args: Any
 ) -> tuple[GraphModule, GraphModule]:
-    """Return the two graphs unchanged, in place of `partitioners.functionalize_rng_ops`.
+    """Return the forward and the backward graph unchanged.
 
-    The replaced function needs a GPU. It changes the graphs so that operators such as dropout draw
-    the same random numbers again when they are recomputed, which a trace does not need.
+    This replaces `partitioners.functionalize_rng_ops`, which needs a GPU. That function lets
+    recomputed operators, such as dropout, draw the same random numbers again. A trace does not need
+    this.
     """
     return forward, backward
 
@@ -276,10 +277,10 @@ def _mark_flex_attention_as_saved(graph: Graph) -> None:
 
 
 def _checkpoint(function: Function, *inputs: Any, **options: Any) -> Any:
-    """Replace `torch.utils.checkpoint.checkpoint` so that it also works while a graph is traced.
+    """Call a function with activation checkpointing, even while a graph is traced.
 
-    While a graph is traced, this runs the function and only marks each node to be saved or
-    recomputed. The partitioner of the graph reads these marks.
+    This replaces `torch.utils.checkpoint.checkpoint`. While a graph is traced, it runs the function
+    and only marks each node to be saved or recomputed. The torch partitioner reads these marks.
     """
     if not torch.compiler.is_compiling():
         return checkpoint(function, *inputs, **options)
@@ -425,9 +426,9 @@ def _schedule_kernels(graph: Graph) -> list[_Kernel]:
 
 
 def _find_bases(nodes: Sequence[Node]) -> dict[Node, Node]:
-    """Map each node to the node that allocates the memory of its value.
+    """Map each node to its base, the node that allocates the memory of its value.
 
-    Views and copies into an existing tensor use the memory of another node.
+    A view, or a copy into an existing tensor, has the base of its first input.
     """
     bases: dict[Node, Node] = {}
     for node in nodes:
@@ -517,7 +518,7 @@ def _find_reads(
 
 
 def _merge_reads(node: Node, reads: Mapping[Node, set[Node]]) -> set[Node]:
-    """Return the stored values from which a kernel gets all inputs of a node."""
+    """Return the stored values that a kernel reads to get or recompute the inputs of `node`."""
     return set().union(*(reads[source] for source in node.all_input_nodes))
 
 

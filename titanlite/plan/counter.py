@@ -147,7 +147,7 @@ class Work(NamedTuple):
 
     @property
     def kind(self) -> Work:
-        """Return a copy with all amounts set to 0, as a key to group work that can be summed."""
+        """Return a key for this kind of work: a copy with `count`, `flops` and `bytes` set to 0."""
         return self._replace(count=0, flops=0, bytes=0)
 
     @property
@@ -203,12 +203,12 @@ class _AttentionCall(NamedTuple):
 
 
 class _GradientSum(NamedTuple):
-    """Pending sum of two gradients, which may reuse the memory of the first gradient.
+    """Pending sum of two gradients, not logged yet because it may reuse the memory of the first.
 
     Attributes:
-        first_storage: `id` of the storage of the first gradient. If it is freed before the next
-            operator runs, the sum reuses its memory.
-        result: The sum.
+        first_storage: `id` of the storage of the first gradient. If this storage is freed before
+            the next operator runs, the sum counts as an in-place addition to it.
+        result: Tensor with the sum.
     """
 
     first_storage: int
@@ -245,10 +245,10 @@ class Counter(TorchDispatchMode):
         self.begin()
 
     def begin(self) -> None:
-        """Start a new log for a new training step.
+        """Replace the log with a new one, for the next training step.
 
-        The new log starts with one allocation for each storage (the memory behind tensors) that
-        exists now.
+        The log starts with one allocation for each existing storage (the memory behind tensors), so
+        that the sum of all changes is the memory in use.
         """
         self.location = START
         self.log: list[LogEntry] = []
@@ -296,10 +296,9 @@ class Counter(TorchDispatchMode):
             self._stop_tracking()
 
     def _stop_tracking(self) -> None:
-        """Discard the references to storages.
+        """Stop tracking storages, so that their callbacks do not keep this counter in memory.
 
-        Their callbacks would otherwise keep this counter in memory as long as the storages live,
-        and weights outlive the step.
+        The callback for the end of a storage refers to this counter, and weights outlive the step.
         """
         self._references.clear()
         self._records.clear()
@@ -368,9 +367,10 @@ class Counter(TorchDispatchMode):
         return run(func, args, kwargs or {})
 
     def _run_view(self, func: Any, args: tuple[Any, ...], kwargs: OperatorArguments) -> Any:
-        """Run a view operator, such as `reshape`, which copies its input if no view is possible.
+        """Run an operator that may return a view, and count the operators that it calls.
 
-        If the operator calls simpler operators, only these are counted.
+        For example, `reshape` copies its input if no view is possible. An operator that calls no
+        others only returns a view, so nothing is counted.
         """
         # torch disables a dispatch mode while the mode handles an operator. Enable this mode again,
         # so that it receives and counts the simpler operators.
@@ -404,7 +404,10 @@ class Counter(TorchDispatchMode):
         self._count_work(signature, arguments, result)
 
     def _label_fsdp_tensors(self, op: str, arguments: OperatorArguments) -> None:
-        """If `op` is an FSDP operator, label its tensors as unsharded parameters or gradients."""
+        """Label the arguments of an FSDP operator as "unsharded parameters" or "gradients".
+
+        Other operators are ignored. Memory that was labeled before keeps its label.
+        """
         if op in FSDP_KINDS:
             tensors = _find_tensors(list(arguments.values()))
             self.label(tensors, FSDP_KINDS[op], overwrite=False)
@@ -422,17 +425,17 @@ class Counter(TorchDispatchMode):
             self.add(_describe_kernel(phase, signature, arguments, result))
 
     def _is_sum_of_gradients(self, func: Any) -> bool:
-        """Return whether an operator is an addition in which autograd accumulates a gradient."""
+        """Return whether autograd calls this operator to add two gradients of the same tensor."""
         # A recomputed forward pass also runs in the backward phase, but with gradients enabled.
         is_in_autograd = self.location.phase == "backward" and not torch.is_grad_enabled()
         return func is ADD and is_in_autograd
 
     def _log_pending_sum(self) -> None:
-        """Log the memory of the last sum of two gradients, unless it reuses existing memory.
+        """Log the memory of the last sum of two gradients, if a real step needs memory for it.
 
-        Autograd adds real gradients in place if nothing else uses the first one, but it never adds
-        fake gradients in place. So a sum is pending until the next operator runs. If the first
-        gradient is freed by then, the sum reuses its memory; see `_handle_free`.
+        In a real step, autograd adds gradients in place if nothing else uses the first one. It
+        never adds fake gradients in place, so a sum is logged only when the next operator starts.
+        If the first gradient is freed before, `_handle_free` lets the sum take over its memory.
         """
         if self._pending_sum is not None:
             self._register_storage(self._pending_sum.result)
@@ -501,8 +504,8 @@ class Counter(TorchDispatchMode):
 def _read_fake_tensor(func: Any, args: tuple[Any, ...]) -> torch.device | int | None:
     """Return the result of an operator that reads the device or an unknown value of a fake tensor.
 
-    Unknown values are read as 0. Return None for all other calls, which torch can run itself, such
-    as reading a known value.
+    For example, `item()` reads a value. Unknown values are read as 0. For known values and all
+    other operators, return None, so that the caller runs the operator with torch.
     """
     if func not in (GET_DEVICE, GET_SCALAR) or not isinstance(args[0], FakeTensor):
         return None
@@ -707,10 +710,10 @@ def _count_attention_flops(op: str, arguments: OperatorArguments) -> ShapeAndFlo
 
 
 def _describe_attention(op: str, arguments: OperatorArguments) -> _AttentionCall:
-    """Describe a call of scaled dot-product attention or flex attention.
+    """Return the shape and mean number of visible keys of scaled dot-product or flex attention.
 
-    With context parallelism, a rank calls scaled dot-product attention for one chunk of a sequence
-    at a time. It calls flex attention for queries that are spread over the whole sequence.
+    With context parallelism, the queries in a call of scaled dot-product attention are one chunk of
+    a sequence. The queries in a call of flex attention are spread over the whole sequence.
     """
     batch, heads, num_queries, head_dim = arguments["query"].shape
     num_keys = arguments["key"].shape[2]

@@ -374,12 +374,13 @@ def _time_transfers(work: Work, seconds_per_gigabyte: float, latency_seconds: fl
 
 
 def _bubble_share(run: Run) -> float:
-    """Estimate the idle time of a pipeline rank, relative to the busy time of the other ranks.
+    """Estimate the pipeline bubble, as a fraction of the mean busy time of the other ranks.
 
-    For p ranks, v stages per rank and m microbatches, it is (p - 1) / (v m)
-    (https://arxiv.org/abs/2104.04473). Zero-bubble schedules delay weight gradients to fill two
-    thirds of the idle time (https://arxiv.org/abs/2401.10241). The V-shaped zero-bubble schedule
-    fills all of it if there are at least 2 p microbatches.
+    The bubble is the time in which a pipeline rank is idle. For p ranks, v stages per rank and m
+    microbatches, the fraction is (p - 1) / (v m) (https://arxiv.org/abs/2104.04473). Zero-bubble
+    schedules delay weight gradients to fill two thirds of the bubble
+    (https://arxiv.org/abs/2401.10241). The V-shaped zero-bubble schedule fills all of it if there
+    are at least 2 p microbatches.
     """
     num_ranks = run.degrees.pipeline
     schedule = run.job.parallelism.pipeline_parallel_schedule

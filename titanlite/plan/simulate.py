@@ -31,10 +31,10 @@ FLEX_REPLACEMENT = torch.ops.aten._scaled_dot_product_flash_attention.default
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """Replacement for the fused RMSNorm kernels of a GPU, with the same memory and traffic.
+    """Imitation of the fused RMSNorm kernels of a GPU on fake CPU tensors, to plan GPU memory.
 
-    The results are wrong, but fake tensors have no values. On a CPU, the usual RMSNorm would run
-    many operators on fp32 tensors.
+    It allocates and accesses as much memory as the kernels, but does not compute the norm. The
+    usual RMSNorm of a CPU would run many operators on fp32 tensors instead.
     """
 
     @staticmethod
@@ -245,17 +245,19 @@ def _replace_flex_attention() -> Iterator[None]:
 def _is_always_saved_in_trace(op: Any) -> bool:
     """Return whether selective activation checkpointing always saves the output of an operator.
 
-    In a trace, flash attention replaces flex attention, whose output is not always saved.
+    This replaces `is_always_saved` in a trace. There, calls of `FLEX_REPLACEMENT`, which is flash
+    attention, represent flex attention, whose output is not always saved.
     """
     return op is not FLEX_REPLACEMENT and is_always_saved(op)
 
 
 @contextmanager
 def simulate_ranks(world_size: int, rank: int) -> Iterator[None]:
-    """Let this process run as a rank of a large job within this context.
+    """Make this process act as one rank of a distributed job within this context.
 
-    Collectives return immediately, without other ranks. As in training, the Python garbage
-    collector is disabled. On exit, it is enabled, and the simulated process group is destroyed.
+    Create a fake process group, in which collectives return immediately without other ranks. As in
+    training, disable the Python garbage collector. On exit, destroy the group and enable the
+    collector.
     """
     assert not dist.is_initialized()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

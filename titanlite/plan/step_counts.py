@@ -204,7 +204,10 @@ def _skippable_microbatches(run: Run) -> range:
 
 
 def _has_equal_microbatches(run: Run) -> bool:
-    """Return whether all microbatches use the same amount of memory in a given pipeline stage."""
+    """Return whether all microbatches need the same memory and work within a pipeline stage.
+
+    If so, a trace can run a few microbatches and skip the others.
+    """
     # In a V-shaped schedule, stages on one rank hand their results to each other.
     is_v_shaped = run.job.parallelism.pipeline_parallel_schedule in V_SHAPED
     # With many stages on a rank, torch unshards and reshards some while others run.
@@ -230,10 +233,10 @@ def _describe_groups(mesh: Mesh) -> dict[str, Group]:
 
 
 def _name_groups(mesh: Mesh) -> dict[dist.ProcessGroup, str]:
-    """Return the name of each process group of a mesh.
+    """Return the name of each process group of a mesh, such as "fsdp", "tensor" or "world".
 
-    A group with several roles gets the last of its names below. For example, if only FSDP is used,
-    then one group has all ranks, and its name is "fsdp".
+    A group with several roles gets the name that is assigned last. For example, if a job uses only
+    FSDP, the group of all ranks is also the FSDP group, and its name is "fsdp".
     """
     names: dict[dist.ProcessGroup, str] = {}
     names[mesh.stage_group] = "stage"  # ranks with the same pipeline stages
@@ -282,7 +285,11 @@ def _find_peaks(log: Iterable[LogEntry]) -> dict[Location, np.ndarray]:
 
 
 def _follow_gpu_memory(log: Iterable[LogEntry]) -> Iterator[tuple[Location, list[int]]]:
-    """Yield the location and the bytes of each of `KINDS` whenever a step has allocated memory."""
+    """Yield the GPU memory in use after each allocation in the log of a step.
+
+    Yields:
+        Location of the allocation in the step, and the bytes in use of each of `KINDS`.
+    """
     allocated: dict[str, int] = dict.fromkeys((*KINDS, OFFLOADED), 0)  # bytes by kind
     for location, entry in log:
         if isinstance(entry, Allocation):
@@ -366,20 +373,20 @@ class StepFollower(Hook):
             _add_gradient_hooks(counter, train_step.model.parameters(), OFFLOADED, overwrite=True)
 
     def gradients(self, step: int) -> None:
-        """Label the memory of the gradients, and count the next operators as "gradient norm".
+        """Label the memory of the gradients, and set the location in the step to "gradient norm".
 
-        The trainer calls this before it clips the gradients.
+        The trainer calls this after the backward pass, before it clips the gradients.
         """
         gradients = [parameter.grad for parameter in self._train_step.model.parameters()]
         self._counter.label(gradients, self._gradient_kind)
         self._counter.location = Location("optimizer", "gradient norm")
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
-        """Count the next operators as "optimizer", because the optimizer update is about to run."""
+        """Set the location in the step to "optimizer", because the optimizer update runs next."""
         self._counter.location = Location("optimizer", "optimizer")
 
     def updated(self, step: int) -> None:
-        """Label the memory of new optimizer state, and count the next operators as "end"."""
+        """Label the memory of new optimizer state, and set the location in the step to "end"."""
         self._label_state()
         self._counter.location = Location("optimizer", "end")
 
@@ -424,9 +431,10 @@ def _add_start_hook(counter: Counter, stage: int, module: Llama) -> None:
 
 
 def _get_location_outside_parts(stage: int) -> Location:
-    """Return the location of forward operators outside all parts of a pipeline stage.
+    """Return the location for forward operators outside the layers of a pipeline stage.
 
-    For example, these operators compute the attention mask.
+    For example, operators that compute the attention mask are outside the embedding, blocks and
+    norm.
     """
     return Location(phase="forward", name="forward", stage=stage)
 
@@ -442,9 +450,9 @@ def _list_parts(module: Llama) -> list[tuple[str, nn.Module]]:
 def _label_parameters_and_gradients(counter: Counter, part: nn.Module) -> None:
     """Register hooks that label the memory of the parameters and gradients of a module.
 
-    With FSDP, the module computes with unsharded parameters, which FSDP gathers before the forward
-    pass unless they are still in memory. Memory that was labeled before, such as weights, keeps its
-    label.
+    The labels are "unsharded parameters" and "gradients". FSDP gathers the unsharded parameters
+    before the forward pass if they are not in memory yet. Memory that was labeled before keeps its
+    label. Without FSDP, for example, parameters remain "weights".
     """
 
     def label_parameters(module: nn.Module, _inputs: Any) -> None:
@@ -555,10 +563,10 @@ def _wrap_loss(counter: Counter, train_step: TrainStep, last_stage: int) -> None
 def _skip_microbatches(
     counter: Counter, stages: Sequence[PipelineStage], skipped: range
 ) -> Iterator[None]:
-    """Let pipeline stages skip some microbatches within this context, but log all of them.
+    """Skip some microbatches of a pipeline within this context, but log them as if they ran.
 
-    All microbatches need the same memory and work. For example, instead of the forward pass of a
-    skipped microbatch, the log entries of the last forward pass that ran are logged again.
+    All microbatches need the same memory and work. For example, to skip the forward pass of a
+    microbatch, append the log entries of the last forward pass that ran to the log again.
 
     Args:
         counter: Counter of the step.
@@ -605,17 +613,20 @@ class _MicrobatchSkipper:
         return replacements
 
     def _run_or_repeat(self, action: _Action, microbatch: int, *args: Any, **kwargs: Any) -> Any:
-        """Run an action for a microbatch. If it is skipped, only repeat earlier log entries."""
+        """Run an action for a microbatch, or repeat its log entries if the microbatch is skipped.
+
+        The repeated entries are those of the last microbatch for which the action ran.
+        """
         self.counter.location = action.location
         if microbatch in self.skipped:
             return self._repeat(action)
         return self._run_and_record(action, microbatch, *args, **kwargs)
 
     def _run_and_record(self, action: _Action, *args: Any, **kwargs: Any) -> Any:
-        """Run an action and record its log entries.
+        """Run an action and record its log entries, so that they can be repeated later.
 
-        The counter also appends new log entries to `counter.recording`. The recording continues
-        until the next action starts, so that it includes communication.
+        The counter appends new entries to both its log and `counter.recording`. The recording ends
+        when the next action starts, so it includes the communication after this action.
         """
         self.recordings[action.method] = []
         self.counter.recording = self.recordings[action.method]
@@ -635,10 +646,10 @@ class _MicrobatchSkipper:
         return None  # torch does not use the results of the other actions
 
     def _run_receive(self, method: Callable[..., Any], microbatch: int) -> list[Any]:
-        """Return the receive operations of a microbatch, or an empty list if it is skipped.
+        """Return the operations that receive a microbatch, or an empty list if it is skipped.
 
-        The method may allocate the tensors to receive. torch calls it between two actions, so
-        record its log entries separately from the previous action, whose recording then continues.
+        torch calls `method` between two actions, and it may allocate the tensors to receive. Record
+        these allocations separately, and then continue the recording of the previous action.
 
         Args:
             method: The original method, one of `PIPELINE_RECEIVES`.

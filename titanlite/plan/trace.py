@@ -130,18 +130,21 @@ def trace_run(
 
 
 def _choose_ranks(run: Run) -> list[int]:
-    """Choose the ranks to trace: for each kind of pipeline stages, the first rank that has them."""
+    """Choose the ranks to trace: one rank for each result of `_choose_pipeline_ranks`.
+
+    All ranks at the same position in the pipeline do the same work, so one represents the others.
+    """
     # Consecutive ranks have the same pipeline stages.
     group_size = run.world_size // run.degrees.pipeline
     return [pipeline_rank * group_size for pipeline_rank in _choose_pipeline_ranks(run)]
 
 
 def _choose_pipeline_ranks(run: Run) -> Iterable[int]:
-    """Choose the pipeline ranks to trace: the first one of each kind, or all if V-shaped.
+    """Choose the pipeline ranks to trace: the first of each kind, or all in V-shaped schedules.
 
-    Pipeline ranks are of the same kind if their stages are alike. The first one needs the most
-    memory: in an early stage, a microbatch waits longer for its backward pass, so the activations
-    of more microbatches are in memory at the same time.
+    Pipeline ranks are of the same kind if their stages do the same work. The first of a kind needs
+    the most memory: in an early stage, a microbatch waits longer for its backward pass, so the
+    activations of more microbatches are in memory at the same time.
     """
     pipeline_ranks = range(run.degrees.pipeline)
     if run.job.parallelism.pipeline_parallel_schedule in V_SHAPED:
@@ -154,13 +157,13 @@ def _choose_pipeline_ranks(run: Run) -> Iterable[int]:
 
 
 def _describe_stages(run: Run, pipeline_rank: int) -> Hashable:
-    """Return a key that is equal for pipeline ranks with the same work in a step.
+    """Describe the stages of a pipeline rank, to find ranks that do the same work in a step.
 
     The schedule must not be V-shaped, because such a schedule assigns stages in another order.
 
     Returns:
-        (has_embedding, has_output, full_attention). For each block in each stage, the last item has
-        a boolean, which is true if the block has full attention.
+        (has_embedding, has_output, full_attention). The last item is a tuple with one tuple per
+        stage, which contains for each block whether it has full attention.
     """
     num_pipeline_ranks = run.degrees.pipeline
     has_embedding = pipeline_rank == 0
@@ -171,9 +174,10 @@ def _describe_stages(run: Run, pipeline_rank: int) -> Hashable:
 
 
 def _count_removable_blocks(run: Run) -> int:
-    """Return how many blocks a trace can omit from each pipeline stage.
+    """Return how many blocks a trace can remove from each pipeline stage to save time.
 
-    The memory and work of the full model can still be extrapolated exactly.
+    The memory and work of the full model are then extrapolated exactly from the smaller model.
+    Return 0 if this is impossible.
     """
     # In a pipeline stage that stays unsharded, each block adds the same memory and work, so one is
     # enough. If FSDP unshards one block at a time, two neighbors are in memory together, so keep

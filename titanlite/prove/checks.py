@@ -216,10 +216,11 @@ def compare_gradients(
 
 
 def _minimum_norms(gradients: NamedTensors) -> dict[str, float]:
-    """Return the smallest norm by which the error of each gradient is divided, by parameter name.
+    """Return the minimum divisor for the relative error of each gradient, by parameter name.
 
-    It is the norm that the gradient would have if each of its elements were 0.1% (`SMALL_GRADIENT`)
-    of the root mean square of all gradients, which is `norm_of_all / sqrt(num_elements)`.
+    Without a minimum, any error of a gradient near zero would count as large. The minimum is the
+    norm of a gradient whose elements are all 0.1% (`SMALL_GRADIENT`) of the root mean square of the
+    elements of all gradients.
 
     Args:
         gradients: Expected gradients of all parameters.

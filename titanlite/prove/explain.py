@@ -82,10 +82,10 @@ def _name_factor(factor: float, run: Run) -> str:
 
 
 def _describe_degrees(run: Run) -> dict[str, int]:
-    """Return likely scale factors of a wrong result, keyed by description.
+    """Return numbers by which a wrong result may be scaled, keyed by their descriptions.
 
-    For example, if ranks add their values instead of averaging them, the result is scaled by the
-    number of ranks.
+    For example, if ranks add their values instead of averaging them, the result is too large by the
+    factor "the number of ranks".
     """
     degrees = run.degrees
     return {

@@ -280,7 +280,10 @@ def _train_on_all_ranks(run: Run, out: Path) -> Iterator[RecordedRun | None]:
 
 
 def _resolve_auto_options(run: Run, device: torch.device) -> Run:
-    """Replace the options "auto", so that the later run on one rank computes in the same way."""
+    """Replace "auto" in the compute dtype and the attention backend with concrete values.
+
+    The later run on one rank then uses the same values. All ranks must call this together.
+    """
     run_with_dtype = settle_compute_dtype(run, device)
     return run_with_dtype.resolve_attention_backend(on_gpu=device.type == "cuda")
 
@@ -781,7 +784,10 @@ def compare_resumed_on_one_rank(
     tested_steps: TestedSteps,
     one_rank_steps: StepRecords,
 ) -> Iterator[Check]:
-    """Resume on one rank, and compare the loaded state and the next step bitwise.
+    """Check that one rank can resume from the checkpoint of several ranks.
+
+    The loaded state must be bitwise equal to the saved state, and the sequences and gradients of
+    the next step to those in `one_rank_steps`.
 
     Args:
         run: The tested run on several ranks, which has saved the checkpoint.

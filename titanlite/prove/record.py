@@ -38,12 +38,12 @@ FIELDS = ("input_ids", "labels", "document_ids", "positions")
 
 
 class ShardKey(NamedTuple):
-    """Identifies a shard of a tensor. Replicas on several ranks are the same shard.
+    """Key of a shard of a tensor, equal on all ranks that have a replica (copy) of this shard.
 
     Attributes:
         tensor: Name of the tensor.
-        bounds: First index of the shard and the index after its last one, along each dimension.
-            Empty for a tensor that is not a DTensor.
+        bounds: For each dimension, the range (start, stop) of the indices that the shard covers;
+            `stop` is exclusive. Empty for a tensor that is not a DTensor.
     """
 
     tensor: str
@@ -163,9 +163,10 @@ class Recorder(Hook):
         return self._snapshot(live.tensors())
 
     def _snapshot(self, tensors: Mapping[str, Tensor]) -> Snapshot:
-        """Record a digest of each shard and, on the first rank of a stage, the unsharded tensors.
+        """Return a snapshot with a digest of each shard of this rank.
 
-        All ranks must call this together.
+        On the first rank of each pipeline stage, the snapshot also has the unsharded tensors. All
+        ranks must call this together.
         """
         snapshot = Snapshot()
         for name, tensor in tensors.items():
@@ -181,10 +182,10 @@ class Recorder(Hook):
 
 @torch.no_grad()
 def amplify(model: Llama) -> None:
-    """Multiply the matrices of all blocks by a power of two, which causes no rounding errors.
+    """Multiply the matrices of all blocks by a power of two, so that mistakes change the loss.
 
     With the usual small initial weights, attention is nearly uniform, so a wrong mask or position
-    would hardly change the loss.
+    would hardly change the loss. A power of two causes no rounding errors.
     """
     # The standard deviation INIT_STD becomes about 1 / sqrt(dim). A matmul then keeps the scale of
     # its inputs.

@@ -358,9 +358,10 @@ def _get_lr_and_decay(run: Run, step: int, name: str, ndim: int) -> tuple[float,
 
 
 def _get_default_decay(run: Run, name: str, ndim: int) -> float:
-    """Return the weight decay of a parameter, unless its optimizer group sets another one.
+    """Return the default weight decay of a parameter, which an optimizer group can override.
 
-    Only matrices have weight decay, and embeddings only with `optimizer.decay_embeddings`.
+    It is `optimizer.weight_decay` for matrices and 0 for other parameters. It is also 0 for
+    embeddings, unless `optimizer.decay_embeddings` is set.
     """
     config = run.job.optimizer
     is_exempt = "tok_embeddings" in name and not config.decay_embeddings

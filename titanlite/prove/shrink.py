@@ -64,10 +64,10 @@ class SmallJob(NamedTuple):
 
 
 def parse_original(argv: Sequence[str]) -> JobConfig:
-    """Parse the job described by `argv`, the options of `titanlite train`.
+    """Parse the job to shrink from `argv`, the options of `titanlite train`.
 
-    Also check that its parallel degrees fit its model. Most other mistakes are also in the small
-    version of the job, and are found when that version is checked.
+    Also check that its parallel degrees fit its model, because the small version of the job has
+    other sizes. Most other mistakes remain in the small version, whose validation reports them.
 
     Raises:
         UserError: If a value is invalid, or the parallel degrees do not fit the model.
@@ -239,7 +239,9 @@ def _shrink_model(small: JobConfig, original: Run, not_kept: list[str]) -> JobCo
 
 
 def _choose_num_blocks(original: Run, pipeline: int) -> int:
-    """Return the number of blocks that a small model needs to cover all kinds of original blocks.
+    """Return how many blocks a small model needs to contain every kind of original block.
+
+    For example, if every fourth block has full attention, it needs at least four blocks.
 
     Args:
         original: The run with the original model.

@@ -319,7 +319,7 @@ def get_number(entry: JsonObject, key: str) -> float | None:
 
 
 def get_numbers(entry: JsonObject) -> dict[str, float]:
-    """Return the values of an object that are valid numbers, by key."""
+    """Return only the entries of a JSON object whose values are numbers in a valid range."""
     numbers = {key: get_number(entry, key) for key in entry}
     return {key: number for key, number in numbers.items() if number is not None}
 
@@ -405,9 +405,10 @@ def _read_last_events(folder: Path, problems: list[str]) -> list[JsonObject]:
 
 
 def _find_step(log: _RunLog) -> int:
-    """Return the number of completed steps, which is the highest step since the last start.
+    """Return the number of optimizer steps that a run has completed, according to its logs.
 
-    The last log step alone is not enough, because events such as saves can have a later step.
+    This is the highest step since the last start, in metrics or events. Events are included because
+    an event, such as a save, can be newer than the last log step.
     """
     step = 0.0
     for event in log.events:
@@ -438,9 +439,10 @@ def _find_state(log: _RunLog) -> StateAndReason:
 
 
 def _judge_by_process(start: JsonObject) -> StateAndReason:
-    """Return "running" if the process that recorded a start on this node still exists.
+    """Classify a run on this node as "running" if its process still exists, or else "crashed".
 
-    Otherwise, return "crashed" and the reason.
+    Args:
+        start: Event of the last start of the run, which contains the process ID.
     """
     if _is_alive(start.get("process"), since=start["time"]):
         return "running", ""
@@ -448,10 +450,11 @@ def _judge_by_process(start: JsonObject) -> StateAndReason:
 
 
 def _judge_by_age(age: float | None, step_time: float) -> StateAndReason:
-    """Classify a run whose process cannot be checked as "running" or "stale", with a reason.
+    """Classify a run as "running" or "stale" by the time since its last update, with a reason.
 
-    For example, the process may be on another node. A run is stale after five minutes or, if
-    longer, ten steps without an update.
+    Call this if the process of the run cannot be checked, for example because it is on another
+    node. A run is stale after five minutes without an update, or after ten steps if they take
+    longer.
 
     Args:
         age: Seconds since the last update, or None if unknown.
@@ -466,11 +469,11 @@ def _judge_by_age(age: float | None, step_time: float) -> StateAndReason:
 
 
 def _describe_end(starts_and_ends: Sequence[JsonObject]) -> StateAndReason:
-    """Return the state of a run that recorded its end, and the reason why it ended.
+    """Return the final state of a run, such as "finished" or "failed", and why it ended.
 
     Args:
-        starts_and_ends: Events of the starts and ends of the run, oldest first. The last one is an
-            end.
+        starts_and_ends: Events that record a start or an end of the run, oldest first. The last
+            event must be an end.
     """
     *earlier_events, end = starts_and_ends
     reason = _summarize_text(end["text"])
@@ -524,13 +527,13 @@ def _summarize_text(text: str) -> str:
 
 
 def _is_alive(pid: Any, since: float) -> bool:
-    """Return whether a process is still running on this node.
+    """Return whether the process that had ID `pid` at time `since` is still running on this node.
 
-    A process that started later and got the same process ID does not count.
+    On Linux, return False if a newer process has reused the ID. Elsewhere, this is not detected.
 
     Args:
-        pid: Process ID from a file of the run, which may be damaged.
-        since: Unix time when the process was running.
+        pid: Process ID from a log file. If the file is damaged, this can be any value.
+        since: Unix time at which the process was running.
     """
     if not isinstance(pid, int) or pid <= 0:  # The file is damaged.
         return False

@@ -54,10 +54,10 @@ def attention_kernels(job: JobConfig, device: torch.device) -> Iterator[None]:
 
 
 def _register_varlen_operator() -> None:
-    """Register the operator of variable-length attention, which activation checkpointing looks up.
+    """Register the torch operator of variable-length attention by importing its module.
 
-    Importing the module of the operator registers it. The import takes seconds, so call this
-    function only for jobs that need it.
+    Activation checkpointing looks up this operator, so it must be registered first. The import
+    takes seconds, so call this function only for jobs that use this kind of attention.
     """
     importlib.import_module("torch.nn.attention.varlen")
 
@@ -90,9 +90,8 @@ def _active_flash_package(backend: str) -> Iterator[None]:
 def _find_device_problem(job: JobConfig, device: torch.device) -> str:
     """Return why the device cannot run the attention backend of the job, or "" if it can.
 
-    The reason is the second half of an error message, for example "needs a GPU.", without the name
-    of the option. The backend "varlen" also runs on a CPU, where other kernels compute the same
-    values.
+    The result completes an error message that starts with the option, for example "needs a GPU.".
+    The backend "varlen" is allowed on a CPU, where other kernels compute the same values.
     """
     backend = job.model.attention_backend
     if device.type == "cpu":

@@ -311,8 +311,8 @@ class LogHandler(logging.Handler):
     """Appends lines to a file or prints them, and counts the lines that cannot be written.
 
     Attributes:
-        file: The file, or None for the terminal: standard output, or standard error if only errors
-            are printed. The file is opened for each line, because a new run may rename it.
+        file: Path of the file, which is opened for each line because a new run may rename it. If
+            None, print on standard output, or on standard error if this handler prints only errors.
         failed_writes: Number of lines that could not be written.
     """
 

@@ -108,10 +108,11 @@ def _remove_current_folder_from_path() -> None:
 
 
 def serve_parent() -> None:
-    """Make this worker process ignore stop signals, and kill it when its parent ends (Linux only).
+    """Make this worker process ignore stop signals, so that only its parent process stops it.
 
-    Call this function before any large module is imported. Ctrl-C and the signals of a scheduler
-    reach all processes of a run. Only the parent process handles them, and then stops its workers.
+    Ctrl-C and the signals of a scheduler reach all processes of a run, but only the parent handles
+    them. On Linux, this process is killed when its parent ends. Call this function before any large
+    module is imported.
     """
     for number in (*STOP_SIGNALS, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

@@ -106,10 +106,10 @@ class RankGroup:
 
 
 def _choose_error(errors: list[UserError]) -> UserError:
-    """Return the first error that is not `Damage`, or the first error if all of them are.
+    """Choose the error to raise on all ranks: the first that is not `Damage`, or else the first.
 
-    Callers treat a file as damaged if they catch `Damage`, but it may be intact if another rank
-    failed for another reason.
+    `Damage` makes callers treat a file as damaged. If any rank failed for another reason, the file
+    may be intact, so the other error is raised.
     """
     other_errors = (error for error in errors if not isinstance(error, Damage))
     return next(other_errors, errors[0])

@@ -38,9 +38,9 @@ M_ARENA_MAX = -8
 def keep_freed_memory() -> None:
     """Configure glibc malloc to keep the memory of freed tensors for the next step.
 
-    By default, glibc maps new pages for each large tensor, and the operating system must fill these
-    pages with zeros, which takes a tenth of a training step on a CPU. With another C library, this
-    function does nothing.
+    By default, glibc returns the memory of large tensors to the operating system. Each step then
+    gets new pages, which the system must first fill with zeros. On a CPU, this takes a tenth of a
+    training step. With another C library, this function does nothing.
     """
     if platform.libc_ver()[0] != "glibc":
         return
@@ -274,10 +274,10 @@ def _configure_communication() -> None:
 
 
 def _clear_mesh_cache() -> None:
-    """Clear the device meshes of destroyed process groups from the cache of DTensor.
+    """Clear the cache of DTensor, which holds device meshes of destroyed process groups.
 
-    Cached meshes hold the names of destroyed process groups. A mesh of a new process group compares
-    equal to a cached mesh, so DTensor would use the old names.
+    Without this, DTensor would look up the names of destroyed groups, because a mesh of a new
+    process group compares equal to a cached mesh, which contains these names.
     """
     # Imported here, because the import takes 0.4 s, which would delay the first batch.
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache

@@ -216,7 +216,10 @@ class Migration:
         return size if self.model == "llama3" else f"{self.model}-{size}"
 
     def _convert_model(self) -> None:
-        """Set the flavor (model size), the values that differ from it, and the document mask."""
+        """Set the flavor (model size) of the new job file, and model keys that override its values.
+
+        Also enable the document mask if the old flavor uses one, such as "8B_flex".
+        """
         old_flavor = self._old.get("model.flavor", "debugmodel")
         new_flavor = self._convert_flavor(old_flavor)
         self._set_if_missing("model.flavor", new_flavor, reason=DEFAULT)
@@ -246,10 +249,10 @@ class Migration:
                 self._set_if_missing(f"model.{key}", old_size, reason)
 
     def _convert_json_model(self) -> None:
-        """Convert the settings of a torchtitan 0.3 model that its resolved config does not list.
+        """Add model settings that are missing in a resolved torchtitan 0.3 config (a JSON file).
 
-        Enable the document mask, which torchtitan 0.3 always uses. Report that the config does not
-        show which layers use FP8.
+        Enable the document mask, which torchtitan 0.3 always uses. Report that the layers that use
+        FP8 are unknown.
         """
         self._set("dataset.document_mask", True, "torchtitan 0.3 always masks documents")
         self._report_lost(
@@ -299,7 +302,14 @@ class Migration:
     def _convert_dataset_with_path(
         self, section: str, name_key: str, path_key: str, dataset: Any
     ) -> None:
-        """Set the source to the Hugging Face dataset in a folder or on the Hub."""
+        """Set the data source to the Hugging Face dataset at the path in the old job file.
+
+        Args:
+            section: Section of the new job file, "dataset" or "validation".
+            name_key: Key of the old job file that names the dataset.
+            path_key: Key of the old job file with the path, a folder or a name on the Hub.
+            dataset: Name of the dataset.
+        """
         self._set_converted(f"{section}.source", "huggingface", old_key=name_key)
         self._set_converted(f"{section}.path", self._old[path_key], old_key=path_key)
         if dataset in C4_DATASETS:  # torchtitan streams the English part of C4 from any path
@@ -307,7 +317,9 @@ class Migration:
             self._set_if_missing(f"{section}.streaming", True)
 
     def _convert_dataset_without_path(self, section: str, name_key: str, dataset: Any) -> None:
-        """Set the source to C4 on the Hub, or replace the test dataset of torchtitan.
+        """Set the data source for a torchtitan dataset without a path, such as "c4".
+
+        Replace "c4_test", a file of the torchtitan repository, with "python_stdlib".
 
         Args:
             section: Section of the new job file, "dataset" or "validation".
@@ -382,12 +394,12 @@ class Migration:
     def _get_microbatch_size(self, local_size: int, num_pipeline_ranks: int) -> int:
         """Return the number of sequences per pipeline microbatch in the old job file.
 
-        If the job file sets the number of microbatches instead, as in early versions, divide
-        `local_size` by this number.
+        Job files of early torchtitan versions set the number of microbatches instead. In this case,
+        divide `local_size` by this number.
 
         Args:
-            local_size: Number of sequences of a data-parallel rank per step.
-            num_pipeline_ranks: Default for the number of microbatches.
+            local_size: Number of sequences that a data-parallel rank trains on per step.
+            num_pipeline_ranks: Number of pipeline ranks, the default number of microbatches.
         """
         size = self._get_integer("parallelism.pipeline_parallel_microbatch_size", 1)
         is_early_version = "experimental.pipeline_parallel_degree" in self._old
@@ -621,11 +633,11 @@ def _find_tokenizer_file(path: Any) -> Any:
 
 
 def _find_split_points(value: Any) -> list[Any]:
-    """Return the names of the blocks at which all pipeline stages except the first start.
+    """Return the name of the first block of each pipeline stage after the first stage.
 
     Args:
-        value: Either these names, as a list or as text such as "layers.4,layers.8", or a list of
-            all module names for each stage.
+        value: Either these names, as a list or as text such as "layers.4,layers.8", or one list
+            per stage with the names of all its modules.
     """
     stages = _parse_names(value)
     if not all(isinstance(stage, list) for stage in stages):

@@ -16,6 +16,8 @@ ADAMW_DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay"
 def read_config(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Convert a resolved torchtitan 0.3 config to the sections of a torchtitan job file.
 
+    A resolved config is a JSON object with the values of all options.
+
     Returns:
         The sections, and the hyperparameters of the model by their names in `Architecture`.
 

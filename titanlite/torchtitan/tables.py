@@ -114,9 +114,9 @@ def rename_key(key: str) -> str:
 
 
 def drop_unused(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove values that have no effect from a resolved torchtitan config.
+    """Remove values that need not be converted from a resolved torchtitan config.
 
-    These are null values, and default values of the keys in `UNUSED`.
+    These are null values, and default values of keys without a titanlite equivalent (`UNUSED`).
     """
     return {
         key: value

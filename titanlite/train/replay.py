@@ -35,13 +35,13 @@ NO_LAST_STEP = 10**9
 
 
 class Start(NamedTuple):
-    """One start of a run, and the steps that it trained.
+    """A start of a run, and the range of its steps that no later start has trained again.
 
     A run that is interrupted and resumed has several starts.
 
     Attributes:
-        first_step: First step that was trained after the start.
-        last_step: Step from which the next start resumed. `NO_LAST_STEP` for the newest start.
+        first_step: First step that was trained after this start.
+        last_step: Step from which the next start resumed, or `NO_LAST_STEP` for the newest start.
         job: Job of the run at this start.
         hooks: Names of the plugin hooks that may have changed weights or gradients.
     """

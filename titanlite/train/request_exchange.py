@@ -121,5 +121,9 @@ class _CopiedNumber:
 
 
 def combine_requests(request: Request) -> Request:
-    """Gather the requests of all ranks, and combine them. All ranks must call this together."""
+    """Return all actions that any rank requests. All ranks must call this together.
+
+    Args:
+        request: Actions that this rank requests, such as a save.
+    """
     return functools.reduce(operator.or_, gathered(request))

@@ -470,13 +470,13 @@ class Trainer:
         return is_due and not self.has_recorded("validation.jsonl")
 
     def has_recorded(self, file_name: str) -> bool:
-        """Return whether a file in the output folder has a line for the current step.
+        """Return whether validation results or samples of the current step have been recorded.
 
-        The line is missing if the run was killed after it had saved the step, but before it had
-        validated or sampled it. All ranks must call this together.
+        After a resume, they are missing if the run was killed between saving the step and
+        validating or sampling. All ranks must call this together.
 
         Args:
-            file_name: "validation.jsonl" or "samples.jsonl".
+            file_name: File to search for the step, "validation.jsonl" or "samples.jsonl".
         """
         path = self.run.dump_folder / file_name
         # The folder may exist only on the node of rank 0, which writes to it.
@@ -505,10 +505,10 @@ class Trainer:
                 self.checkpointer.save(self.steps_done, is_last)
 
     def report_progress(self) -> None:
-        """Report that this rank is alive.
+        """Restart the time limit after which `HangReport` reports that this rank hangs.
 
-        Call this every few seconds during long work between steps. Otherwise, if the work lasts
-        almost as long as the timeout of collectives, `HangReport` reports that this rank hangs.
+        Call this every few seconds during long work between steps. Otherwise, work that takes
+        almost as long as the timeout of collectives is reported as a hang.
         """
         if self.hang_report is not None:
             self.hang_report.restart()
@@ -661,10 +661,11 @@ class Trainer:
         return None
 
     def _find_data_end(self, request: Request) -> _LoopEnd | None:
-        """Return why training ends after a rank could not read its data.
+        """Return why training ends after a rank has failed to read its data, or None to continue.
 
-        Return None if all ranks can read the data of the next step by now, for example because a
-        hook has moved the data position back. All ranks must call this together.
+        First, try again to read the data of the next step. Training continues if all ranks succeed
+        now, for example because a hook has moved the data position back. All ranks must call this
+        together.
 
         Args:
             request: Combined requests of all ranks.
@@ -786,11 +787,11 @@ class Trainer:
             self._log_finish(reason=end.request.finish)
 
     def _end_hooks(self, end: _LoopEnd) -> Exception | None:
-        """Call `Hook.ended` of all hooks, which also completes the last save.
+        """Call `Hook.ended` of all hooks, wait for the last save, and return the error to raise.
 
         Returns:
-            The error with which the run ends: the error of the training data, or else the first
-            error of a hook, or else the error for a stop signal. None if there is no error.
+            The first error among these, in this order: the error of the training data, errors of
+            hooks, and the error for a stop signal. None if there is no error.
         """
         stop_message = self._describe_stop(end.request.stop)
         # In reverse order, so that the checkpointer comes last and waits for the last save.

@@ -106,7 +106,7 @@ class File:
         return version
 
     def check_while_read(self) -> None:
-        """Check that the file has not changed. Call this after reading from an open stream.
+        """Check that the file did not change during a read. Call this after reading from a stream.
 
         Raises:
             UserError: If the file was removed or has changed.
@@ -370,7 +370,9 @@ class Sequential(Source):
                 yield parse_record(raw, self.column, location, self.mask_column)
 
     def _read_raw(self, file: File | None, number: int) -> Iterator[tuple[str, object]]:
-        """Yield the location and content of each record of a part.
+        """Yield the records of a part as `raw` does, but convert any exception to a `UserError`.
+
+        The message names the last location that could be read, or the file that has changed.
 
         Args:
             file: The file that contains the part, or None if it is unknown.
@@ -393,7 +395,7 @@ class Sequential(Source):
         self._check_unchanged(file)
 
     def _check_unchanged(self, file: File | None) -> None:
-        """Check that a file has not changed, or all files of the source if `file` is None.
+        """Check that a file has not changed. If `file` is None, check all files of the source.
 
         Raises:
             UserError: If a file was removed or has changed.
@@ -410,10 +412,10 @@ class Sequential(Source):
 
 
 class DocumentIndex(Generic[T]):
-    """Location of each document in the files of a source.
+    """Maps the index of a document to its file, and to its start and end in this file.
 
-    For example, if `ends[0]` is [10, 25, 40], document 1 is in `files[0]`, from 10 to 25
-    (exclusive).
+    For example, if `ends[0]` is [10, 25, 40], document 1 is in `files[0]`, from byte (or token) 10
+    to 25 (exclusive).
 
     Args:
         files: Files with the documents, in the order of the documents.

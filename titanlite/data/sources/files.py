@@ -66,11 +66,11 @@ _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test
 
 
 class DataPathError(UserError):
-    """Error for a dataset.path that does not lead to files that the source can read.
+    """Error for a dataset.path that has no files, or files that cannot be accessed or read.
 
     Attributes:
         path: Value of dataset.path.
-        problem: The end of a sentence that begins with the path, such as "matches no file".
+        problem: Message without the path, such as "matches no file".
     """
 
     def __init__(self, path: str, problem: str) -> None:
@@ -84,10 +84,11 @@ class DataPathError(UserError):
 
 
 class FileSpans(RandomAccess):
-    """Source whose documents are ranges of bytes in uncompressed files.
+    """Source that reads documents from uncompressed JSON Lines or text files, in any order.
 
-    A document is a line of JSON, a text file or a piece of a large one, or a file of Python's
-    standard library. The in-memory index takes 8 bytes per document.
+    In a JSON Lines file, each line that is not blank is a document. A text file, or a file of the
+    Python standard library, is a document, or several if it is large. An in-memory index stores
+    where each document ends, in 8 bytes per document.
     """
 
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
@@ -444,11 +445,11 @@ def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
 
 
 def open_quickly(spec: TextSource, job: JobConfig) -> Source | None:
-    """Open a source to inspect it, or return None if that may take more than a second.
+    """Open a source to inspect it, or return None if opening it may take more than a second.
 
-    Return None for sources at a URL, Hugging Face datasets, sources from plugins, and more than 32
-    MiB of plain text or .npy files. JSON lines are an exception: larger files are opened without
-    counting their lines.
+    Return None for sources at a URL, the sources "huggingface" and "c4", sources from plugins, and
+    text or .npy files of more than 32 MiB in total. Local JSON Lines files of any size are opened,
+    but above 32 MiB, their lines are not counted.
     """
     files = find_files(spec)
     if spec.source not in BUILTIN_SOURCES - _HUB_SOURCES or storage.as_url(spec.path):
@@ -555,11 +556,11 @@ def _explain_no_match(pattern: str, source: str) -> str:
 
 
 def _check_files(files: list[Path], pattern: str, source: str) -> None:
-    """Check that `pattern` matches files, and that the built-in source `source` can read them.
+    """Check that there are files, and that the built-in source `source` can read their format.
 
     Raises:
-        UserError: If there is no file, a CSV or TSV file that `source` cannot read, or a compressed
-            text file. The caller must put the path before the message.
+        UserError: If no file matches `pattern`, or if `source` cannot read some files because they
+            are CSV, TSV or compressed. The message lacks the path, which the caller adds.
     """
     if not files:
         raise UserError(_explain_no_match(pattern, source))

@@ -151,7 +151,9 @@ def extract_text(raw: object, column: str, mask_column: str | None) -> str | Mas
 
 
 def _parse_mask(mask: object, column: str, length: int) -> list[tuple[int, int]]:
-    """Check a loss mask, and return the ranges of characters that count as (start, end) tuples.
+    """Validate a loss mask, and return the ranges of characters that the loss includes.
+
+    Each range is a tuple (start, end), with `end` exclusive.
 
     Args:
         mask: Content of the field that contains the loss mask, such as [[5, 9], [20, 31]].
@@ -242,7 +244,7 @@ def _explain_missing_field(column: str, fields: Sequence[str], key: str = "text_
 
 
 def _explain_missing_text(record: dict[str, Any], column: str) -> str:
-    """Return an error message for a record without text in the field `column`."""
+    """Return an error message: the field `column` of a record is missing or is not a string."""
     if column in record:
         json_type = type(record[column]).__name__.replace("NoneType", "null")
         return f"field {column!r} must be a string, it is {json_type}"

@@ -84,9 +84,10 @@ def block_checksums(raw: bytes, block_bytes: int = TOKEN_BLOCK_BYTES) -> np.ndar
 
 
 class _IndexFile:
-    """A file of uint64 numbers (.idx or .hash), whose content is verified on each read.
+    """Reads the .idx or .hash file of a shard, and verifies the content on each read.
 
-    The checksums of its blocks are kept in memory to detect changes after the file was opened.
+    The file contains uint64 numbers. The checksums of its blocks are kept in memory to detect
+    changes after the file was opened.
     """
 
     def __init__(self, path: Path, checksum: str | None) -> None:
@@ -108,7 +109,10 @@ class _IndexFile:
         self._checksums = block_checksums(raw, _INDEX_BLOCK_BYTES)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return `count` numbers from index `start` on, as uint64, and verify their checksums.
+        """Read `count` numbers, beginning at index `start`, and verify their checksums.
+
+        Returns:
+            The numbers, shape (count,), uint64.
 
         Raises:
             UserError: If the file was changed after it was opened.
@@ -163,15 +167,16 @@ class Shards(TokenSource):
         self._hashes: list[_IndexFile] = []  # opened only for a holdout
 
     def attach_tokenizer(self, tokenizer: Tokenizer, holdout: float) -> None:
-        """Check that the run can read the shards, and open the .hash files for a holdout.
+        """Check that the shards match the tokenizer, and open their .hash files if needed.
 
         Args:
             tokenizer: Tokenizer of the run.
-            holdout: Value of validation.holdout. If it is 0, the .hash files are not opened.
+            holdout: Fraction of documents held out for validation (validation.holdout). If it is
+                positive, the hashes in the .hash files select these documents.
 
         Raises:
-            UserError: If the shards were made with a different tokenizer or have no hashes for a
-                holdout, or if a file is damaged.
+            UserError: If the shards were made with a different tokenizer, a holdout needs .hash
+                files that do not exist, or a file is damaged.
         """
         if not tokenizer.is_known_as(self._manifest.tokenizer):
             raise UserError(
@@ -191,7 +196,10 @@ class Shards(TokenSource):
         self._hashes = self._open_indexes("hash", checksums)
 
     def record(self, index: int) -> Prepared:
-        """Return the tokens of document `index`, and the hash of its text if the run has a holdout.
+        """Read the tokens of document `index`, and verify their checksums.
+
+        With validation.holdout, the result also has the hash of the text, which determines whether
+        the document is held out.
 
         Raises:
             UserError: If the checksum of a block that contains the document does not match.
@@ -207,7 +215,11 @@ class Shards(TokenSource):
         return Prepared(np.frombuffer(content, self._dtype), text_hash)
 
     def _read_bounds(self, shard: int, index_in_shard: int) -> list[int]:
-        """Return the range of tokens of a document in its shard, as [start, end (exclusive)]."""
+        """Look up which tokens of a shard belong to a document.
+
+        Returns:
+            [start, end]: index of the first token, and of the token after the last one.
+        """
         # The index contains the end of each document, where the next document begins.
         ends = self._indexes[shard]
         if index_in_shard == 0:

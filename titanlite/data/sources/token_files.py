@@ -64,7 +64,7 @@ class TokenFile:
     ends: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        """Compute the number of tokens, and check that the documents cover them.
+        """Compute `num_tokens`, and check that the documents in an index, if any, cover all ids.
 
         Raises:
             ValueError: If the size of the file does not match its data type or its index.
@@ -98,9 +98,13 @@ class TokenFile:
         return np.frombuffer(raw, self.dtype)
 
     def find_ends(self, tokenizer: Tokenizer) -> np.ndarray:
-        """Return the end of each document, as the position of the token after it, shape (n,).
+        """Return where each document ends in this file.
 
-        Without an index file, read all tokens. Documents then end at EOS or at the end of the file.
+        Without an index file, read all tokens to find EOS. Each document then ends at EOS or at the
+        end of the file.
+
+        Returns:
+            For each document, the index of the token after it, shape (n,).
 
         Raises:
             UserError: If a file without an index file contains tokens, but no EOS.
@@ -153,13 +157,14 @@ class TokenFiles(TokenSource):
         self.num_units = self.num_tokens  # an upper bound, until the documents are found
 
     def attach_tokenizer(self, tokenizer: Tokenizer, holdout: float) -> None:
-        """Find the documents, compute the fingerprint, and check a sample with the tokenizer.
+        """Find where documents end, compute the fingerprint, and check a sample of documents.
 
-        Some formats end documents with EOS, so the documents cannot be found without a tokenizer.
+        This requires the tokenizer, because documents in files without an index end at its EOS id.
 
         Args:
             tokenizer: Tokenizer of the run.
-            holdout: Value of validation.holdout. If it is positive, `record` returns hashes.
+            holdout: Fraction of documents held out for validation (validation.holdout). If it is
+                positive, `record` also returns the hashes that select these documents.
 
         Raises:
             UserError: If a file without an index contains no EOS, or if a document of the sample
@@ -175,7 +180,10 @@ class TokenFiles(TokenSource):
         self._check_sample()
 
     def _compute_fingerprint(self, ends_by_file: list[np.ndarray]) -> str:
-        """Hash the positions at which documents end, and the beginning and end of each file."""
+        """Compute a fingerprint of the files without hashing all of their tokens.
+
+        Hash where documents end, and the name, size, beginning and end of each file.
+        """
         digest = xxhash.xxh3_128(self.hash_samples().encode())
         for tokens, ends in zip(self._token_files, ends_by_file, strict=True):
             digest.update(tokens.dtype.str.encode() + ends.tobytes())
@@ -196,12 +204,18 @@ class TokenFiles(TokenSource):
             )
 
     def where(self, part: int, number: int) -> str:
-        """Return the file and the range of tokens of document `number`, for messages."""
+        """Describe the location of document `number` for messages. `part` is not used.
+
+        For example, "document 7: a.npy, tokens 90 to 149".
+        """
         token_file, start, end = self._index.locate(number)
         return f"document {number}: {token_file.file.path}, tokens {start} to {end - 1}"
 
     def record(self, index: int) -> Prepared:
-        """Return the tokens of document `index`, and their hash if the run has a holdout.
+        """Read the token ids of document `index`, and check that they are in the vocabulary.
+
+        With validation.holdout, the result also has a hash of the ids, which determines whether the
+        document is held out.
 
         Raises:
             UserError: If the file has changed, or contains an id outside of the vocabulary.
@@ -342,8 +356,11 @@ def _open_numpy_array(file: File, stream: BinaryIO) -> TokenFile:
 def _open_datatrove(file: File, dtype: str | None) -> TokenFile:
     """Open a datatrove .ds file. Its .ds.index file contains the end of each document.
 
+    Ids have four bytes if the file has four bytes per token in the index, and otherwise two bytes.
+    `dtype` is not used.
+
     Raises:
-        ValueError: If there is a loss mask, or the index does not match.
+        ValueError: If there is a .ds.loss file (loss mask), or the index does not match the file.
     """
     if os.path.exists(f"{file.path}.loss"):
         raise ValueError("its loss mask (.loss) is not supported")
