@@ -168,14 +168,18 @@ def _generate_pieces(
         decoding: The prompt. The generated tokens are added to it.
         options: Sampling options.
     """
-    num_yielded = 0
-    for _ in _generate_tokens(checkpoint, [decoding], options):
+    num_yielded = 0  # characters
+    for _ in _generate_tokens(checkpoint, [decoding], options):  # each step updates `decoding`
         # The text of a token depends on the tokens before it, so decode them again each time.
         text = decoding.result().completion
-        text = text.rstrip("\ufffd")  # hold back an incomplete character until its next token
-        yield text[num_yielded:]
-        num_yielded = len(text)
-    yield decoding.result().completion[num_yielded:]
+        # Hold back an incomplete character, which is decoded as U+FFFD, until its next token.
+        complete_text = text.rstrip("\ufffd")
+        yield complete_text[num_yielded:]
+        num_yielded = len(complete_text)
+
+    # Yield what was held back.
+    final_text = decoding.result().completion
+    yield final_text[num_yielded:]
 
 
 def generate_many(
@@ -301,9 +305,15 @@ def _generate_tokens(
     Each step samples a token for each unfinished completion in `decodings` and then yields None, so
     that the caller can read the text so far. Finished completions stay unchanged.
     """
+    model = checkpoint.model
+    vocab_size = checkpoint.tokenizer.vocab_size
+
+    # Create a cache with room for the longest prompt and for all generated tokens.
     prompts_BT, padding_B = _pad_prompts(decodings)
+    prompt_length = prompts_BT.shape[1]
     max_steps = max(decoding.num_remaining for decoding in decodings)
-    cache = _create_cache(checkpoint.model, len(decodings), prompts_BT.shape[1] + max_steps)
+    cache = _create_cache(model, len(decodings), prompt_length + max_steps)
+
     # Each prompt has a separate generator, so that its completion does not depend on the others.
     # Sample on the CPU, so that a seed gives the same random numbers for any device.
     generators = [torch.Generator().manual_seed(options.seed) for _ in decodings]
@@ -311,9 +321,9 @@ def _generate_tokens(
     # The first step processes all tokens of the prompts, and the other steps one token each.
     next_inputs_BT = prompts_BT
     while any(decoding.is_unfinished for decoding in decodings):
-        logits_BV = _next_logits(checkpoint.model, next_inputs_BT, cache, padding_B)
+        logits_BV = _next_logits(model, next_inputs_BT, cache, padding_B)
         # The model can have more tokens than the tokenizer. Never sample the extra tokens.
-        logits_BV = logits_BV[:, : checkpoint.tokenizer.vocab_size]
+        logits_BV = logits_BV[:, :vocab_size]
         next_inputs_BT = _append_sampled_tokens(decodings, logits_BV, options, generators)
         yield
 

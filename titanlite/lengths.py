@@ -82,8 +82,7 @@ class TokenCounter(NamedTuple):
 def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
     """Convert all lengths that a job sets in tokens, such as the warmup, to optimizer steps.
 
-    Lengths are rounded down. A length can depend on a previous one: the decay ends with the
-    schedule, whose length must be known in steps to find the batch sizes of the decay.
+    Lengths are rounded down.
 
     Returns:
         The run with all lengths in steps, and a list of problems, such as a length of less than one
@@ -96,11 +95,15 @@ def resolve_lengths(run: Run) -> tuple[Run, list[Problem]]:
 
     problems = _find_repeated_length(run)
     progress = read_progress(run)  # the steps before the resume
-    resolved_run = run  # lengths are replaced one by one
+
+    # Convert the lengths one by one, because each can depend on previous ones. For example, the
+    # decay ends with the schedule, so its batch sizes depend on the length of the schedule.
+    resolved_run = run
     for key, num_tokens in token_lengths:
         counter = TokenCounter(resolved_run, progress)
         steps = _count_steps(counter, key, num_tokens)
-        if not 1 <= steps <= MAX_STEPS:
+        is_valid = 1 <= steps <= MAX_STEPS
+        if not is_valid:
             problems.append(_describe_bad_length(counter, key, steps))
             steps = 1
         resolved_run = _set_length(resolved_run, key, steps)
@@ -165,21 +168,22 @@ def _set_length(run: Run, key: str, steps: int) -> Run:
 def _list_token_lengths(run: Run) -> Iterator[tuple[str, int]]:
     """Yield a (key, number of tokens) pair for each length that the job sets in tokens.
 
-    For example, yield ("training.tokens", 10_000_000_000). The order is: length of the run,
-    schedule, warmup, decay, intervals. The conversion of a length to steps can depend on the
-    lengths before it.
+    For example, yield ("training.tokens", 10_000_000_000). The length of the run comes first, then
+    the others in the order of `KEYS`, because their conversion to steps can depend on earlier ones.
     """
     training = run.job.training
-    if training.tokens is not None:
-        tokens = training.tokens
-        yield "training.tokens", parse_tokens(tokens) if isinstance(tokens, str) else tokens
+    tokens = training.tokens
+    if tokens is not None:
+        num_tokens = parse_tokens(tokens) if isinstance(tokens, str) else tokens
+        yield "training.tokens", num_tokens
     if training.tokens_per_parameter is not None:
         num_tokens = int(training.tokens_per_parameter * num_params(run.arch))
         yield "training.tokens_per_parameter", num_tokens
+
     for key in KEYS:
-        value = attrgetter(key)(run.job)
-        if isinstance(value, str):
-            yield key, parse_tokens(value)
+        length = attrgetter(key)(run.job)
+        if isinstance(length, str):  # in tokens, such as "500M"; a number would be in steps
+            yield key, parse_tokens(length)
 
 
 def _find_repeated_length(run: Run) -> list[Problem]:

@@ -126,16 +126,18 @@ def build_run(parsed: ParsedJob, world_size: int, *, check_outputs: bool = True)
     Raises:
         ConfigError: If anything is invalid. The message lists all mistakes.
     """
+    # Fit the vocabulary size to the tokenizer, and convert lengths in tokens to steps.
     run_as_written, tokenizer_problems = _fit_to_tokenizer(Run(parsed.job, world_size))
     run, length_problems = resolve_lengths(run_as_written)
+
+    # Check the run, except for sections in which a value was replaced.
     invalid_sections = _find_invalid_sections([*parsed.mistakes, *length_problems])
     rule_problems = _apply_rules(run, parsed, invalid_sections, check_outputs)
-    problems = [
-        *_omit_uncertain(length_problems, parsed.mistakes),
-        *tokenizer_problems,
-        *rule_problems,
-    ]
-    # The mistakes show lengths as the user wrote them, such as "2B" tokens, not in steps.
+
+    # Report everything. The mistakes show lengths as the user wrote them, such as "2B" tokens, not
+    # in steps.
+    certain_length_problems = _omit_uncertain(length_problems, parsed.mistakes)
+    problems = [*certain_length_problems, *tokenizer_problems, *rule_problems]
     mistakes = [*parsed.mistakes, *_check_environment()]
     mistakes += [make_mistake(run_as_written, problem) for problem in problems]
     if mistakes:
@@ -194,8 +196,11 @@ def _apply_rules(
         invalid_sections: Sections in which an invalid value was replaced.
         check_outputs: Whether to check the output folder and the initial weights.
     """
-    rules = KEY_RULES | DATA_RULES | (OUTPUT_RULES if check_outputs else {})
-    # This rule also depends on which keys the command line sets.
+    # Each rule is a function, with the sections that it reads.
+    rules = KEY_RULES | DATA_RULES
+    if check_outputs:
+        rules |= OUTPUT_RULES
+    # The rule for the warmup also depends on which keys the command line sets.
     check_warmup_of_job = partial(check_warmup, is_preview=_is_preview(parsed))
     rules[check_warmup_of_job] = ("training", "lr_scheduler")
 
@@ -257,17 +262,26 @@ def read_world_size() -> int:
     """
     values: dict[str, int] = {}
     for name, (smallest, largest) in _LAUNCHER_VARIABLES.items():
-        text = os.environ.get(name, str(smallest))
-        try:
-            values[name] = int(text)
-            is_valid = smallest <= values[name] <= largest
-        except ValueError:  # not a number
-            is_valid = False
-        if not is_valid:
-            raise UserError(f"{name}={text[:40]} must be an integer from {smallest} to {largest}.")
+        values[name] = _read_integer(name, smallest, largest)
 
     rank = values["RANK"]
     world_size = values["WORLD_SIZE"]
     if rank >= world_size:
         raise UserError(f"RANK={rank} must be less than WORLD_SIZE={world_size}.")
     return world_size
+
+
+def _read_integer(name: str, smallest: int, largest: int) -> int:
+    """Return the value of an environment variable, or `smallest` if it is not set.
+
+    Raises:
+        UserError: If the value is not an integer from `smallest` to `largest`.
+    """
+    text = os.environ.get(name, str(smallest))
+    try:
+        value: int | None = int(text)
+    except ValueError:
+        value = None
+    if value is None or not smallest <= value <= largest:
+        raise UserError(f"{name}={text[:40]} must be an integer from {smallest} to {largest}.")
+    return value

@@ -41,18 +41,24 @@ def split_from_option(argv: Sequence[str]) -> tuple[str | None, list[str]]:
         UserError: If `--from` has no value or is given twice.
     """
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    # The value is "" if the option ends the command line or another option follows it.
     parser.add_argument(
-        FROM_OPTION, dest="values", action="append", default=[], nargs="?", const=""
+        FROM_OPTION,
+        dest="values",
+        action="append",  # so that an option that is given twice can be reported
+        default=[],
+        nargs="?",
+        const="",  # the value if the option ends the command line or another option follows it
     )
     options, other_words = parser.parse_known_args(argv)
     if not options.values:
         return None, other_words
 
     value = options.values[0]
-    # argparse takes an option that contains a space, such as "--job.description=my run", as value.
+    # If the next option contains a space, such as "--job.description=my run", argparse mistakes it
+    # for the value.
     is_missing = value == "" or value.startswith("--")
-    if is_missing or len(options.values) > 1:
+    is_repeated = len(options.values) > 1
+    if is_missing or is_repeated:
         raise UserError(
             f"{FROM_OPTION}: takes one folder, or OWNER/NAME of a model on the Hugging Face Hub."
         )

@@ -540,22 +540,33 @@ def check_optimizer_groups(run: Run) -> Problems:
 
     Each name pattern of a group must also match at least one parameter.
     """
-    groups = run.job.optimizer.groups
     # A model with invalid attention heads cannot be built. `check_model` reports these heads.
-    can_build_model = not list(_check_heads(run))
-    if not groups or not can_build_model:
+    has_invalid_heads = bool(list(_check_heads(run)))
+    if not run.job.optimizer.groups or has_invalid_heads:
         return
 
     names = list(parameter_shapes(run.arch))  # slow, because it imports torch
-    for number, group in enumerate(groups):
-        for pattern in group.params:
-            if not fnmatch.filter(names, pattern):
-                nearest = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)[0]
-                yield Problem(
-                    f"optimizer.groups.{number}.params",
-                    f'has "{pattern}", which matches no parameter. Nearest: {nearest}.',
-                )
+    yield from _check_patterns(run, names)
     yield from _check_membership(run, names)
+
+
+def _check_patterns(run: Run, names: list[str]) -> Problems:
+    """Check that each name pattern of the optimizer groups matches at least one parameter.
+
+    Args:
+        run: The run.
+        names: Names of all parameters of the model.
+    """
+    for number, group in enumerate(run.job.optimizer.groups):
+        for pattern in group.params:
+            if fnmatch.filter(names, pattern):
+                continue
+            # With a cutoff of 0, there is always a closest name.
+            nearest = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)[0]
+            yield Problem(
+                f"optimizer.groups.{number}.params",
+                f'has "{pattern}", which matches no parameter. Nearest: {nearest}.',
+            )
 
 
 def _check_membership(run: Run, names: list[str]) -> Problems:
@@ -641,15 +652,14 @@ def _check_float8_tokens(run: Run) -> Problems:
 
 
 def _list_float8_sizes(run: Run) -> list[int]:
-    """Return the distinct FP8 layer dimensions that tensor parallelism divides.
+    """Return the distinct dimensions of FP8 layers that tensor parallelism divides.
 
-    For example, the matrices wq and wk have the shapes (q_dim, dim) and (kv_dim, dim), and tensor
-    parallelism divides q_dim and kv_dim. Layers that stay in bf16 are omitted: layers that
-    `float8.filter_fqns` names, and layers whose dimensions FP8 does not support.
+    For example, it divides the dimension q_dim of the matrix wq, which has the shape (q_dim, dim).
+    Layers that stay in bf16 are omitted.
     """
     arch = run.arch
     # Tensor parallelism divides the inputs of wo and w2, and the outputs of all other layers.
-    size_of_layer = {
+    divided_sizes = {
         "attention.wq": arch.q_dim,
         "attention.wk": arch.kv_dim,
         "attention.wv": arch.kv_dim,
@@ -658,15 +668,18 @@ def _list_float8_sizes(run: Run) -> list[int]:
         "feed_forward.w2": arch.ffn_dim,
         "feed_forward.w3": arch.ffn_dim,
     }
+
     float8 = run.job.float8
-    sizes = []
-    for name, size in size_of_layer.items():
+    fp8_sizes = []
+    for layer, size in divided_sizes.items():
         # A filter for one block, such as "layers.0.attention.wq", leaves the other blocks in FP8.
-        is_filtered = any(part in name for part in float8.filter_fqns)
+        is_filtered = any(part in layer for part in float8.filter_fqns)
         is_suitable = size >= float8.min_features and size % float8.size_multiple == 0
-        if is_suitable and not is_filtered and size not in sizes:
-            sizes.append(size)
-    return sizes
+        if is_filtered or not is_suitable:
+            continue  # the layer stays in bf16
+        if size not in fp8_sizes:
+            fp8_sizes.append(size)
+    return fp8_sizes
 
 
 def check_memory_budget(run: Run) -> Problems:
@@ -900,18 +913,23 @@ def _suggest_training_tokenizer(run: Run) -> str:
 
 def check_dataset(run: Run) -> Problems:
     """Check that the training data exists, and that the data stages are valid."""
-    yield from _check_sources("dataset", run.job.dataset)
-    num_sources = len(run.job.dataset.sources) or 1  # [dataset] can describe a single source
+    dataset = run.job.dataset
+    yield from _check_sources("dataset", dataset)
+
+    num_sources = len(dataset.sources) or 1  # [dataset] can describe a single source
     start_steps: set[int] = set()
-    for number, stage in enumerate(run.job.dataset.stages):
+    for number, stage in enumerate(dataset.stages):
         if stage.start_step in start_steps:
             yield Problem(
                 f"dataset.stages.{number}.start_step",
                 "must differ from the start_step of all other stages.",
             )
         start_steps.add(stage.start_step)
+
         weights = stage.weights
-        if weights is not None and (len(weights) != num_sources or not any(weights)):
+        if weights is None:
+            continue
+        if len(weights) != num_sources or not any(weights):
             yield Problem(
                 f"dataset.stages.{number}.weights",
                 f"must have {num_sources} weights, one per source, and not only zeros.",
@@ -921,17 +939,17 @@ def check_dataset(run: Run) -> Problems:
 def check_validation(run: Run) -> Problems:
     """Check that validation data, if used, is defined in exactly one way, and that it exists.
 
-    The data is either held out from the training data (`validation.holdout`) or read from separate
-    sources. If `validation.holdout` is set, report all non-default keys for separate sources.
+    It is either held out from the training data (`validation.holdout`) or read from other sources.
     """
     validation = run.job.validation
-    is_source_set = "source" in validation.model_fields_set  # even if to the default value
     if validation.holdout > 0:
         yield from _check_holdout(validation)
         return
     if validation.freq == 0:
         return  # there is no validation
 
+    # A job may explicitly set the source to its default value.
+    is_source_set = "source" in validation.model_fields_set
     if validation.sources or is_source_set:
         yield from _check_sources("validation", validation)
     else:

@@ -193,11 +193,14 @@ def _make_job(
         parallelism: Layout of the ranks.
         training: Section [training] of the evaluation.
     """
-    # Options of a plugin architecture or tokenizer are in the section with its name. Built-in ones
-    # have no such section.
-    plugin_sections = SECTIONS.keys() & {saved_job.model.architecture, saved_job.tokenizer.name}
-    # [comm] contains the timeouts of collectives.
+    # A plugin architecture or tokenizer has its options in a section with its name. A built-in one
+    # has no such section.
+    names = {saved_job.model.architecture, saved_job.tokenizer.name}
+    plugin_sections = SECTIONS.keys() & names
+
+    # Keep these sections of the saved job. [comm] contains the timeouts of collectives.
     sections = saved_job.model_dump(include={"job", "tokenizer", "comm", *plugin_sections})
+
     # The evaluation may run on hardware that does not support the attention backend of training.
     sections["model"] = saved_job.model.model_copy(update={"attention_backend": "auto"})
     sections["parallelism"] = parallelism

@@ -134,17 +134,22 @@ class CheckpointWriter(FileSystemWriter):
         Returns:
             A completed future with a `_RankResult`, which DCP sends to `finish` on rank 0.
         """
-        if self.single_file_per_rank:
-            items_of_files = [plan.items] if plan.items else []
+        # Decide which tensors go into each file.
+        if not self.single_file_per_rank:
+            items_per_file = [[item] for item in plan.items]
+        elif plan.items:
+            items_per_file = [plan.items]
         else:
-            items_of_files = [[item] for item in plan.items]
+            items_per_file = []  # this rank has no tensors, so it writes no file
 
+        # Write the files.
         tensor_results: list[WriteResult] = []
-        for index, items in enumerate(items_of_files):
+        for index, items in enumerate(items_per_file):
             file_name = f"{plan.storage_data.prefix}{index}.distcp"
             tensor_results += self._write_file(file_name, items, planner)
-        # `self.fs.written` contains the size and checksum of each file.
-        return completed_future(_RankResult(tensor_results, self.fs.written))
+
+        file_entries = self.fs.written  # size and checksum of each file, by name
+        return completed_future(_RankResult(tensor_results, file_entries))
 
     def _write_file(
         self, name: str, items: list[WriteItem], planner: SavePlanner

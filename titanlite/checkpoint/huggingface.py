@@ -127,18 +127,23 @@ def check_tensors(
             tensors.
     """
     _check_heads(folder, arch)
-
     shapes = parameter_shapes(arch)
-    expected_shapes = {to_stored_name(name): shape for name, shape in shapes.items()}
+    stored_names = {name: to_stored_name(name) for name in shapes}  # by titanlite name
+
+    # Compare the names and shapes.
+    expected_shapes = {stored_names[name]: shape for name, shape in shapes.items()}
     stored_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     problems = formats.compare_shapes(expected_shapes, stored_shapes)
-    for name, tensor in tensors.items():
+
+    # Check the dtypes.
+    for stored_name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
-            problems.append(f"{shorten(name)}: {tensor.dtype} is not supported")
+            problems.append(f"{shorten(stored_name)}: {tensor.dtype} is not supported")
+
     if problems:
-        listed = join_lines(problems, 20)
+        listed = join_lines(problems, limit=20)
         raise UserError(f"{folder}: the tensors do not match {described_by}:\n  {listed}")
-    return {name: tensors[to_stored_name(name)].dtype for name in shapes}
+    return {name: tensors[stored_names[name]].dtype for name in shapes}
 
 
 def _check_heads(folder: Path, arch: Architecture) -> None:
@@ -214,14 +219,17 @@ def dcp_weights(reader: SafeReader, arch: Architecture, prefix: str) -> Weights:
         CheckpointError: If the checkpoint lacks a weight of the model.
     """
     shapes = parameter_shapes(arch)
-    missing = [name for name in shapes if f"{prefix}{name}" not in reader.index]
+    saved_names = {name: f"{prefix}{name}" for name in shapes}
+
+    missing = [name for name in shapes if saved_names[name] not in reader.index]
     if missing:
         raise CheckpointError(f"{reader.path} lacks weights of its model:\n  {join_lines(missing)}")
-    dtypes = {name: reader.index[f"{prefix}{name}"].properties.dtype for name in shapes}
+
+    dtypes = {name: reader.index[saved_names[name]].properties.dtype for name in shapes}
 
     def read(name: str) -> Tensor:
         tensor = torch.empty(shapes[name], dtype=dtypes[name])
-        load_tensors(reader, {f"{prefix}{name}": tensor})
+        load_tensors(reader, {saved_names[name]: tensor})  # fills the tensor in place
         return tensor
 
     return Weights(arch, dtypes, read)
@@ -291,14 +299,16 @@ def _write_safetensors(source: Weights, folder: Path, dtype: torch.dtype, shard_
     """
     from huggingface_hub import split_torch_state_dict_into_shards  # slow to import
 
+    # Assign the weights to files. This needs only their sizes, so use meta tensors.
     titanlite_names: dict[str, str] = {}  # by Hugging Face name
-    empty_tensors = {}  # meta tensors, which only describe the sizes
+    meta_tensors: dict[str, Tensor] = {}  # by Hugging Face name
     for name, shape in parameter_shapes(source.arch).items():
         exported_name = hf_name(source.arch, name)
         titanlite_names[exported_name] = name
-        empty_tensors[exported_name] = torch.empty(shape, dtype=dtype, device="meta")
-    shards = split_torch_state_dict_into_shards(empty_tensors, max_shard_size=shard_bytes)
+        meta_tensors[exported_name] = torch.empty(shape, dtype=dtype, device="meta")
+    shards = split_torch_state_dict_into_shards(meta_tensors, max_shard_size=shard_bytes)
 
+    # Read and write the weights of one file at a time.
     for file_name, exported_names in shards.filename_to_tensors.items():
         tensors = {}
         for exported_name in exported_names:
@@ -307,6 +317,7 @@ def _write_safetensors(source: Weights, folder: Path, dtype: torch.dtype, shard_
         save_file(tensors, folder / file_name, {"format": "pt"})
         del tensors  # free this memory before reading the next file
 
+    # Write the index, which lists the file of each weight.
     if shards.is_sharded:
         index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
         _write_json(folder / _INDEX_FILE, index)
@@ -325,17 +336,29 @@ def hf_weights(folder: str | Path) -> Weights:
     """
     folder = Path(folder)
     _reject_adapter(folder)
-    config = read_json_object(find_file_inside(folder, "config.json"), _MAX_JSON_BYTES)
+
+    # Read the architecture.
+    config_file = find_file_inside(folder, "config.json")
+    config = read_json_object(config_file, _MAX_JSON_BYTES)
     arch = formats.architecture_from_hf(config)
 
+    # Open the parameters by Hugging Face name.
     parameters = _open_safetensors(folder)
-    # With tied embeddings, the output matrix is not a parameter, but some models store a copy.
-    output_copy = parameters.pop(HF_OUTPUT, None) if arch.tied_embeddings else None
+    output_copy = None
+    if arch.tied_embeddings:
+        # The output matrix is then not a parameter, but some models store a copy.
+        output_copy = parameters.pop(HF_OUTPUT, None)
+
+    # Check that the parameters match the architecture.
     to_hf_name = partial(hf_name, arch)
     dtypes = check_tensors(folder, arch, parameters, "config.json", to_hf_name)
     if output_copy is not None:
         _check_equals_embedding(folder, output_copy, parameters[HF_EMBEDDING])
-    return Weights(arch, dtypes, lambda name: parameters[to_hf_name(name)])
+
+    def read(name: str) -> Tensor:
+        return parameters[to_hf_name(name)]
+
+    return Weights(arch, dtypes, read)
 
 
 def _reject_adapter(folder: Path) -> None:

@@ -142,9 +142,9 @@ def _is_empty_quantized_shard(tensor: Tensor, optimizer: torch.optim.Optimizer) 
 def _split_quantized(name: str, tensor: Any) -> dict[str, Tensor]:
     """Split a torchao 8-bit optimizer state into two ordinary DTensors, which DCP can save.
 
-    torchao stores an 8-bit code for each value and a scale for each block of values. Blocks do not
-    span rows. For example, with blocks of 256 values, an (8, 512) matrix has codes of shape
-    (8, 512) and scales of shape (8, 2).
+    torchao stores an 8-bit code for each value and a scale for each block of values in a row. For
+    example, with blocks of 256 values, an (8, 512) matrix has codes of shape (8, 512) and scales of
+    shape (8, 2).
 
     Args:
         name: Name of the state.
@@ -154,15 +154,18 @@ def _split_quantized(name: str, tensor: Any) -> dict[str, Tensor]:
         "<name>.codes" and "<name>.scale", sharded by rows in the same way as `tensor`.
     """
     shard = tensor.to_local()
-    if hasattr(shard, "codes"):
+    is_quantized = hasattr(shard, "codes")
+    if is_quantized:
         num_rows = shard.shape[0]
         codes = shard.codes
-        scale = shard.scale.view(num_rows, -1)
-    else:  # an empty shard, which is not quantized
-        from titanlite.optim.adamw8bit import BLOCK_SIZE
+        scale = shard.scale.view(num_rows, -1)  # (rows, blocks per row)
+    else:  # an empty shard, which torchao cannot quantize
+        from titanlite.optim.adamw8bit import BLOCK_SIZE  # torchao takes a second to import
 
+        num_columns = shard.shape[1]
         codes = shard
-        scale = codes.new_empty(0, codes.shape[1] // BLOCK_SIZE, dtype=torch.float32)
+        scale = shard.new_empty(0, num_columns // BLOCK_SIZE, dtype=torch.float32)
+
     return {
         f"{name}.codes": _create_dtensor_like(tensor, codes),
         f"{name}.scale": _create_dtensor_like(tensor, scale),

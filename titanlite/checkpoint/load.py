@@ -263,15 +263,19 @@ class Resumer:
 
         # The tokenizer file may have changed even if its path is the same.
         data_state = get_data_state(info)
-        if "tokenizer" in data_state and not self._is_same_tokenizer(data_state["tokenizer"]):
-            description = f"tokenizer.path: {job['tokenizer']['path']} has other token IDs"
+        is_tokenizer_saved = "tokenizer" in data_state
+        if is_tokenizer_saved and not self._is_same_tokenizer(data_state["tokenizer"]):
+            tokenizer_path = job["tokenizer"]["path"]
+            description = f"tokenizer.path: {tokenizer_path} has other token IDs"
             changes.append(Change(INCOMPATIBLE, description))
 
         # titanlite 0.2 and earlier, which wrote format 1, computed the decay differently.
-        if manifest["format"] == 1 and job["lr_scheduler"]["decay_ratio"] != 0:
+        has_old_decay = manifest["format"] == 1
+        if has_old_decay and job["lr_scheduler"]["decay_ratio"] != 0:
             changes.append(Change(AFFECTS_TRAINING, _DECAY_CHANGE))
 
-        report_changes(path, changes, self._log)  # raises the UserError
+        # Raise the UserError if a change is incompatible. Log all others.
+        report_changes(path, changes, self._log)
 
     def _compare_with_saved_job(self, job: dict[str, Any], info: dict[str, Any]) -> list[Change]:
         """Compare the job of this run with the job in a checkpoint.
@@ -293,15 +297,18 @@ class Resumer:
     def _rename(self, path: Path, description: str, suffix: str) -> None:
         """Rename a checkpoint so that it is never loaded again, and log the reason.
 
+        If titanlite did not write it, do not rename it, because it may belong to another program.
+
         Args:
-            path: The step folder. It is not renamed if titanlite did not write it, because it may
-                belong to another program.
+            path: The step folder.
             description: Start of the log line, which states the reason.
             suffix: Suffix of the new name, "damaged" or "archived".
         """
 
         def rename() -> str | None:
-            return set_aside(path, suffix).name if is_from_titanlite(path) else None
+            if not is_from_titanlite(path):
+                return None
+            return set_aside(path, suffix).name
 
         new_name = self._ranks.run_on_rank0(rename)
         if new_name is not None:
@@ -352,14 +359,19 @@ class Resumer:
                 them.
         """
         parts_to_load = self._find_parts_to_load(reader, info) - parts_to_reset
+
+        # Resize the hook tensors to load, and reset all, because the checkpoint may lack some.
         if "hooks" in parts_to_load:
             self._resize_hook_tensors(reader, info["train_state"])
-        self._reset_hook_tensors()  # the checkpoint may lack some of them
+        self._reset_hook_tensors()
+
+        # Create the optimizer state that loading overwrites, or reset the optimizer.
         if "optimizer" in parts_to_load:
             _create_optimizer_state(self._live)
         else:
             _reset_optimizer(self._live)
 
+        # Load the weights and the selected parts.
         tensors = self._select_tensors(parts_to_load, reader)
         prefixes_to_load = _list_prefixes_to_load(parts_to_load, self._live.model)
         _load_and_check(tensors, self._live.model.arch, reader, self._ranks, prefixes_to_load)
@@ -531,6 +543,8 @@ def load_weights(
 def check_tokenizer(path: Path, tokenizer: Tokenizer, name: str, num_embeddings: int) -> None:
     """Check that a checkpoint was trained with the given tokenizer.
 
+    If the checkpoint has no tokenizer fingerprint, check only that the model has enough embeddings.
+
     Args:
         path: The step folder.
         tokenizer: The tokenizer.
@@ -541,10 +555,11 @@ def check_tokenizer(path: Path, tokenizer: Tokenizer, name: str, num_embeddings:
         CheckpointError: If the tokenizer does not match the saved fingerprint or has more tokens
             than the model has embeddings.
     """
-    saved_fingerprint = get_data_state(read_manifest(path)["info"]).get("tokenizer")
-    is_same = saved_fingerprint is None or tokenizer.is_known_as(saved_fingerprint)
+    info = read_manifest(path)["info"]
+    fingerprint = get_data_state(info).get("tokenizer")
+    is_different = fingerprint is not None and not tokenizer.is_known_as(fingerprint)
     has_too_many_tokens = tokenizer.vocab_size > num_embeddings
-    if not is_same or has_too_many_tokens:
+    if is_different or has_too_many_tokens:
         raise CheckpointError(
             f"{path} was trained with another tokenizer than {name}, or the file has changed. "
             "Use the original file."

@@ -167,7 +167,8 @@ def open_file(path: Path) -> Iterator[io.BufferedReader[Any]]:
             content may be intact.
     """
     try:
-        if not stat.S_ISREG(os.lstat(path).st_mode):
+        status = os.lstat(path)  # does not follow links
+        if not stat.S_ISREG(status.st_mode):
             raise Damage(f"{path.name}: not a regular file")
         # A link or a pipe may replace the file after this check, so neither follow it nor block.
         raw_file = _CheckpointFile(path, opener=_open_without_following)
@@ -175,6 +176,7 @@ def open_file(path: Path) -> Iterator[io.BufferedReader[Any]]:
         raise Damage(f"{path.name}: missing") from None
     except OSError as error:
         raise _unreadable(path, error) from None
+
     # If a read fails, `_CheckpointFile` raises a CheckpointError.
     with io.BufferedReader(raw_file) as file:
         yield file

@@ -136,25 +136,31 @@ class Mirror:
         self._run_on_rank0(self._restore)
 
     def begin(self, step: int) -> None:
-        """Start copying checkpoints to the mirror, after archiving obsolete ones on it.
+        """Archive obsolete checkpoints on the mirror, then start copying checkpoints to it.
 
         Checkpoints of this run after `step` are obsolete, because the run will train these steps
-        again. Readers ignore archived checkpoints. Call this on all ranks, once the run has loaded
-        its checkpoint.
+        again. Call this on all ranks, once the run has loaded its checkpoint.
 
         Args:
             step: Step of the loaded checkpoint, or 0 if none was loaded.
         """
 
         def archive_and_start_copying() -> None:
-            run_id = self._find_run_id()
-            self._update_listing()
-            for mirrored_step, name in self._names_by_step().items():
-                if mirrored_step > step and belongs_to_run(self._manifests[name], run_id):
-                    self._set_aside(name, "archived")
+            self._archive_after(step)
             self.start_copying()
 
         self._run_on_rank0(archive_and_start_copying)
+
+    def _archive_after(self, step: int) -> None:
+        """Archive the checkpoints of this run after `step` on the mirror. Readers then ignore them.
+
+        Call this on rank 0.
+        """
+        run_id = self._find_run_id()
+        self._update_listing()
+        for mirrored_step, name in self._names_by_step().items():
+            if mirrored_step > step and belongs_to_run(self._manifests[name], run_id):
+                self._set_aside(name, "archived")
 
     def start_copying(self) -> None:
         """Start copying all checkpoints that are not yet on the mirror, in the background.
@@ -398,6 +404,8 @@ class Mirror:
             UserError: If the job cannot resume from the checkpoint. It is then not downloaded.
         """
         self._check_job(RemotePath(f"{self._url}/{name}"), self._manifests[name])
+
+        # Download the files to a temporary folder and verify them.
         started = time.perf_counter()
         tmp_folder = self._folder / f"{TMP_PREFIX}mirror-{self._context.token}"
         shutil.rmtree(tmp_folder, ignore_errors=True)  # left over from a damaged checkpoint
@@ -410,15 +418,24 @@ class Mirror:
             return False
 
         # Move the valid checkpoint to the folder of the run.
+        self._publish_download(downloaded, name)
+        shutil.rmtree(tmp_folder)
+        seconds = time.perf_counter() - started
+        self._log(f"Downloaded {name} from {self._url} in {seconds:.1f} s")
+        return True
+
+    def _publish_download(self, downloaded: Path, name: str) -> None:
+        """Sync a downloaded checkpoint to disk and move it to the folder of the run.
+
+        Args:
+            downloaded: The step folder with the downloaded files.
+            name: Name of the checkpoint, such as "step-00000100".
+        """
         for file in downloaded.iterdir():
             sync(file)
         target = self._get_path(name)
         target.parent.mkdir(exist_ok=True)
         publish_folder(downloaded, target)
-        shutil.rmtree(tmp_folder)
-        seconds = time.perf_counter() - started
-        self._log(f"Downloaded {name} from {self._url} in {seconds:.1f} s")
-        return True
 
     def _download_files(self, name: str, tmp_folder: Path) -> None:
         """Download the files of a checkpoint to `tmp_folder / name`.
@@ -648,19 +665,21 @@ class Mirror:
         Raises:
             OSError: If the copy differs from the manifest.
         """
+        # Copy the file in parts and compute the checksums of the bytes that were read.
         checksum = xxhash.xxh3_128()
-        part_md5s: list[bytes] = []
+        part_md5s: list[bytes] = []  # S3 combines these digests in the ETag of the copy
         with (
             open_file(path) as file,
             self._storage.open(target, "wb", block_size=_BLOCK_SIZE) as copy,
         ):
-            while block := file.read(_BLOCK_SIZE):
-                self._throttle(len(block))
-                checksum.update(block)
-                # S3 combines the MD5 digests of the parts in the ETag of the copy.
-                part_md5s.append(md5(block, usedforsecurity=False).digest())
-                copy.write(block)
+            while part := file.read(_BLOCK_SIZE):
+                self._throttle(len(part))
+                checksum.update(part)
+                part_md5 = md5(part, usedforsecurity=False)
+                part_md5s.append(part_md5.digest())
+                copy.write(part)
 
+        # Verify the bytes that were read, and then the copy.
         was_read_correctly = checksum.hexdigest() == entry["xxh3_128"]
         if not was_read_correctly or not self._is_intact(target, entry, part_md5s):
             raise OSError(f"the copy of {path.name} differs from the checkpoint")
@@ -709,16 +728,19 @@ class Mirror:
         run_id = self._find_run_id()
         self._update_listing()
         self._remove_leftovers(run_id)
-        names_by_step = {
-            step: name
-            for step, name in self._names_by_step().items()
-            if belongs_to_run(self._manifests[name], run_id)
-        }
 
-        best = self._find_best() if self._config.keep_best else None
-        for step in select_outdated(list(names_by_step), self._config):
+        # List the checkpoints of this run.
+        names_by_step: dict[int, str] = {}
+        for step, name in self._names_by_step().items():
+            if belongs_to_run(self._manifests[name], run_id):
+                names_by_step[step] = name
+
+        # Remove the outdated ones, except the best.
+        best_name = self._find_best() if self._config.keep_best else None
+        outdated_steps = select_outdated(list(names_by_step), self._config)
+        for step in outdated_steps:
             name = names_by_step[step]
-            if name != best:
+            if name != best_name:
                 self._remove(name)
 
     def _remove_leftovers(self, run_id: str | None) -> None:

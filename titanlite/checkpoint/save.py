@@ -226,7 +226,7 @@ class Saver:
             self.wait_until_saved()
 
     def _write_in_background(self, writer: CheckpointWriter, tensors: Tensors) -> Future[bool]:
-        """Copy the tensors to CPU memory and start writing them in the background thread.
+        """Copy the tensors to CPU memory and start writing the copies in the background thread.
 
         If copying or starting the thread fails, for example because memory is low, write the
         original tensors while training waits. With pinned memory, copying continues after this
@@ -240,8 +240,11 @@ class Saver:
             seconds_blocked = time.perf_counter() - writer.started
             return self._run_in_thread(self._write_and_publish, writer, copies, seconds_blocked)
         except Exception as error:
-            text = f"Saving step {writer.step} while training waits ({describe_error(error)})"
+            reason = describe_error(error)
+            text = f"Saving step {writer.step} while training waits ({reason})"
             self._log(Event(text, "foreground", writer.step))
+
+        # The background save has not started, so write the original tensors.
         return self._write_while_training_waits(writer, tensors)
 
     def _write_while_training_waits(

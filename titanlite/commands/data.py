@@ -137,18 +137,24 @@ def _read_global_batch(data: PackedDataset, step: int) -> list[PackedSequence]:
 def _format_sequence(sequence: PackedSequence, source: Source, tokenizer: Tokenizer) -> list[str]:
     """Format the location, token range and text of each document segment in a packed sequence."""
     lines = []
-    start = 0
+    position = 0  # of the current segment in the sequence
     for part, document, offset, length in sequence.segments.tolist():
+        # Describe which tokens of the document the segment contains.
         location = source.where(part, document)
-        lines.append(f"--- {location}, tokens {offset} to {offset + length - 1}")
+        last_token = offset + length - 1
+        lines.append(f"--- {location}, tokens {offset} to {last_token}")
+
         # Marked tokens do not count in the loss.
-        ids, is_ignored = remove_marks(sequence.tokens[start : start + length])
+        segment = sequence.tokens[position : position + length]
+        ids, is_ignored = remove_marks(segment)
         if is_ignored.any():
             lines.append(f"--- {is_ignored.sum()} of these tokens do not count in the loss")
-        lines.append(tokenizer.decode(ids.tolist()))
-        start += length
 
-    num_padding = len(sequence.tokens) - start
+        lines.append(tokenizer.decode(ids.tolist()))
+        position += length
+
+    # Padding follows the segments.
+    num_padding = len(sequence.tokens) - position
     if num_padding:
         lines.append(f"--- {num_padding} tokens of padding")
     return lines

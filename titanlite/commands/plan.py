@@ -183,12 +183,14 @@ def _estimate(
         print(forecast.model_dump_json(), file=results, flush=True)
         return
 
-    def print_estimate(forecast: Forecast) -> None:
-        text = _format_forecast(run, _add_training_time(forecast, tokens))
-        print(text, file=results, flush=True)
+    # Print the estimate before the search for changes starts, because the search takes longer.
+    def print_estimate(estimate: Forecast) -> None:
+        estimate = _add_training_time(estimate, tokens)
+        print(_format_forecast(run, estimate), file=results, flush=True)
 
-    # The search for changes takes longer, so `print_estimate` is called before it starts.
     forecast = _estimate_and_search(options, run, device, before_search=print_estimate)
+
+    # Print the changes that the search has found.
     advice = _format_advice(run, forecast)
     if advice:
         print(advice, file=results, flush=True)
@@ -213,15 +215,20 @@ def _estimate_and_search(
     """
     from titanlite.plan import advice  # slow, so import it before the worker processes fork
 
+    # Choose what to search for if the job fits.
     if options.remedies:
         goal = "remedies"
     elif options.quick:
-        goal = "nothing"  # do not search if the job fits
+        goal = "nothing"
     else:
         goal = "largest_batch"
+
+    # With few pipeline ranks, starting workers takes longer than it saves.
     if run.degrees.pipeline < _MIN_PIPELINE_RANKS_FOR_WORKERS:
         return advice.make_plan(run, device, goal, before_search)
-    with workers() as pool:  # trace the pipeline ranks in parallel
+
+    # Trace the pipeline ranks in parallel.
+    with workers() as pool:
         return advice.make_plan(run, device, goal, before_search, pool.map)
 
 
@@ -249,12 +256,10 @@ def _search(
 ) -> None:
     """Search for variants of a job that fit into memory, and print the fastest.
 
-    Print them as a table, or as JSON with --json.
-
     With --write, also write the fastest variant as a job file, without the section [job].
 
     Args:
-        options: Options of the command.
+        options: Options of the command. With --json, print a JSON object instead of a table.
         run: The run to change.
         device: GPU or CPU of each rank.
         tokens: Number of tokens of the whole training run, or None if --tokens is not set.
@@ -273,12 +278,17 @@ def _search(
             "Use more or larger devices, or a smaller model."
         )
 
+    # Write the fastest variant, which comes first.
     if options.write:
         fastest_settings, _ = result.variants[0]
-        job = with_keys(run, fastest_settings).job
-        write_output(options.write, dump_config(job, without=("job",)).encode())
+        fastest_job = with_keys(run, fastest_settings).job
+        job_file = dump_config(fastest_job, without=("job",))
+        write_output(options.write, job_file.encode())
+
+    # Print the fastest variants.
     devices = f"{run.world_size} x {device.name}"
-    print(_format_search(result, devices, tokens, options.as_json), file=results, flush=True)
+    text = _format_search(result, devices, tokens, options.as_json)
+    print(text, file=results, flush=True)
 
 
 def _format_search(result: SearchResult, devices: str, tokens: int | None, as_json: bool) -> str:

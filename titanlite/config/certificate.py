@@ -126,14 +126,18 @@ def hash_job(job: JobConfig) -> str:
     hash covers keys of the job, library versions, and the source code of titanlite and of plugins.
     It does not cover other modules that a plugin imports.
     """
+    built_in_sections = job.model_dump(mode="json", include=HASHED_SECTIONS, exclude=KEYS_LEFT_OUT)
+    plugin_sections = job.model_dump(mode="json", exclude=set(JobConfig.model_fields))
+    versions = read_versions()
+    plugin_hashes = {name: _hash_module(find_plugin_module(name)) for name in job.job.plugins}
     hashed = {
-        **job.model_dump(mode="json", include=HASHED_SECTIONS, exclude=KEYS_LEFT_OUT),
-        # Other sections have only a few keys that change what a step computes.
+        **built_in_sections,
+        # Other built-in sections have only these keys that change what a step computes.
         "hooks": job.job.hooks,
         "dataset": [job.dataset.document_mask, job.dataset.packing],
-        "plugin_sections": job.model_dump(mode="json", exclude=set(JobConfig.model_fields)),
-        "versions": read_versions(),
-        "plugins": {name: _hash_module(find_plugin_module(name)) for name in job.job.plugins},
+        "plugin_sections": plugin_sections,
+        "versions": versions,
+        "plugins": plugin_hashes,
         "titanlite": _hash_module("titanlite"),
     }
     text = json.dumps(hashed, sort_keys=True)

@@ -197,18 +197,27 @@ def find_file_inside(folder: Path, name: str) -> Path:
         UserError: If `name` is not a plain file name, if it is a link that leads out of the folder,
             or if there is no such regular file.
     """
-    is_special_name = name in ("", ".", "..")
-    if is_special_name or "/" in name or "\0" in name or len(name) > 255:
+    if not _is_file_name(name):
         text = f"{shorten(repr(name))} is not the name of a file in this folder."
         raise UserError(f"{folder}: {text}")
 
+    # Reject links that lead out of the folder.
     path = folder / name
     target = Path(os.path.realpath(path))
     if not _is_allowed_target(target, folder.resolve()):
         remedy = "Use the folder that contains the files, or copy them."
         raise UserError(f"{path} is a link to {target}, outside of its folder. {remedy}")
+
     check_regular(path)
     return path
+
+
+def _is_file_name(name: str) -> bool:
+    """Return whether `name` is a plain file name, which cannot lead to another folder."""
+    if name in ("", ".", ".."):
+        return False
+    has_valid_length = len(name) <= 255  # no common file system allows more
+    return has_valid_length and "/" not in name and "\0" not in name
 
 
 def _is_allowed_target(target: Path, folder: Path) -> bool:

@@ -110,13 +110,14 @@ class Architecture:
         """Return the factors by which muP scales a parameter's initial values and learning rate.
 
         With these factors, a learning rate that suits a narrow base model also suits wider models.
-        They follow from r = mup_base_dim / dim, which is 1 without muP, and from q, which is 1
-        except for parameters of queries. docs/guides/mup.md explains the factors, with m = 1 / r.
 
             Parameter                               Initial values    Learning rate
             Matrices of blocks                      q * sqrt(r)       q * r
             Output matrix or, if tied, final norm   r                 r
             All other parameters                    q                 q
+
+        Here, r = mup_base_dim / dim, or 1 without muP, and q is 1 except for parameters of queries.
+        docs/guides/mup.md explains the factors, with m = 1 / r.
 
         Args:
             name: Name of the parameter, for example "layers.3.attention.wo.weight".
@@ -125,14 +126,17 @@ class Architecture:
         Returns:
             The factor for the initial values, and the factor for the learning rate.
         """
-        r = (self.mup_base_dim or self.dim) / self.dim
+        r = (self.mup_base_dim or self.dim) / self.dim  # mup_base_dim is 0 without muP
         q = self._get_query_factor(name)
-        # A tied output matrix is also the embedding, so scale the norm in front of it instead.
-        output_name = "norm.weight" if self.tied_embeddings else "output.weight"
+
         is_block_matrix = name.startswith("layers.") and ndim >= 2
         if is_block_matrix:
             # This is q * sqrt(r). Another form would change the last bit of the result.
-            return q * r / math.sqrt(r), q * r
+            initial_factor = q * r / math.sqrt(r)
+            return initial_factor, q * r
+
+        # A tied output matrix is also the embedding, so scale the norm in front of it instead.
+        output_name = "norm.weight" if self.tied_embeddings else "output.weight"
         if name == output_name:
             return r, r
         return q, q

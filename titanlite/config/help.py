@@ -90,15 +90,18 @@ def _print_section(job: JobConfig, section: str, topics: set[str]) -> None:
     """
     model = SECTIONS[section]
     common_keys = _list_common_keys(model)
-    if "all" not in topics and section not in topics:
-        keys = [
-            key
-            for key in [*common_keys, *model.advanced]
-            if key in topics or f"{section}.{key}" in topics
-        ]
-        _print_keys(job, section, keys)
+
+    # Print only the selected keys.
+    is_whole_section = "all" in topics or section in topics
+    if not is_whole_section:
+        selected_keys = []
+        for key in [*common_keys, *model.advanced]:
+            if key in topics or f"{section}.{key}" in topics:
+                selected_keys.append(key)
+        _print_keys(job, section, selected_keys)
         return
 
+    # Print the whole section.
     print(wrap_text(f"[{section}] {model.__doc__}"), end="\n\n")
     _print_keys(job, section, common_keys)
     if model.advanced:

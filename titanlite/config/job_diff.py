@@ -118,9 +118,8 @@ def compare_jobs(
 ) -> list[Change]:
     """List the differences between the job in a checkpoint and the job that resumes from it.
 
-    Keys that only one of the jobs has are not compared. They exist if another version of titanlite
-    saved the checkpoint, or if plugins have changed. If the data differs, the result lists its
-    differences instead of the keys that determine it, such as dataset.path.
+    If the data differs, the result lists the differences of the data instead of the keys that
+    determine it, such as dataset.path. Keys that only one of the jobs has are not compared.
 
     Args:
         before: Job in the checkpoint, as a dictionary of sections. The section "model" contains all
@@ -135,8 +134,14 @@ def compare_jobs(
     """
     old_values = flatten(before)
     new_values = flatten(now)
-    changes = [] if data is None else _classify_data_changes(data, new_values)
-    for name in old_values.keys() & new_values.keys():
+
+    changes: list[Change] = []
+    if data is not None:
+        changes += _classify_data_changes(data, new_values)
+
+    # Another version of titanlite, or other plugins, can have other keys. Skip those.
+    common_names = old_values.keys() & new_values.keys()
+    for name in common_names:
         old_value = old_values[name]
         new_value = new_values[name]
         if old_value == new_value or _is_ignored(name, new_values, data):
@@ -144,6 +149,7 @@ def compare_jobs(
         effect = _get_effect(name, old_values, new_values, data)
         description = f"{name}: {shorten(str(old_value))} -> {shorten(str(new_value))}"
         changes.append(Change(effect, description))
+
     return sorted(changes, key=lambda change: (_ORDER.index(change.effect), change.description))
 
 
@@ -223,27 +229,32 @@ def flatten(table: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 def _is_ignored(name: str, new_values: dict[str, Any], data: DataChanges | None) -> bool:
     """Return whether to leave a changed key out of the comparison of two jobs.
 
-    For example, a key is left out if `data` already describes the change.
-
     Args:
         name: Full name of the key, such as "model.dim".
         new_values: Values of the job that resumes, by full name.
         data: Differences of the data, or None if the run does not resume from the saved data
             position.
     """
+    # Token IDs are compared instead of the name or path of the tokenizer.
     if name in ("tokenizer.path", "tokenizer.name"):
-        return True  # token IDs are compared instead
+        return True
+
+    # If the data differs, `data` already describes the change.
     has_other_data = data not in (None, SAME_DATA)
     if has_other_data and _determines_data(name, new_values):
-        return True  # `data` describes the change
+        return True
+
     # "auto" keeps the dtype of the checkpoint, or chooses an attention backend for the device.
-    has_auto = name in ("training.mixed_precision_param", "model.attention_backend")
-    if has_auto and new_values[name] == "auto":
+    accepts_auto = name in ("training.mixed_precision_param", "model.attention_backend")
+    if accepts_auto and new_values[name] == "auto":
         return True
 
     # The keys of a plugin architecture are also in the section of the plugin. Report them there.
     section, *_, key = name.split(".")
-    return section == "model" and f"{new_values['model.architecture']}.{key}" in new_values
+    if section != "model":
+        return False
+    plugin_section = new_values["model.architecture"]
+    return f"{plugin_section}.{key}" in new_values
 
 
 def _determines_data(name: str, new_values: dict[str, Any]) -> bool:
@@ -271,14 +282,20 @@ def _get_effect(
         data: Differences of the data, or None if the run does not resume from the saved data
             position.
     """
+    # Changed keys that give the same data have no effect, such as the path of a renamed folder.
     if data == SAME_DATA and _determines_data(name, new_values):
-        return COMPATIBLE  # for example, a folder with the same data has another name
+        return COMPATIBLE
+
+    # A new weight or limit of a data source counts as a change of the data contents.
     if data is not None and _is_mixture_key(name):
         return _get_content_effect(new_values)
+
+    # The effect of these keys depends on other keys.
     if name == "training.local_batch_size":
         return _get_local_batch_effect(old_values)
     if name == "optimizer.name":
         return _get_optimizer_effect(new_values)
+
     return _get_effect_of_key(name)
 
 

@@ -191,14 +191,19 @@ def _find_origins(tables: Tables, arguments: Arguments, source: str) -> dict[str
         `source`, `COMMAND_LINE` or `DEFAULT` for each "section.key".
     """
     origins = dict.fromkeys(list_keys(), DEFAULT)
+
+    # The job file takes precedence over the defaults.
     for section, table in tables.items():
-        if isinstance(table, dict):
-            origins |= {f"{section}.{key}": source for key in table}
-    # Errors about invalid options must name the command line as well.
+        if isinstance(table, dict):  # `JobConfig.read` reports a section that is not a table
+            for key in table:
+                origins[f"{section}.{key}"] = source
+
+    # The command line takes precedence over the job file. Include its invalid options, because
+    # errors about them must name the command line as well.
     invalid_options = [mistake.name for mistake in arguments.mistakes]
-    for key in (*arguments.values, *invalid_options):
-        if key != CONFIG_FILE:
-            origins[key] = COMMAND_LINE
+    for name in (*arguments.values, *invalid_options):
+        if name != CONFIG_FILE:
+            origins[name] = COMMAND_LINE
     return origins
 
 
@@ -321,10 +326,11 @@ _ASSIGNMENT = re.compile(r"\s*([\w.-]+)\s*=")  # key = value
 def find_key_lines(text: str) -> dict[str, int]:
     """Return the line number of each key and table in a TOML text, for error messages.
 
-    Tables in a list are numbered. For example, "[[dataset.sources]]" in line 7 and "path = 1" in
-    line 8 give {"dataset.sources": 7, "dataset.sources.0": 7, "dataset.sources.0.path": 8}. If a
-    name occurs several times, its first line counts. Lines of a multi-line string that look like a
-    key or a table are also included.
+    If a name occurs several times, its first line counts. Tables in a list are numbered. For
+    example, "[[dataset.sources]]" in line 7 and "path = 1" in line 8 give {"dataset.sources": 7,
+    "dataset.sources.0": 7, "dataset.sources.0.path": 8}.
+
+    Lines of a multi-line string that look like a key or a table are also included.
     """
     lines: dict[str, int] = {}
     list_lengths: Counter[str] = Counter()  # number of tables so far in each list
@@ -333,18 +339,21 @@ def find_key_lines(text: str) -> dict[str, int]:
         table_header = _TABLE_HEADER.match(line)
         list_header = _LIST_HEADER.match(line)
         assignment = _ASSIGNMENT.match(line)
-        if table_header:
+
+        if table_header:  # [table]
             table = table_header[1]
             lines.setdefault(table, number)
-        elif list_header:
-            name = list_header[1]
-            table = f"{name}.{list_lengths[name]}"
-            list_lengths[name] += 1
-            lines.setdefault(name, number)
+        elif list_header:  # [[list]], which starts the next table in the list
+            list_name = list_header[1]
+            index = list_lengths[list_name]
+            list_lengths[list_name] += 1
+            table = f"{list_name}.{index}"
+            lines.setdefault(list_name, number)
             lines[table] = number
-        elif assignment:
-            key = f"{table}.{assignment[1]}" if table else assignment[1]
-            lines.setdefault(key, number)
+        elif assignment:  # key = value
+            key = assignment[1]
+            full_name = f"{table}.{key}" if table else key
+            lines.setdefault(full_name, number)
     return lines
 
 
@@ -354,21 +363,25 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     Invalid options are collected in the result instead of raising an error.
     """
     stray_words, options = _split_options(argv)
-    values: dict[str, Any] = {}
-    help_topics = None
     mistakes = [_describe_stray_word(word) for word in stray_words]
+    values: dict[str, Any] = {}
     renamed: list[str] = []
+    help_topics = None
+
     keys = list_keys()
     for flag, words in options:
         if flag in ("-h", "--help"):
             help_topics = words
             continue
 
+        # Find the key that the option sets. Former names of keys are still accepted.
         name = flag.removeprefix("--").replace("-", "_")
-        if name in RENAMED_KEYS:  # former names are still accepted
+        if name in RENAMED_KEYS:
             renamed.append(name)
             name = RENAMED_KEYS[name]
         key, is_negated = _find_key(name, keys)
+
+        # Convert the words after the option to the type of the key.
         try:
             annotation = _get_annotation(key, flag, keys)
             values[key] = _parse_option(key, is_negated, words, annotation)

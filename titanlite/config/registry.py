@@ -283,17 +283,23 @@ def _find_failing_line(error: BaseException, module: str) -> str | None:
         error: Exception that the import raised.
         module: Name of the plugin module.
     """
+    # Find the innermost call inside the package of the plugin.
     package = _get_package(module)
-    plugin_lines = []  # from the outermost to the innermost call
-    for frame, line in traceback.walk_tb(error.__traceback__):
+    failing_line: str | None = None
+    for frame, line in traceback.walk_tb(error.__traceback__):  # from the outermost call inward
         file = frame.f_code.co_filename
-        is_in_package = _get_package(frame.f_globals.get("__name__", "")) == package
-        is_this_file = file == __file__  # matches if the plugin is in the package titanlite
+        frame_module = frame.f_globals.get("__name__", "")
+        is_in_package = _get_package(frame_module) == package
+        is_this_file = file == __file__  # in the package if the plugin is a part of titanlite
         if is_in_package and not is_this_file:
-            plugin_lines.append(f"{file}:{line}")
-    if plugin_lines:
-        return plugin_lines[-1]
-    return f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else None
+            failing_line = f"{file}:{line}"
+    if failing_line is not None:
+        return failing_line
+
+    # A file with a syntax error never runs, so the traceback does not contain it.
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    return None
 
 
 def _get_package(module: str) -> str:

@@ -48,6 +48,7 @@ from titanlite.config.registry import (
 
 MAX_STEPS = 10**9
 MAX_TOKENS = 10**18
+_MAX_NAME_BYTES = 255  # of a file or folder, in common file systems
 TOKEN_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 LENGTH_KEYS = ("steps", "tokens", "tokens_per_parameter")
 """Keys of [training] that set the length of a run. A job sets at most one of them."""
@@ -77,17 +78,27 @@ def check_path(path: str) -> str:
             is a file URL with a relative path.
     """
     path = os.path.expanduser(path)
-    if "\0" in path or any(len(name.encode()) > 255 for name in path.split("/")):
-        raise ValueError("is not a path: it has a NUL byte, or a name of more than 255 bytes")
+    if "\0" in path or _has_long_name(path):
+        raise ValueError(
+            f"is not a path: it has a NUL byte, or a name of more than {_MAX_NAME_BYTES} bytes"
+        )
+
     if _has_environment_variable(path):
         raise ValueError(
             "has an environment variable, and only a shell expands these. Write the path itself"
         )
-    if re.match("(file|local)://[^/]", path):  # such as file://data
+
+    is_relative_url = bool(re.match("(file|local)://[^/]", path))  # such as file://data
+    if is_relative_url:
         raise ValueError(
             "is a URL with a relative path. Write an absolute path, as in file:///data"
         )
     return path
+
+
+def _has_long_name(path: str) -> bool:
+    """Return whether a file or folder in `path` has a name that is too long for file systems."""
+    return any(len(name.encode()) > _MAX_NAME_BYTES for name in path.split("/"))
 
 
 def _has_environment_variable(path: str) -> bool:
@@ -1107,13 +1118,16 @@ def rename_keys(tables: dict[str, Any]) -> list[str]:
         table = tables.get(section)
         if not isinstance(table, dict):
             continue  # for example, an object that was created in Python
-        has_only_former_name = former_name in table and current_name not in table
-        if has_only_former_name:
-            value = table[former_name]
-            other_values = {name: table[name] for name in table if name != former_name}
-            tables[section] = other_values | {current_name: value}
-            if value:
-                renamed.append(former_key)
+        if former_name not in table or current_name in table:
+            continue
+
+        # Rename the key in a copy, because `table` belongs to the caller.
+        new_table = dict(table)
+        value = new_table.pop(former_name)
+        new_table[current_name] = value
+        tables[section] = new_table
+        if value:
+            renamed.append(former_key)
     return renamed
 
 
@@ -1165,10 +1179,16 @@ class JobConfig(RootConfig):
         tables = cls.without_dropped_defaults(dict(values))
         rename_keys(tables)
 
-        plugin_names = [name for name in SECTIONS if name not in cls.model_fields]
-        plugin_tables = {name: tables.pop(name, {}) for name in plugin_names}
-        plugin_sections, errors = _validate_sections(plugin_tables)
-        return tables | plugin_sections, errors + _list_unknown_sections(tables)
+        # Take the sections of plugins out of `tables`, and validate them.
+        plugin_tables = {}
+        for name in SECTIONS:
+            if name not in cls.model_fields:
+                plugin_tables[name] = tables.pop(name, {})  # {} gives the defaults
+        plugin_sections, plugin_errors = _validate_sections(plugin_tables)
+
+        # The other sections must be built-in sections.
+        unknown_errors = _list_unknown_sections(tables)
+        return tables | plugin_sections, plugin_errors + unknown_errors
 
     @classmethod
     def read(cls, tables: dict[str, Any]) -> tuple[Self, Sequence[Mistake]]:

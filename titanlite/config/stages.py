@@ -131,9 +131,6 @@ def balanced_cuts(
     No stage takes more memory than the largest stage of an even split. If several splits are
     equally fast, choose the one with the most even times.
 
-    This is dynamic programming over the stages. For each n, it keeps the best split of the first n
-    blocks into the stages so far, and derives the best splits with one more stage from these.
-
     Args:
         times: Time of the embedding, a block and the output.
         memory: Memory of the same parts, for each stage.
@@ -144,18 +141,24 @@ def balanced_cuts(
     """
     num_stages = len(memory)
     assert num_stages <= num_layers
-    memory_limit = _max_memory_of_even_split(memory, num_layers)
+    max_memory = _max_memory_of_even_split(memory, num_layers)
 
+    # Add one stage after another (dynamic programming). `best_splits` maps each possible number of
+    # blocks n to the best split of the first n blocks into the stages so far.
     best_splits = {0: _Split(_SplitCost(0.0, 0.0), starts=[])}  # no stages and no blocks yet
     for stage, piece_memory in enumerate(memory):
-        time_of_size = {}  # time of this stage for each number of blocks that fits into memory
+        # Compute the time of this stage for each number of blocks that fits into memory.
+        time_of_size = {}
         for num_blocks in range(1, num_layers + 1):
-            memory_of_stage = piece_memory.get_stage_cost(stage, num_stages, num_blocks)
-            if memory_of_stage > memory_limit:
+            stage_memory = piece_memory.get_stage_cost(stage, num_stages, num_blocks)
+            if stage_memory > max_memory:
                 break
             time_of_size[num_blocks] = times.get_stage_cost(stage, num_stages, num_blocks)
+
         best_splits = _add_stage(best_splits, time_of_size, num_layers)
-    return tuple(best_splits[num_layers].starts[1:])  # stage 0 begins with block 0
+
+    best_split = best_splits[num_layers]
+    return tuple(best_split.starts[1:])  # without stage 0, which begins with block 0
 
 
 def _add_stage(
@@ -163,9 +166,8 @@ def _add_stage(
 ) -> dict[int, _Split]:
     """Return the best splits with one more pipeline stage, given the best splits without it.
 
-    This is one step of the dynamic programming in `balanced_cuts`. The best split of the first
-    `end` blocks is, for some `start`, the best split of the first `start` blocks, followed by a
-    stage of the blocks from `start` to `end`.
+    Append a stage of each possible size to each split, and keep the best result for each total
+    number of blocks. This is one step of the dynamic programming in `balanced_cuts`.
 
     Args:
         best_splits: Best split of the first n blocks into the stages so far, for each possible n.
@@ -175,11 +177,14 @@ def _add_stage(
     longer_splits: dict[int, _Split] = {}
     for start, split in best_splits.items():
         for num_blocks, time in time_of_size.items():
+            # The new stage contains the blocks from `start` to `end` - 1.
             end = start + num_blocks
             if end > num_layers:
                 break  # all further stages are larger
+
             cost = split.cost.add_stage(time)
-            if end not in longer_splits or cost < longer_splits[end].cost:
+            best_so_far = longer_splits.get(end)
+            if best_so_far is None or cost < best_so_far.cost:
                 longer_splits[end] = _Split(cost, [*split.starts, start])
     return longer_splits
 

@@ -436,11 +436,14 @@ def _download_to_cache(
     local_folder = cache_folder / folder_name  # keep the name, which messages show
 
     with _locked(cache_folder):  # only one process of the node downloads the files
-        sizes = {
-            file: info["size"] for file, info in files.items() if not (local_folder / file).exists()
-        }
-        if sizes:
-            amount = f"{len(sizes)} files, {sum(sizes.values()) / 1e9:.3f} GB"
+        missing_sizes = {}  # size of each missing file in bytes
+        for file, info in files.items():
+            if not (local_folder / file).exists():
+                missing_sizes[file] = info["size"]
+
+        if missing_sizes:
+            total_gb = sum(missing_sizes.values()) / 1e9
+            amount = f"{len(missing_sizes)} files, {total_gb:.3f} GB"
             logging.getLogger("titanlite").info(f"Copying {amount} from {url} to {local_folder}")
-            download_files(storage, remote_folder, sizes, local_folder)
+            download_files(storage, remote_folder, missing_sizes, local_folder)
     return local_folder

@@ -52,6 +52,7 @@ def measure_source(source: Source, tokenizer: Tokenizer) -> SourceSize:
     if source.num_tokens:
         return SourceSize(source.describe(), source.num_tokens)
 
+    # Read and tokenize a sample.
     sample = _read_sample(source)
     texts = sample.texts
     _warn_of_lost_characters(source, tokenizer, texts)
@@ -59,11 +60,12 @@ def measure_source(source: Source, tokenizer: Tokenizer) -> SourceSize:
     num_text_tokens = sum(len(tokenizer.encode_array(text)) for text in texts)
     bytes_per_token = num_bytes / max(1, num_text_tokens)  # without BOS and EOS
 
-    # Extrapolate from the sample. Each document also has BOS and EOS.
+    # Extrapolate to the whole source. Each document also has BOS and EOS.
     num_sample_tokens = num_text_tokens + 2 * len(texts)
-    # The size of the source is 0 if it is unknown.
     estimate = num_sample_tokens * sample.source_size // max(1, sample.size)
-    return SourceSize(source.describe(), estimate or None, bytes_per_token)
+    if estimate == 0:  # for example, because the size of the source is unknown
+        return SourceSize(source.describe(), None, bytes_per_token)
+    return SourceSize(source.describe(), estimate, bytes_per_token)
 
 
 class _Sample(NamedTuple):

@@ -98,27 +98,32 @@ class DocumentTokenizer:
     def _encode_masked(self, text: MaskedText) -> np.ndarray:
         """Tokenize a text in which only some ranges of characters count in the loss.
 
-        To exclude a token from the loss, its id t is replaced by ~t. The text is cut at the bounds
-        of the ranges before tokenization, so that no token crosses them. BOS counts if the first
-        token of the text counts, and EOS if the last one does.
+        To exclude a token from the loss, its id t is replaced by ~t. BOS counts if the first token
+        of the text counts, and EOS if the last one does.
 
         Returns:
             Token ids, shape (n,), int32, with BOS and EOS.
         """
+        # Tokenize each range separately, so that no token crosses its bounds.
         parts = []
         last_end = 0
         for start, end in text.trained_ranges:
-            parts.append(mark_ignored(self._encode_text(text[last_end:start])))
-            parts.append(self._encode_text(text[start:end]))
+            ignored_tokens = self._encode_text(text[last_end:start])
+            parts.append(mark_ignored(ignored_tokens))
+            trained_tokens = self._encode_text(text[start:end])
+            parts.append(trained_tokens)
             last_end = end
-        parts.append(mark_ignored(self._encode_text(text[last_end:])))
-
+        remaining_tokens = self._encode_text(text[last_end:])
+        parts.append(mark_ignored(remaining_tokens))
         tokens = np.concatenate(parts)
+
+        # Add BOS and EOS.
         bos = self._bos
         eos = self._eos
-        if len(tokens) and is_marked(tokens[0]):
+        has_tokens = len(tokens) > 0
+        if has_tokens and is_marked(tokens[0]):
             bos = mark_ignored(bos)
-        if len(tokens) and is_marked(tokens[-1]):
+        if has_tokens and is_marked(tokens[-1]):
             eos = mark_ignored(eos)
         return np.concatenate([bos, tokens, eos])
 
@@ -232,18 +237,22 @@ def _explain_too_little_text(source: Source, holdout: float, num_tokens: int, se
         holdout: Value of validation.holdout. If it is positive, only one split (training or held
             out) was counted.
         num_tokens: Number of tokens in this split.
-        seq_len: Length of a sequence. The split must have at least `seq_len` + 1 tokens, because
-            labels are shifted by one.
+        seq_len: Length of a sequence in tokens.
     """
+    num_required = seq_len + 1  # labels are shifted by one
     split = f" in this split (validation.holdout = {holdout})" if holdout else ""
-    sentences = [
+    problem = (
         f"{source.name}: the documents{split} contain {num_tokens:,} tokens, fewer than the "
-        f"required {seq_len + 1:,}."
-    ]
+        f"required {num_required:,}."
+    )
+    sentences = [problem]
+
+    # Skipped records may be the cause.
     skipped = [record for record in source if isinstance(record, BadRecord)]
     if skipped:
         count = format_count(len(skipped), "record")
         sentences.append(f"Skipped {count}; the first one: {skipped[0]}.")
+
     remedies = ", ".join(_list_remedies(source, num_tokens, holdout))
     sentences.append(f"{remedies}, or choose other files.")
     return " ".join(sentences)

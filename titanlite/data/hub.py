@@ -338,15 +338,14 @@ class HubFiles:
     def _download(self, entry: TreeEntry, folder: Path) -> Path:
         """Download a file into `folder`, and return its path.
 
-        The download runs in this thread, so that Ctrl-C ends it immediately.
-
         Raises:
             UserError: If the file is longer than the size that the Hub lists.
         """
         from huggingface_hub import hf_hub_download
         from huggingface_hub.utils import tqdm
 
-        too_long = f"{self.repo}: {entry.path} is longer than {entry.size:,} bytes. {_REMEDY}"
+        max_bytes = entry.size
+        too_long = f"{self.repo}: {entry.path} is longer than {max_bytes:,} bytes. {_REMEDY}"
 
         # The library cannot limit the size of a download. However, it reports the received bytes to
         # a progress bar, and an exception in the progress bar ends the download.
@@ -357,10 +356,11 @@ class HubFiles:
 
             def update(self, n: float | None = 1) -> bool | None:
                 self.received += n or 0
-                if self.received > entry.size:
+                if self.received > max_bytes:
                     raise UserError(too_long)
                 return super().update(n)
 
+        # Download in this thread, so that Ctrl-C ends the download immediately.
         path = hf_hub_download(
             self.repo,
             entry.path,
@@ -369,6 +369,7 @@ class HubFiles:
             tqdm_class=LimitedBar,
             **self._repo_options,
         )
+
         if not entry.checksum:
             note(f"{entry.path}: the Hub lists no checksum, so only the size was verified.")
         return Path(path)
@@ -392,10 +393,13 @@ class HubFiles:
         cause = shorten(describe_cause(error)).rstrip(".")
         if "No space left" in cause:
             return f"{self.repo}: {cause}. Free some space, or choose another folder with --out."
+
         hub = (self._origin or constants.ENDPOINT).rstrip("/")
-        page = f"{hub}/datasets/{self.repo}" if self._kind == "data" else f"{hub}/{self.repo}"
-        problem = f"{page} cannot be downloaded: {cause}."
-        if isinstance(error, RepositoryNotFoundError):  # also if it is gated or private
+        page_path = f"datasets/{self.repo}" if self._kind == "data" else self.repo
+        problem = f"{hub}/{page_path} cannot be downloaded: {cause}."
+
+        # huggingface_hub also raises this error for gated and private repositories.
+        if isinstance(error, RepositoryNotFoundError):
             return (
                 f"{problem} Check that the page exists. If it is gated or private, accept its "
                 f"license there, then create a token on {hub}/settings/tokens and pass it with "

@@ -105,20 +105,25 @@ class Mixture:
     def _compute_deadlines(self, candidates: list[int]) -> dict[int, int]:
         """Return when each candidate must be chosen at the latest, to compare the candidates.
 
-        The deadline of a source is the number of sequences at which it would lag behind its share
-        by 1 - 1/m, if it were not chosen before. It is (count + 1 - 1/m) * total_weight / weight,
-        where count is its number of sequences so far, and m is 2n - 2 for n sources. All deadlines
+        The deadline of a source is the total number of sequences at which its lag would reach
+        1 - 1/m if it were not chosen before:
+
+            (count + 1 - 1/m) * total_weight / weight
+
+        Here, count is its number of sequences so far, and m is 2n - 2 for n sources. All deadlines
         are multiplied by the same factor to get integers.
 
         Args:
             candidates: Indices of the sources that can be chosen next.
         """
-        # The factor is m * multiple / total_weight.
+        # The factor is m * multiple / total_weight. Each weight divides `multiple`.
         multiple = math.lcm(*(self.weights[source] for source in candidates))
         deadlines = {}
         for source in candidates:
+            weight = self.weights[source]
             count = self.stage_counts[source]
-            deadlines[source] = (self._m * (count + 1) - 1) * multiple // self.weights[source]
+            scaled_count = self._m * (count + 1) - 1  # m * (count + 1 - 1/m)
+            deadlines[source] = scaled_count * multiple // weight
         return deadlines
 
     def state_dict(self) -> dict[str, Any]:
@@ -165,15 +170,22 @@ def find_weights(dataset: Dataset, step: int) -> list[int]:
         UserError: If there is not one weight per source, or all weights are 0.
     """
     # Without [[dataset.sources]], [dataset] itself describes the only source.
-    initial = [source.weight for source in dataset.sources] or [1.0]
+    source_weights = [source.weight for source in dataset.sources] or [1.0]
+    num_sources = len(source_weights)
+
+    # A stage can replace these weights.
     stage_weights = dataset.get_stage_value("weights", step, default=None)
-    weights = initial if stage_weights is None else stage_weights
+    if stage_weights is None:
+        key = "dataset.sources"
+        weights = source_weights
+    else:
+        key = "dataset.stages"
+        weights = stage_weights
 
     # Job files were checked before, but not the configurations of programs that create a `Loader`.
-    if len(weights) != len(initial) or not any(weights):
-        key = "dataset.sources" if stage_weights is None else "dataset.stages"
+    if len(weights) != num_sources or not any(weights):
         raise UserError(
-            f"{key}: step {step} has weights = {list(weights)}; expected {len(initial)} "
+            f"{key}: step {step} has weights = {list(weights)}; expected {num_sources} "
             "weights (one per source), at least one above 0."
         )
     return _to_integers(weights)

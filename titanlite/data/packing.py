@@ -209,16 +209,18 @@ def best_fit(read_documents: ReadDocuments, length: int, start: StreamPosition) 
         The segments of a sequence, and the position at which the next sequence begins.
     """
     num_sequences = start.num_sequences
-    first_index = start.offset
-    for window in _read_windows(read_documents, start.document, BEST_FIT_WINDOW * length):
+    first_index = start.offset  # the sequences before it were yielded by an earlier packer
+    window_tokens = BEST_FIT_WINDOW * length
+
+    for window in _read_windows(read_documents, start.document, window_tokens):
         sequences = _pack_window(window, length)
         for index in range(first_index, len(sequences)):
             num_sequences += 1
-            is_last = index == len(sequences) - 1
-            if is_last:
+            next_index = index + 1
+            if next_index < len(sequences):
+                next_position = StreamPosition(num_sequences, window.start, offset=next_index)
+            else:  # the next sequence is the first one of the next window
                 next_position = StreamPosition(num_sequences, window.end, offset=0)
-            else:
-                next_position = StreamPosition(num_sequences, window.start, offset=index + 1)
             yield sequences[index], next_position
         first_index = 0  # only the first window can begin in the middle
 
@@ -305,20 +307,25 @@ def _place_segments(segments: list[Segment], length: int) -> list[list[Segment]]
     `length` is 8. See "Fewer Truncations Improve Language Modeling" (Ding et al., 2024).
     """
     sequences: list[list[Segment]] = []
-    free_space: list[tuple[int, int]] = []  # (free tokens, index of the sequence), sorted
+    # Number of free tokens and index of each sequence that is not full, sorted.
+    free_space: list[tuple[int, int]] = []
     longest_first = sorted(segments, key=lambda segment: len(segment.tokens), reverse=True)
+
     for segment in longest_first:
         size = len(segment.tokens)
-        # Find the fullest sequence that has enough space.
+
+        # Choose the fullest sequence that has enough space, or begin a new one.
         fullest = bisect_left(free_space, size, key=itemgetter(0))
         if fullest < len(free_space):
             num_free, index = free_space.pop(fullest)
-        else:  # begin a new sequence
+        else:
             num_free = length
             index = len(sequences)
             sequences.append([])
 
+        # Add the segment, and record the space that remains.
         sequences[index].append(segment)
-        if num_free > size:
-            insort(free_space, (num_free - size, index))
+        num_remaining = num_free - size
+        if num_remaining > 0:
+            insort(free_space, (num_remaining, index))
     return sequences

@@ -215,9 +215,7 @@ class SequenceReader:
     def next_batch(self) -> list[PackedSequence]:
         """Read the sequences of the next global batch that belong to this reader.
 
-        The result is in ascending order of the index in the batch. If a source has `max_epochs`,
-        the reader also reads the sequences of other ranks and drops them, so that all ranks find
-        the end of the source at the same step.
+        The result is in ascending order of the index in the batch.
 
         Raises:
             OutOfData: If a source with `max_epochs` ends within the batch.
@@ -227,13 +225,18 @@ class SequenceReader:
         sequences = []
         for index_in_batch, (source, index_in_source) in enumerate(self._mixture.next_batch()):
             is_for_this_rank = index_in_batch % shard.num_ranks == shard.rank
+            # If a source has `max_epochs`, each rank also reads the sequences of the other ranks
+            # and drops them, so that all ranks find the end of the source at the same step.
             has_end = self._data.specs[source].max_epochs > 0
-            must_read = is_for_this_rank or has_end
+            if not is_for_this_rank and not has_end:
+                continue
             # On each rank, a single worker reads all sequences of a stream.
-            if must_read and self._choose_worker(source, index_in_source) == shard.worker:
-                sequence = self.read(source, index_in_source, index_in_batch)
-                if is_for_this_rank:
-                    sequences.append(sequence)
+            if self._choose_worker(source, index_in_source) != shard.worker:
+                continue
+
+            sequence = self.read(source, index_in_source, index_in_batch)
+            if is_for_this_rank:
+                sequences.append(sequence)
         return sequences
 
     def _choose_worker(self, source: int, index_in_source: int) -> int:
@@ -266,11 +269,13 @@ class SequenceReader:
         """
         self._progress[_SOURCE] = source  # for the error message if the read hangs
         # Streams take turns: with 4 streams, sequence 9 of the source is sequence 2 of stream 1.
-        index_in_stream, stream = divmod(index_in_source, self._data.count_streams(source))
+        num_streams = self._data.count_streams(source)
+        index_in_stream, stream = divmod(index_in_source, num_streams)
+
+        # Read the stream up to this sequence, and drop sequences that the caller left out.
         for sequence in self._get_stream(source, stream):
-            if sequence.index_in_stream < index_in_stream:
-                continue  # the caller skips this sequence
-            return sequence._replace(index=index_in_batch)
+            if sequence.index_in_stream >= index_in_stream:
+                return sequence._replace(index=index_in_batch)
 
         name = self._data.sources[source].name
         epochs = self._data.specs[source].max_epochs
@@ -352,17 +357,18 @@ class _StreamReader:
                 yield from self._read_part(source, unit, part_start)
 
     def _list_units(self, first: int) -> Iterator[_Unit]:
-        """Yield the documents or parts of the stream in shuffled order, from index `first` on.
-
-        Positions in the shuffled order of the source are counted over all epochs and assigned to
-        its streams in turn. For example, stream 1 of 4 reads positions 1, 5, 9, ..., so index 2 of
-        this stream is position 9.
-        """
+        """Yield the documents or parts of the stream in shuffled order, from index `first` on."""
         num_units = self.data.sources[self.source_index].num_units
         num_streams = self.data.count_streams(self.source_index)
         max_epochs = self.data.specs[self.source_index].max_epochs
         end = max_epochs * num_units if max_epochs else _UNLIMITED
-        positions = range(self.stream, end, num_streams)[first:]
+
+        # A position is an index in the shuffled order of the source, counted over all epochs. The
+        # streams take turns. For example, stream 1 of 4 reads the positions 1, 5, 9, ..., so index
+        # 2 of this stream is position 9.
+        positions_of_stream = range(self.stream, end, num_streams)
+        positions = positions_of_stream[first:]
+
         unit_indices = _look_up_order(num_units, self.data.seed, positions)
         for position, unit_index in zip(positions, unit_indices, strict=True):
             yield _Unit(
@@ -406,14 +412,18 @@ class _StreamReader:
             start: Position of the first document to yield, counted in shuffled order.
             end: Position at which the next window begins.
         """
+        # The order depends on the position of the part, so it differs between epochs.
         shuffle_key = f"{self.data.seed} position {part.position} window {start.window_start}"
         order = permutation(len(window), shuffle_key).tolist()
+
         for i in range(start.index_in_window, len(window)):
             position = start._replace(index_in_window=i)
             is_last = i == len(window) - 1
             next_position = end if is_last else start._replace(index_in_window=i + 1)
-            tokens = self._encode(window[order[i]], part)
-            index_in_part = start.window_start + order[i]
+
+            unshuffled_index = order[i]
+            tokens = self._encode(window[unshuffled_index], part)
+            index_in_part = start.window_start + unshuffled_index
             yield Document(position, next_position, part.index, index_in_part, tokens)
 
     def _encode(self, record: Record, unit: _Unit) -> np.ndarray:

@@ -325,19 +325,20 @@ class HuggingFaceTokenizer(Tokenizer):
             The fingerprint, or None if the file was not converted from a tokenizer.model.
         """
         try:
-            # Like tiktoken, a converted file neither normalizes texts nor merges known words.
-            matches_tiktoken = content["model"]["ignore_merges"] and not content["normalizer"]
-            if not matches_tiktoken:
+            # Like tiktoken, a converted file does not apply merges to words that are tokens, and
+            # does not normalize texts.
+            model = content["model"]
+            if not model["ignore_merges"] or content["normalizer"]:
                 return None
 
             # The first pre-tokenizer splits texts by a pattern, and the second maps bytes.
             split = content["pre_tokenizer"]["pretokenizers"][0]
             pattern = split["pattern"]["Regex"]
-            special = {token["content"]: token["id"] for token in content["added_tokens"]}
-            ranks = decode_vocabulary(content["model"]["vocab"])
+            special_ids = {token["content"]: token["id"] for token in content["added_tokens"]}
+            ranks = decode_vocabulary(model["vocab"])
         except (KeyError, TypeError, IndexError):  # a part is missing, so it was not converted
             return None
-        return self._hash_bpe(pattern, ranks, special)
+        return self._hash_bpe(pattern, ranks, special_ids)
 
     @contextmanager
     def _convert_errors(self, action: str, remedy: str = "") -> Iterator[None]:

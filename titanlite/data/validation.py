@@ -241,14 +241,18 @@ def window_batches(
         with the same shapes.
     """
     windows_per_batch = run.global_microbatch_size  # in one microbatch of all ranks together
+    windows_per_group = SORTED_BATCHES * windows_per_batch
     indexed_windows = enumerate(windows)
-    while group := list(islice(indexed_windows, SORTED_BATCHES * windows_per_batch)):
-        group.sort(key=lambda pair: len(pair[1].tokens), reverse=True)  # the longest first
-        batches = []
+    while group := list(islice(indexed_windows, windows_per_group)):
+        # Sort the group by length, the longest window first.
+        group.sort(key=lambda indexed_window: len(indexed_window[1].tokens), reverse=True)
+
+        # Divide the group into global batches, and keep this rank's share of each.
+        local_batches = []
         for start in range(0, len(group), windows_per_batch):
             global_batch = group[start : start + windows_per_batch]
-            batches.append(_make_local_batch(global_batch, run, data_rank, device))
-        yield batches
+            local_batches.append(_make_local_batch(global_batch, run, data_rank, device))
+        yield local_batches
 
 
 def _make_local_batch(

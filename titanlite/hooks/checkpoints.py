@@ -255,18 +255,17 @@ class Checkpointer(Hook):
     def _complete_save(self, step: int) -> str | None:
         """Wait until the last step is saved and, if requested, exported.
 
-        Return an error message, or None on success.
+        Return an error message if the save or the export failed, or None on success.
         """
         self._saver.wait_until_saved()
-        is_saved_and_exported = self._saver.has_saved(step)
-        if is_saved_and_exported:
+        if self._saver.has_saved(step):  # False also if only the export failed
             return None
 
-        saved_folder = self._saver.failed_export  # the checkpoint that could not be exported
-        if saved_folder is not None:
+        unexported_folder = self._saver.failed_export
+        if unexported_folder is not None:
             return (
-                f"{saved_folder} is saved, but exporting it in Hugging Face format failed; see the "
-                "log for the reason. Fix it and start again, or run `titanlite export`."
+                f"{unexported_folder} is saved, but exporting it in Hugging Face format failed; "
+                "see the log for the reason. Fix it and start again, or run `titanlite export`."
             )
         return (
             f"Could not save the last step, {step}; see the log for the reason. "

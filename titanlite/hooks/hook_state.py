@@ -148,16 +148,18 @@ def _warn_of_differences(
         names_with_tensors: Names of the hooks with saved tensors.
         states: Saved `state_dict` of each hook, by hook name.
     """
-    # Ignoring an empty state loses nothing.
+    # Warn about saved state that no hook loads. Ignoring an empty state loses nothing.
     names_with_state = {name for name, state in states.items() if state}
-    ignored = (names_with_tensors | names_with_state) - {hook.name for hook in hooks}
+    hook_names = {hook.name for hook in hooks}
+    ignored = (names_with_tensors | names_with_state) - hook_names
     if ignored:
         names = ", ".join(sorted(ignored))
         warn(f"Ignoring the saved state of hooks that this run does not have: {names}")
 
-    # Here, an empty state counts as saved.
-    expected = {hook.name for hook in hooks if _is_always_saved(hook)}
-    missing = expected - names_with_tensors - states.keys()
+    # Warn about hooks without saved state. Here, an empty state counts as saved.
+    expected_names = {hook.name for hook in hooks if _is_always_saved(hook)}
+    saved_names = names_with_tensors.union(states)
+    missing = expected_names - saved_names
     if missing:
         names = ", ".join(sorted(missing))
         warn(f"The checkpoint has no state of these hooks, which start without it: {names}")

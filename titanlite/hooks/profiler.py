@@ -117,16 +117,18 @@ class Profiler(Hook):
             step: Number of steps completed so far.
         """
         settings = self._settings
-        # Cycles end at multiples of profile_freq. If the run resumes after step 130 with
-        # profile_freq = 100, 70 steps are left until the next full cycle starts.
-        remaining_steps = -step % settings.profile_freq
+        # Cycles end at multiples of profile_freq, so skip the steps until the next multiple. For
+        # example, with cycles of 100 steps, a run that resumes after step 130 skips 70 steps.
+        num_skipped = -step % settings.profile_freq
+        num_waiting = settings.profile_freq - settings.profiler_warmup - settings.profiler_active
         schedule = torch.profiler.schedule(
-            skip_first=remaining_steps,
-            wait=settings.profile_freq - settings.profiler_warmup - settings.profiler_active,
+            skip_first=num_skipped,
+            wait=num_waiting,
             warmup=settings.profiler_warmup,
             active=settings.profiler_active,
             repeat=settings.profiler_repeat,
         )
+
         activities = [ProfilerActivity.CPU]
         if self._is_cuda:
             activities.append(ProfilerActivity.CUDA)

@@ -47,8 +47,8 @@ GIT_SECONDS = 5.0
 def lock_folders(run: Run, log: Callable[[str], None], resources: ExitStack) -> str:
     """Lock the output folder and the checkpoint folder, and return a new random ID for the run.
 
-    No other run can then write to these folders. All ranks call this together before anything is
-    written. Only rank 0 takes the locks and chooses the ID, which all ranks return.
+    While they are locked, no other run can write to them. All ranks must call this together, before
+    anything is written. Only rank 0 takes the locks and chooses the ID, which all ranks return.
 
     Args:
         run: The run that will write to the folders.
@@ -65,13 +65,13 @@ def lock_folders(run: Run, log: Callable[[str], None], resources: ExitStack) -> 
     def lock_and_choose_id() -> str:
         for folder in _list_folders_to_lock(run):
             descriptor = lock_folder(folder, lock_timeout, log)
-            if descriptor is not None:  # None if the file system does not support locks
+            if descriptor is not None:  # None: the file system does not support locks
                 resources.callback(os.close, descriptor)  # closing the file releases the lock
         return secrets.token_hex(8)
 
     ranks = RankGroup(ranks_timeout)
     run_id = ranks.run_on_rank0(lock_and_choose_id)
-    # After an error, this line is not reached: closing would wait for ranks that may have failed.
+    # Not in a `finally` block: after an error, this would wait for ranks that may have failed.
     ranks.close()
     return run_id
 

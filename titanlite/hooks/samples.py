@@ -111,26 +111,31 @@ class Samples(Hook):
         """
         config = self._config
         seq_len = self._run.job.training.seq_len
+        decodings = [
+            Decoding(prompt, self._tokenizer, config.max_new_tokens, seq_len)
+            for prompt in config.prompts
+        ]
         # One generator per prompt, so that a completion does not depend on the other prompts.
-        decodings = []
-        for prompt in config.prompts:
-            decoding = Decoding(prompt, self._tokenizer, config.max_new_tokens, seq_len)
-            decodings.append((decoding, torch.Generator().manual_seed(config.seed)))
+        generators = [torch.Generator().manual_seed(config.seed) for _ in decodings]
 
         while True:
             unfinished = [
-                (decoding, generator) for decoding, generator in decodings if decoding.is_unfinished
+                index for index, decoding in enumerate(decodings) if decoding.is_unfinished
             ]
             if not unfinished:
-                return [decoding.result() for decoding, _ in decodings]
+                return [decoding.result() for decoding in decodings]
 
-            logits = self._next_logits([decoding.ids for decoding, _ in unfinished])
+            logits = self._next_logits([decodings[index].ids for index in unfinished])
+            # The model can have more tokens than the tokenizer. Never sample the extra tokens.
             logits = logits[:, : self._tokenizer.vocab_size]
             if not logits.isfinite().all():
                 return []  # the weights are broken; the guards report this
-            for (decoding, generator), token_logits in zip(unfinished, logits, strict=True):
+
+            # Sample the next token of each unfinished completion.
+            for index, token_logits in zip(unfinished, logits, strict=True):
+                generator = generators[index]
                 token = sample_token(token_logits, config.temperature, config.top_k, generator)
-                decoding.push(token)
+                decodings[index].push(token)
             self._trainer.report_progress()
 
     def _next_logits(self, sequences: Sequence[Sequence[int]]) -> Tensor:
@@ -146,19 +151,22 @@ class Samples(Hook):
         """
         microbatches = self._create_microbatches(sequences)
         batch_size = self._run.job.training.local_batch_size
-        # Each rank fills in the sequences whose last token it holds. All others stay -inf, so the
-        # maximum over all ranks contains the logits of all sequences.
         shape = (len(microbatches), batch_size, self._run.arch.vocab_size)
         all_logits = torch.full(shape, -torch.inf, device=self._trainer.device)
 
-        # A chunk has one row per sequence, because only the last token of a sequence has a label.
+        # Each rank fills in the sequences whose last token it holds.
         def fill_in(chunk: LogitsChunk) -> None:
+            # A chunk has one row per sequence, because only last tokens have a label.
             all_logits[chunk.microbatch, chunk.sequences] = chunk.logits
 
         process_logits(self._trainer, microbatches, fill_in)
+
+        # All other sequences are still -inf, so the maximum over the ranks contains all logits.
         dist.all_reduce(all_logits, op=dist.ReduceOp.MAX)
-        # The last microbatch may be padded with empty sequences.
-        return all_logits.flatten(0, 1)[: len(sequences)].cpu()
+
+        # Remove the empty sequences that may pad the last microbatch.
+        logits = all_logits.flatten(0, 1)[: len(sequences)]
+        return logits.cpu()
 
     def _create_microbatches(self, sequences: Sequence[Sequence[int]]) -> list[Microbatch]:
         """Create padded microbatches with a label only for the last token of each sequence.

@@ -170,19 +170,21 @@ class Stragglers(Hook):
         streaks = {}
         times_by_part = self._times_of_ranks.cpu().T  # (parts, ranks)
         for part, times in zip(PARTS, times_by_part, strict=True):
-            slowest = int(times.argmax())
-            seconds = times[slowest].item()
+            # Compare the slowest rank with the median. Only this rank can be a straggler.
+            slowest_rank = int(times.argmax())
+            seconds = times[slowest_rank].item()
             median = times.quantile(0.5).item()
             is_slow = seconds > SLOW_FACTOR * median and seconds > median + part.min_difference
             if not is_slow:
                 continue
 
-            streak = self._streaks.get((part, slowest), 0) + 1
-            streaks[part, slowest] = streak
-            if streak == STEPS_UNTIL_REPORT:
-                text = self._describe_straggler(slowest, part, seconds, median)
+            # Count for how many consecutive logged steps it has been slow.
+            streak = self._streaks.get((part, slowest_rank), 0) + 1
+            streaks[part, slowest_rank] = streak
+            if streak == STEPS_UNTIL_REPORT:  # log a longer streak only once
+                text = self._describe_straggler(slowest_rank, part, seconds, median)
                 self._trainer.log(Event(text, "straggler", step))
-        self._streaks = streaks
+        self._streaks = streaks  # all other streaks have ended
 
     def _describe_straggler(self, rank: int, part: TimedPart, seconds: float, median: float) -> str:
         """Return the log line for a slow rank, with its time and the median time of all ranks.

@@ -346,15 +346,24 @@ def _is_on_this_node(store: Address) -> bool:
             "Use an address or a name of the first node that all nodes can resolve."
         ) from None
 
-    # Binding a socket to an address succeeds only on the node with this address.
-    for family, kind, _, _, socket_address in results:
-        try:
-            with socket.socket(family, kind) as probe:
-                probe.bind((socket_address[0], 0))
-        except OSError:
-            continue
-        return True
-    return False
+    # Only the node with this address can bind a socket to it.
+    return any(_can_bind(family, kind, address[0]) for family, kind, _, _, address in results)
+
+
+def _can_bind(family: int, kind: int, host: str | int) -> bool:
+    """Return whether a socket can be bound to a free port of an address.
+
+    Args:
+        family: Address family of the socket.
+        kind: Type of the socket.
+        host: The address, as `socket.getaddrinfo` returns it.
+    """
+    try:
+        with socket.socket(family, kind) as probe:
+            probe.bind((host, 0))  # any free port
+    except OSError:
+        return False
+    return True
 
 
 def _find_local_address(store: Address) -> str | None:

@@ -45,6 +45,7 @@ def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
         UserError: If `train` raises it, or another run does not release the folder within
             `LOCK_TIMEOUT` seconds.
     """
+    # Find out which folders are new before `_wait_for_other_runs` creates them.
     folders = (run.dump_folder, *run.dump_folder.parents)  # innermost first
     new_folders = [folder for folder in folders if not os.path.lexists(folder)]
     lock_files = _wait_for_other_runs(run)
@@ -52,7 +53,8 @@ def run_in_output_folder(run: Run, train: Callable[[], int]) -> int:
         return train()
 
     # Create the log files before training does, to know that no other run has created them.
-    output = NewOutput(run, new_folders, lock_files | _create_logs(run.dump_folder))
+    log_files = _create_logs(run.dump_folder)
+    output = NewOutput(run, new_folders, lock_files | log_files)
     try:
         exit_code = train()
     except UserError as error:
@@ -156,15 +158,19 @@ class NewOutput(NamedTuple):
         created_files = self._list_created_files()
         entries = set(self.run.dump_folder.iterdir())
         other_entries = entries - created_files
-        if not all(self._is_empty_checkpoint_folder(entry) for entry in other_entries):
-            return
+        for entry in other_entries:
+            if not self._is_empty_checkpoint_folder(entry):
+                return
 
         # Stop logging, because the error that ends this process would create train.log again.
         logging.getLogger(LOGGER_NAME).handlers.clear()
         for file in entries & created_files:  # keep lock files in other folders
             file.unlink(missing_ok=True)
-        with suppress(OSError):  # another process may have put a file into one of the folders
-            for folder in [*other_entries, *self.folders]:  # first the checkpoint folder, if any
+
+        # Remove folders from the inside out: the empty checkpoint folder, if any, the output
+        # folder, and its new parents. Stop if another process has put a file into one of them.
+        with suppress(OSError):
+            for folder in [*other_entries, *self.folders]:
                 folder.rmdir()
 
     def _list_created_files(self) -> set[Path]:

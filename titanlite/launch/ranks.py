@@ -227,19 +227,24 @@ class Ranks:
         running = set(self._processes)
         failed: list[RankEnd] = []
         killed: list[int] = []
-        kill_time = math.inf  # on the clock of time.monotonic
+        kill_time = math.inf  # when to kill the running ranks, on the clock of time.monotonic
         while running:
             time.sleep(POLL_SECONDS)
             is_kill_requested = self._forward_signals()
+
+            # Find the ranks that have ended since the last poll.
             ends = self._poll(running)
             running -= {end.rank for end in ends}
             failed += [end for end in ends if end.code != 0]
 
-            # A later failure can make the kill time earlier, but not later.
-            kill_time = min(kill_time, time.monotonic() + self._choose_patience(failed))
+            # Kill the running ranks if this is requested or their time is over. A later failure can
+            # make the kill time earlier, but not later.
+            patience = self._choose_patience(failed)
+            kill_time = min(kill_time, time.monotonic() + patience)
             if is_kill_requested or time.monotonic() > kill_time:
                 killed += self._kill()
                 running -= set(killed)
+
             self._check_stall(running)
 
         return sorted(failed, key=lambda end: end.time), killed

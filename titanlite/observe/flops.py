@@ -36,15 +36,9 @@ def state_bytes(run: Run) -> int:
 def flops_per_token(arch: Architecture, seq_len: int, is_causal: bool = True) -> float:
     """Return the training FLOPs per token (forward and backward) for sequences of `seq_len` tokens.
 
-    - A matmul with n weights costs 6n FLOPs per token: 2n in the forward pass, and 4n in the
-      backward pass. The output projection counts, tied or not; the embedding lookup does not.
-    - Attention over T keys with D channels in all heads costs 12TD FLOPs per token: 2TD for the
-      scores, 2TD for the weighted values, and 8TD in the backward pass. The causal mask halves T,
-      and a sliding window limits it (`Architecture.attended`). Grouped-query attention does not
-      reduce the FLOPs.
-    - Norms, RoPE, the product in SwiGLU, softmax and the loss are ignored. They take less than 1%
-      for models of 1B parameters and more.
-    - Activation checkpointing does not count, because MFU is about useful work.
+    Only matmuls and attention count. Norms, RoPE, the product in SwiGLU, softmax and the loss take
+    less than 1% for models of 1B parameters and more. Recomputation by activation checkpointing
+    does not count, because MFU is about useful work.
 
     Args:
         arch: Shape of the model.
@@ -52,9 +46,14 @@ def flops_per_token(arch: Architecture, seq_len: int, is_causal: bool = True) ->
         is_causal: Count only the attention scores that the causal mask leaves visible. If False,
             count all scores, like the PaLM paper (2204.02311, appendix B) and torchtitan.
     """
-    keys_per_query = arch.attended(seq_len, is_causal)  # on average
+    # For each token, a weight costs 2 FLOPs in the forward pass and 4 in the backward pass.
+    matmuls = 6 * _matmul_params(arch)
+
+    # In each block, each key that a token attends to costs 2 FLOPs per channel for the score, 2 for
+    # the weighted values, and 8 in the backward pass. Grouped-query attention does not reduce this.
+    keys_per_query = arch.attended(seq_len, is_causal)  # on average over tokens and blocks
     attention = 12 * arch.n_layers * keys_per_query * arch.q_dim
-    return float(6 * _matmul_params(arch) + attention)
+    return float(matmuls + attention)
 
 
 def _matmul_params(arch: Architecture) -> int:

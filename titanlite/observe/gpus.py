@@ -297,7 +297,8 @@ def check_memory(
 def _check_block_inputs(run: Run, memory: int, training_state: int) -> None:
     """Check that a rank has memory for its training state and the inputs of its blocks.
 
-    The inputs of all transformer blocks are kept for the backward pass.
+    The inputs of all transformer blocks are kept for the backward pass, even with full activation
+    checkpointing.
 
     Args:
         run: Run to check.
@@ -312,18 +313,20 @@ def _check_block_inputs(run: Run, memory: int, training_state: int) -> None:
     training = run.job.training
     num_tokens = training.seq_len // (run.degrees.context * run.degrees.tensor)
     num_blocks = run.arch.n_layers // run.degrees.pipeline
-    # The input of each block is kept in at least 2 bytes, even with full activation checkpointing.
-    sequence_bytes = 2 * num_tokens * run.arch.dim * num_blocks
 
+    min_bytes_per_value = 2
+    bytes_per_sequence = min_bytes_per_value * num_tokens * run.arch.dim * num_blocks
     batch_size = training.local_batch_size
-    inputs = batch_size * sequence_bytes
-    if memory < training_state + inputs:
-        num_fitting = (memory - training_state) // sequence_bytes
-        raise UserError(
-            f"training.local_batch_size = {batch_size}: the inputs of the blocks need "
-            f"{inputs / GIB:,.1f} GiB, but a rank has {memory / GIB:,.1f} GiB for them, weights "
-            f"and optimizer state. At most {num_fitting:,} sequences fit."
-        )
+    input_bytes = batch_size * bytes_per_sequence
+    if training_state + input_bytes <= memory:
+        return
+
+    num_fitting = (memory - training_state) // bytes_per_sequence
+    raise UserError(
+        f"training.local_batch_size = {batch_size}: the inputs of the blocks need "
+        f"{input_bytes / GIB:,.1f} GiB, but a rank has {memory / GIB:,.1f} GiB for them, weights "
+        f"and optimizer state. At most {num_fitting:,} sequences fit."
+    )
 
 
 def _describe_missing_memory(run: Run, memory: int, state: int) -> str:

@@ -298,11 +298,6 @@ def shard_slices(tensor: DTensor, coordinates: Sequence[int] | None = None) -> t
     For example, if the rows of a (10, 4) matrix are sharded over 2 ranks, rank 1 holds
     (slice(5, 10), slice(0, 4)).
 
-    If several mesh dimensions shard the same tensor dimension, the last one divides it first. For
-    example, 8 rows are sharded over a (2, 2) mesh with the dimensions (FSDP, tensor parallel).
-    Tensor parallelism divides them into rows 0-3 and 4-7, and FSDP divides rows 4-7 into rows 4-5
-    and 6-7.
-
     Args:
         tensor: DTensor whose device mesh and placements define the layout.
         coordinates: Position of the rank along each mesh dimension. Defaults to this rank.
@@ -311,11 +306,15 @@ def shard_slices(tensor: DTensor, coordinates: Sequence[int] | None = None) -> t
     if coordinates is None:
         coordinates = mesh.get_coordinate()
     assert coordinates is not None  # this rank is in the mesh
+
+    # If several mesh dimensions shard the same tensor dimension, the last one divides it first. For
+    # example, on a (2, 2) mesh with the dimensions (FSDP, tensor parallel), tensor parallelism
+    # divides 8 rows into rows 0-3 and 4-7, and FSDP divides rows 4-7 into rows 4-5 and 6-7.
     slices = [slice(0, size) for size in tensor.shape]
-    for mesh_dim in reversed(range(mesh.ndim)):  # the last mesh dimension divides first
+    for mesh_dim in reversed(range(mesh.ndim)):
         placement: Any = tensor.placements[mesh_dim]
-        if not placement.is_replicate():  # otherwise, it shards the tensor dimension `dim`
-            dim = placement.dim
+        if not placement.is_replicate():
+            dim = placement.dim  # the tensor dimension that this mesh dimension shards
             slices[dim] = _divide_slice(slices[dim], mesh.shape[mesh_dim], coordinates[mesh_dim])
     return tuple(slices)
 

@@ -54,16 +54,19 @@ def reduce_step_sums(
         has_request: Whether this rank has a request for the other ranks; see `RequestExchange`.
         compiled: Whether to compile the sum of squares on a CPU.
     """
+    # Sum the squares of each gradient on this rank.
     shards = [local_shard(gradient) for gradient in gradients]
     squares = sum_of_squares(shards, compiled)  # (number of gradients,)
 
-    # Collect three numbers of this rank, so that a single all-reduce adds them up over all ranks.
+    # Collect three numbers of this rank in one tensor, so that a single all-reduce adds them up.
     sums = torch.zeros(3, dtype=torch.float64, device=squares.device)
     squared_norm, total_loss, num_requests = sums[0], sums[1], sums[2]  # views
     squared_norm.copy_(_sum_squares_counting_replicas_once(squares, gradients))
     total_loss.copy_(_copy_loss_to_device(loss, like=sums))
     if has_request:
         num_requests.fill_(1.0)  # `sums[2] = 1.0` would cause a host sync
+
+    # Add up the numbers of all ranks, which also updates the views.
     if dist.is_initialized():
         dist.all_reduce(sums)
     return StepSums(squared_norm.sqrt().float(), total_loss, num_requests, squares)

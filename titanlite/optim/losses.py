@@ -274,9 +274,9 @@ class Targets(NamedTuple):
 def prepare_targets(labels: Tensor, scale: Tensor, first_class: int, num_classes: int) -> Targets:
     """Convert labels to `Targets` for a rank that holds a contiguous range of the classes.
 
-    With tensor parallelism the output matrix is sharded along the vocabulary, so each rank computes
-    the logits of only some classes. For example, on a rank with the classes 100 to 199, label 105
-    becomes column 5 of the logits, and label 7 is not local.
+    With tensor parallelism, each rank computes the logits of only some classes. For example, on a
+    rank with the classes 100 to 199, label 105 becomes column 5 of the logits, and label 7 is not
+    local.
 
     Args:
         labels: Classes of the whole vocabulary, shape (n,). IGNORE_INDEX marks tokens without a
@@ -285,15 +285,19 @@ def prepare_targets(labels: Tensor, scale: Tensor, first_class: int, num_classes
         first_class: First class of this rank.
         num_classes: Number of classes of this rank.
     """
+    # Find the column of each label in the logits of this rank.
     column = labels - first_class
     is_local = (column >= 0) & (column < num_classes)
     valid_column = column.clamp(0, num_classes - 1)  # `gather` fails for any other column
 
-    # Without z-loss and softcap, the gradient of the logits is loss_factor * (softmax(logits) -
-    # one_hot(label)). The label gradient is the second term, which is zero except in the column of
-    # a local label.
+    # Without z-loss and softcap, the gradient with respect to the logits is
+    # loss_factor * (softmax(logits) - one_hot(label)). The label gradient is the second term, which
+    # is zero except in the column of a local label.
     loss_factor = torch.where(labels == IGNORE_INDEX, 0.0, scale)
     label_grad = torch.where(is_local, -loss_factor, 0.0)
+
+    # `gather` and `scatter_add_` on the logits (n, V) need columns and label gradients of the shape
+    # (n, 1).
     return Targets(
         column=valid_column.unsqueeze(1),
         is_local=is_local,
@@ -464,20 +468,25 @@ def linear_cross_entropy_sum(
 def _carry_gradients(
     hidden: Tensor, hidden_grad: Tensor, weight: Tensor, weight_grad: Tensor | None
 ) -> list[Tensor]:
-    """Return zeros that, when added to a loss, attach precomputed gradients to its backward pass.
+    """Create zeros that attach precomputed gradients to a loss.
 
-    The backward pass of the loss then returns these gradients. Until it runs, you can still write
-    to them. `hidden` and `weight` have separate zeros, because some pipeline schedules compute
-    their gradients at different times. If `weight_grad` is None, return an empty list.
+    After you add the zeros to a loss, its backward pass returns the gradients. Until it runs, you
+    can still write to `hidden_grad` and `weight_grad`.
 
     Args:
         hidden: Hidden states.
         hidden_grad: Gradient of `hidden`.
         weight: Output matrix.
         weight_grad: Gradient of `weight`. None if no gradients are needed.
+
+    Returns:
+        One zero per gradient, or an empty list if no gradients are needed.
     """
     if weight_grad is None:
         return []
+
+    # Some pipeline schedules compute the two gradients at different times, so they need separate
+    # zeros.
     return [
         _GradientCarrier.apply(hidden, hidden_grad),
         _GradientCarrier.apply(weight, weight_grad),

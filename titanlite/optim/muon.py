@@ -115,9 +115,9 @@ class Muon(torch.optim.Optimizer):
     def _run_rounds(self, first_gather: _Transfer, skip: Tensor) -> None:
         """Orthogonalize the directions of all rounds, and update their matrices.
 
-        A round has three stages: its owners gather the directions, they orthogonalize them and
-        scatter the updates, and all ranks update their shards. Transfers run in the background, so
-        they overlap with the matmuls of other rounds. With rounds 0, 1 and 2:
+        In each round, the owners gather the directions, orthogonalize them and scatter the updates.
+        Then all ranks update their shards. Transfers run in the background, while the matmuls of
+        other rounds run. With rounds 0, 1 and 2:
 
             orthogonalize | transfers meanwhile      | then update
             round 0       | gather 1                 |
@@ -131,15 +131,22 @@ class Muon(torch.optim.Optimizer):
         """
         rounds = self._rounds
         last = len(rounds) - 1
-        gathers = {0: first_gather}  # transfers in progress, by index of the round
+        # Transfers in progress, by index of the round
+        gathers = {0: first_gather}
         scatters: dict[int, _Transfer] = {}
+
         for index, plan in enumerate(rounds):
             gathered = gathers.pop(index).wait()
+            # Start the gather of the next round first, so that it overlaps with the matmuls.
             if index < last:
                 gathers[index + 1] = self._start_gather(rounds[index + 1], skip)
             scatters[index] = self._orthogonalize_and_scatter(plan, gathered)
+
+            # The scatter of the previous round has overlapped with the matmuls.
             if index > 0:
                 self._update_matrices(rounds[index - 1], scatters.pop(index - 1).wait(), skip)
+
+        # No matmuls are left to overlap with the last scatter.
         self._update_matrices(rounds[last], scatters.pop(last).wait(), skip)
 
     def _start_gather(self, plan: _RoundPlan, skip: Tensor) -> _Transfer:
@@ -380,7 +387,7 @@ class _RoundPlan:
 def _assign_owners(matrices: Sequence[DTensor], num_ranks: int) -> list[list[list[DTensor]]]:
     """Assign each matrix, largest first, to the rank with the least work so far.
 
-    An owner processes its matrices in rounds of about `ROUND_NUMEL` elements, to limit its memory.
+    To limit its memory, an owner processes its matrices in rounds of about `ROUND_NUMEL` elements.
 
     Args:
         matrices: All matrices that Muon updates, in the same order on every rank.
@@ -389,14 +396,16 @@ def _assign_owners(matrices: Sequence[DTensor], num_ranks: int) -> list[list[lis
     Returns:
         Lists of matrices, indexed by owner and round: `result[owner][round]`.
     """
-    work = [0] * num_ranks
+    flops_of_rank = [0] * num_ranks
     rounds_of_owner: list[list[list[DTensor]]] = [[[]] for _ in range(num_ranks)]
     for matrix in sorted(matrices, key=_iteration_flops, reverse=True):
-        owner = work.index(min(work))
-        work[owner] += _iteration_flops(matrix)
+        # Choose the rank with the least work.
+        owner = flops_of_rank.index(min(flops_of_rank))
+        flops_of_rank[owner] += _iteration_flops(matrix)
 
+        # Add the matrix to the last round of its owner, or to a new round if that one is full.
         rounds = rounds_of_owner[owner]
-        last_round_numel = sum(other.numel() for other in rounds[-1])
+        last_round_numel = sum(assigned.numel() for assigned in rounds[-1])
         if last_round_numel >= ROUND_NUMEL:
             rounds.append([])
         rounds[-1].append(matrix)

@@ -46,10 +46,10 @@ def learning_rate_at(job: schema.JobConfig, step: int) -> float:
 def wsd_learning_rate(step: int, peak: float, config: schema.LRScheduler, run_steps: int) -> float:
     """Compute the warmup-stable-decay learning rate of one step.
 
-    The learning rate rises linearly to `peak`, stays there, and then decays to
-    `peak * config.min_lr_factor`. As in torchtitan, it would reach this value one step after the
-    last step. With 10 steps, including 2 warmup steps and 4 decay steps, steps 2 to 7 have the
-    learning rate `peak`, and steps 8, 9 and 10 have completed 1/4, 2/4 and 3/4 of the decay.
+    The learning rate rises linearly to `peak`, stays there, and then decays towards
+    `peak * config.min_lr_factor`. For example, with 10 steps, including 2 warmup steps and 4 decay
+    steps, steps 2 to 7 have the learning rate `peak`. Steps 8, 9 and 10 have completed 1/4, 2/4 and
+    3/4 of the decay.
 
     Args:
         step: Optimizer step, counted from 1.
@@ -60,12 +60,15 @@ def wsd_learning_rate(step: int, peak: float, config: schema.LRScheduler, run_st
     total_steps = config.total_steps or run_steps
     warmup_steps = config.count_warmup_steps(total_steps)
     decay_steps = _count_decay_steps(config, total_steps, warmup_steps)
+    # As in torchtitan, the decay would be complete one step after the last step.
     last_peak_step = total_steps + 1 - decay_steps
+
     if step <= warmup_steps:
         return peak * (step / warmup_steps)
     if step <= last_peak_step:
         return peak
 
+    # Decay from `peak` to the minimum, as `remaining` falls from 1 to 0.
     progress = (step - last_peak_step) / decay_steps
     remaining = _decay(progress, config.decay_type)
     lr_factor = config.min_lr_factor + (1.0 - config.min_lr_factor) * remaining

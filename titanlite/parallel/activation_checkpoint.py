@@ -133,9 +133,9 @@ def draws_random_numbers(model: type[Llama]) -> bool:
 def _create_op_contexts(skipped_matmul: int | None) -> tuple[Any, Any]:
     """Create the contexts of selective activation checkpointing for one block.
 
-    The contexts save the outputs of matmuls 1, 3, 5 and so on, and of a few other operators, such
-    as attention. Saving every second matmul output is a compromise: the backward pass recomputes
-    about half of the matmuls, and the saved outputs of the others take about half of the memory.
+    The contexts save the outputs of every second matmul (1, 3, 5 and so on), and of a few other
+    operators, such as attention. This is a compromise: compared with saving all matmul outputs, it
+    needs about half of the memory, and the backward pass recomputes about half of the matmuls.
 
     Args:
         skipped_matmul: Number of the matmul whose output is never saved, because the backward pass
@@ -155,11 +155,14 @@ def _create_op_contexts(skipped_matmul: int | None) -> tuple[Any, Any]:
     ) -> CheckpointPolicy:
         """Return whether to save the output of `op` or to recompute it in the backward pass."""
         if op.name() in MATMULS:
+            # Number this matmul within its pass, and save its output if the number is odd, unless
+            # the backward pass does not need it.
             matmul_number = next(recompute_numbers if context.is_recompute else forward_numbers)
             is_odd = matmul_number % 2 == 1
             should_save = is_odd and matmul_number != skipped_matmul
         else:
             should_save = is_always_saved(op)
+
         return CheckpointPolicy.MUST_SAVE if should_save else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

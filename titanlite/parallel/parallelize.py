@@ -190,9 +190,7 @@ def parallelize(
 def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
     """Apply activation checkpointing and `torch.compile` to the blocks, if the job enables them.
 
-    If torch supports it, compile each block together with its recomputation, so that the compiler
-    optimizes both. Otherwise, compile only the forward pass. All blocks share one compiled graph,
-    or two if only some of them have a sliding window.
+    All blocks share one compiled graph, or two if only some of them have a sliding window.
     """
     config = run.job.activation_checkpoint
     uses_savers = run.job.parallelism.memory_savers != "none"
@@ -204,13 +202,15 @@ def checkpoint_and_compile(model: Llama, mesh: Mesh, run: Run) -> None:
     if not run.compiles("model"):
         add_checkpointing(is_compiled=False)
     elif _can_compile_recomputation(mesh, config):
+        # Compile each block together with its recomputation, so that the compiler optimizes both.
         add_checkpointing(is_compiled=True)
         for block in model.layers.values():
             block.compile(**compile_options)
     else:
+        # Compile only the forward pass. Then wrap the compiled forward pass in checkpointing.
         for block in model.layers.values():
             block.forward = torch.compile(block.forward, **compile_options)
-        add_checkpointing(is_compiled=False)  # wraps the compiled forward pass
+        add_checkpointing(is_compiled=False)
 
 
 def _can_compile_recomputation(mesh: Mesh, config: schema.ActivationCheckpoint) -> bool:

@@ -97,9 +97,9 @@ def make_plan(
 def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) -> int | None:
     """Search for the largest training.local_batch_size that fits into memory.
 
-    Memory is linear in the batch size. So predict the largest size that fits from two traced sizes,
-    trace it, and repeat until the predicted size is already traced or cannot be traced, or
-    `MAX_TRACED_BATCHES` sizes are traced.
+    Memory is linear in the batch size, so two traced sizes predict the largest size that fits.
+    Trace the predicted size and predict again, until the prediction is already traced or cannot be
+    traced. Trace at most `MAX_TRACED_BATCHES` sizes.
 
     Args:
         run: The run to change.
@@ -111,13 +111,13 @@ def find_largest_batch(run: Run, plan: Forecast, gpu: Gpu, map_function: Apply) 
         The largest traced size, in sequences, that fits into memory, or None if none fits.
     """
     plans = {run.job.training.local_batch_size: plan}  # forecasts by local batch size
-    size = _choose_second_batch_size(run)
-    while size not in plans and len(plans) < MAX_TRACED_BATCHES:
-        new_plan = _forecast_batch_size(size, run, gpu, map_function)
-        if new_plan is None:
+    next_size = _choose_second_batch_size(run)
+    while next_size not in plans and len(plans) < MAX_TRACED_BATCHES:
+        next_plan = _forecast_batch_size(next_size, run, gpu, map_function)
+        if next_plan is None:
             break  # the size cannot be traced
-        plans[size] = new_plan
-        size = _extrapolate_batch_size(plans, gpu.memory)
+        plans[next_size] = next_plan
+        next_size = _extrapolate_batch_size(plans, gpu.memory)
 
     fitting_sizes = [size for size, traced in plans.items() if traced.fits]
     return max(fitting_sizes, default=None)
@@ -287,13 +287,16 @@ def _trace_candidates(
     fitting: list[tuple[Settings, Forecast]] = []
     with working(text) as update_text:
         plans = map_function(forecast_changed, candidates)  # yields each plan when its trace ends
-        for i, (settings, plan) in enumerate(zip(candidates, plans, strict=True), start=1):
+        results = zip(candidates, plans, strict=True)
+        for num_traced, (settings, plan) in enumerate(results, start=1):
             if plan is not None and plan.fits:
                 fitting.append((settings, plan))
                 speed = f"{plan.tokens_per_second:,.0f} tokens/s per device"
                 note(f"{_describe(settings)}: {_format_memory(plan)}, {speed}")
-            update_text(f"{i} of {len(candidates)} jobs traced")
-    fitting.sort(key=lambda pair: pair[1].tokens_per_second, reverse=True)
+            update_text(f"{num_traced} of {len(candidates)} jobs traced")
+
+    # Sort by speed, fastest first.
+    fitting.sort(key=lambda result: result[1].tokens_per_second, reverse=True)
     return fitting
 
 
@@ -479,15 +482,14 @@ def _list_degrees(run: Run, gpus_per_node: int) -> Iterator[Settings]:
     Some of them are invalid, for example if they need more ranks than the run has. `list_layouts`
     omits these.
 
-    Tensor parallelism communicates most, so all its ranks must be on one node. Replicas (HSDP) and
-    pipelines save traffic between nodes, so they are tried only with several nodes. Each
-    combination with pipeline parallelism is yielded once per pipeline schedule.
-
     Yields:
         Changed options, such as {"parallelism.tensor_parallel_degree": 2, ...}.
     """
+    # Tensor parallelism communicates most, so all its ranks must be on one node. They divide the
+    # key-value heads.
     max_tensor = min(gpus_per_node, run.arch.n_kv_heads)
     max_context = max(1, run.job.training.seq_len // MIN_CONTEXT_PARALLEL_TOKENS)
+    # Pipelines and replicas (HSDP) save traffic between nodes, so try them only with several nodes.
     max_pipeline = 1
     replicate_choices = [1]
     if run.world_size > gpus_per_node:
@@ -509,6 +511,8 @@ def _list_degrees(run: Run, gpus_per_node: int) -> Iterator[Settings]:
         if pipeline == 1:
             yield degrees
             continue
+
+        # With a pipeline, try each schedule.
         for schedule in ("1F1B", "Interleaved1F1B"):
             yield {**degrees, "parallelism.pipeline_parallel_schedule": schedule}
 
@@ -578,22 +582,23 @@ def _forecast_without_trace(run: Run, gpu: Gpu) -> Forecast:
     The formulas assume compilation. Use the result only to choose which jobs to trace.
     """
     peak = state_bytes(run) + _guess_activation_bytes(run) + _guess_unsharded_bytes(run)
+    # All work counts as part of the backward pass, which takes most of the time of a step.
+    work = (
+        _guess_matmuls(run),
+        _guess_attention(run),
+        _guess_other_kernels(run),
+        _guess_tensor_parallel(run),
+        *_guess_fsdp(run),
+    )
     trace = RankTrace(
         rank=0,
         peak=int(peak),
+        reserved=int(RESERVED_PER_PEAK * peak),
+        cpu_peak=0,
+        work=work,
         # The moment and the kinds of memory are unknown. They would only be printed.
         moment="",
         kinds={},
-        cpu_peak=0,
-        # All work is counted as part of the backward pass, which takes most of the time of a step.
-        work=(
-            _guess_matmuls(run),
-            _guess_attention(run),
-            _guess_other_kernels(run),
-            _guess_tensor_parallel(run),
-            *_guess_fsdp(run),
-        ),
-        reserved=int(RESERVED_PER_PEAK * peak),
     )
     return forecast(run, [trace], gpu)
 

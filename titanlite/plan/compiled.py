@@ -361,17 +361,22 @@ def _run_kernels(gm: GraphModule, kernels: Sequence[_Kernel], args: list[Any]) -
     graph = gm.graph
     inputs = graph.find_nodes(op="placeholder")
     constants = graph.find_nodes(op="get_attr")
+
+    # Start with the values of the inputs and constants in memory.
     values: dict[Node, Any] = dict(zip(inputs, args, strict=True))
-    values |= {node: getattr(gm, str(node.target)) for node in constants}
+    for constant in constants:
+        values[constant] = getattr(gm, str(constant.target))
     args.clear()
 
+    # Run the kernels, and free values that are not needed anymore.
     for kernel in kernels:
         values[kernel.node] = _run_kernel(kernel, values)
         for node in kernel.freed:
             del values[node]
 
     # A result that is not in `values`, such as a view, is computed from a value in memory.
-    results: Any = map_arg(graph.output_node().args[0], partial(_read_or_compute, values))
+    read_result = partial(_read_or_compute, values)
+    results: Any = map_arg(graph.output_node().args[0], read_result)
     return list(results)
 
 
@@ -463,6 +468,9 @@ def _list_kernels(
 ) -> list[_Kernel]:
     """List the kernels that compiled code of a graph launches, in order.
 
+    There is one kernel for each stored value that an operator computes, and one for each copy into
+    an existing tensor.
+
     Args:
         nodes: Nodes of the graph in order, without the output node.
         stored: Nodes whose values are stored in memory.
@@ -470,9 +478,11 @@ def _list_kernels(
     """
     kernels: list[_Kernel] = []
     for node in nodes:
-        is_operator = node.op == "call_function"  # not an input or a constant
+        if node.op != "call_function":
+            continue  # an input or a constant
+
         # A copy writes to the memory of its target, so it is not in `stored`.
-        if is_operator and (node in stored or _is_copy(node)):
+        if node in stored or _is_copy(node):
             input_bases = _merge_reads(node, reads)
             is_generated = not _has_library_kernel(node)
             kernels.append(_Kernel(node, input_bases, is_generated))
@@ -500,10 +510,11 @@ def _set_num_bytes(kernels: Iterable[_Kernel]) -> None:
 def _find_reads(
     nodes: Sequence[Node], bases: Mapping[Node, Node], stored: set[Node]
 ) -> dict[Node, set[Node]]:
-    """Map each node to the stored values from which a kernel gets the value of the node.
+    """Map each node to the stored values that a kernel reads to get the value of the node.
 
-    A stored value is read from memory. Any other value is recomputed from the values of its inputs.
-    For example, if `b = a + 1` is not stored, but `a` is, then `b` is recomputed from `a`.
+    If the value is stored, the kernel reads it. Otherwise, the kernel recomputes it from the values
+    of its inputs. For example, if `b = a + 1` is not stored, but `a` is, then a kernel that needs
+    `b` reads `a`.
 
     Args:
         nodes: Nodes of the graph in order, without the output node.
@@ -513,7 +524,10 @@ def _find_reads(
     reads: dict[Node, set[Node]] = {}
     for node in nodes:
         base = bases[node]
-        reads[node] = {base} if base in stored else _merge_reads(node, reads)
+        if base in stored:
+            reads[node] = {base}
+        else:
+            reads[node] = _merge_reads(node, reads)
     return reads
 
 
@@ -527,20 +541,20 @@ def _set_freed(
 ) -> None:
     """Set the nodes to free after each kernel: those whose memory no later kernel uses.
 
-    The base of a node is the node that allocates its memory: the node itself, unless it is a view
-    or a copy into an existing tensor. Results of the graph are never freed.
-
     Args:
-        kernels: Kernels in the order in which they run.
-        bases: Base of each node.
-        returned_bases: Bases of the results of the graph.
+        kernels: Kernels in the order in which they run. Their attribute `freed` is extended.
+        bases: For each node, the node that allocates its memory: the node itself, unless it is a
+            view or a copy into an existing tensor.
+        returned_bases: Bases of the results of the graph, which are never freed.
     """
-    last_users: dict[Node, _Kernel] = {}  # base -> last kernel that uses its memory
+    # Find the last kernel that reads or writes the memory of each base.
+    last_users: dict[Node, _Kernel] = {}
     for kernel in kernels:
-        for base in kernel.input_bases:
+        result_base = bases[kernel.node]
+        for base in (*kernel.input_bases, result_base):
             last_users[base] = kernel
-        last_users[bases[kernel.node]] = kernel  # frees the result now if no kernel uses it later
 
+    # Free the memory after its last user, unless it holds a result of the graph.
     for base, last_user in last_users.items():
         if base not in returned_bases:
             last_user.freed.append(base)

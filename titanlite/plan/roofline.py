@@ -374,23 +374,26 @@ def _time_transfers(work: Work, seconds_per_gigabyte: float, latency_seconds: fl
 
 
 def _bubble_share(run: Run) -> float:
-    """Estimate the pipeline bubble, as a fraction of the mean busy time of the other ranks.
+    """Estimate the pipeline bubble, the time in which a pipeline rank is idle.
 
-    The bubble is the time in which a pipeline rank is idle. For p ranks, v stages per rank and m
-    microbatches, the fraction is (p - 1) / (v m) (https://arxiv.org/abs/2104.04473). Zero-bubble
-    schedules delay weight gradients to fill two thirds of the bubble
-    (https://arxiv.org/abs/2401.10241). The V-shaped zero-bubble schedule fills all of it if there
-    are at least 2 p microbatches.
+    Returns:
+        Idle time of a rank, as a fraction of the mean busy time of the other ranks.
     """
     num_ranks = run.degrees.pipeline
-    schedule = run.job.parallelism.pipeline_parallel_schedule
     stages_per_rank = len(run.stages) // num_ranks
-    unfilled = 1.0
+    # The formula is from https://arxiv.org/abs/2104.04473.
+    bubble_share = (num_ranks - 1) / (stages_per_rank * run.microbatches)
+
+    # Zero-bubble schedules delay weight gradients to fill two thirds of the bubble
+    # (https://arxiv.org/abs/2401.10241). With enough microbatches, the V-shaped schedule fills all
+    # of it.
+    schedule = run.job.parallelism.pipeline_parallel_schedule
     if schedule == "ZBVZeroBubble" and run.microbatches >= 2 * num_ranks:
-        unfilled = 0.0
-    elif schedule in ("InterleavedZeroBubble", "ZBVZeroBubble"):
+        return 0.0
+    if schedule in ("InterleavedZeroBubble", "ZBVZeroBubble"):
         unfilled = 1 / 3
-    return (num_ranks - 1) / (stages_per_rank * run.microbatches) * unfilled
+        return bubble_share * unfilled
+    return bubble_share
 
 
 def _add_bubble(times: Sequence[_StepTime], share: float) -> None:

@@ -235,15 +235,17 @@ def _describe_groups(mesh: Mesh) -> dict[str, Group]:
 def _name_groups(mesh: Mesh) -> dict[dist.ProcessGroup, str]:
     """Return the name of each process group of a mesh, such as "fsdp", "tensor" or "world".
 
-    A group with several roles gets the name that is assigned last. For example, if a job uses only
-    FSDP, the group of all ranks is also the FSDP group, and its name is "fsdp".
+    A group with several roles gets only one name. For example, if a job uses only FSDP, the group
+    of all ranks is also the FSDP group, and its name is "fsdp".
     """
+    # The order matters: the last name of a group replaces its other names.
     names: dict[dist.ProcessGroup, str] = {}
     names[mesh.stage_group] = "stage"  # ranks with the same pipeline stages
     names[mesh.loss_group] = "loss"  # ranks whose losses add up
     names[get_world_group()] = "world"
     names[mesh.data_group] = "data"  # ranks that read different data
 
+    # Dimensions that the job does not use have no mesh.
     submeshes = {"pipeline": mesh.pipeline, "context": mesh.context, "tensor": mesh.tensor}
     for name, submesh in submeshes.items():
         if submesh is not None:

@@ -204,8 +204,8 @@ def _has_equal_blocks(run: Run) -> bool:
 def _may_shard_differently(run: Run, num_blocks: int) -> bool:
     """Return whether FSDP may shard a model with few blocks differently from the full model.
 
-    If it does, the counts of the full model cannot be extrapolated from the smaller model. In case
-    of doubt, return True, because a trace of the full model is exact.
+    If so, the counts of the full model cannot be extrapolated from the smaller model. In case of
+    doubt, return True, because a trace of the full model is exact.
 
     Args:
         run: The validated job of the full model, and the number of ranks.
@@ -213,15 +213,17 @@ def _may_shard_differently(run: Run, num_blocks: int) -> bool:
     """
     min_group_params = run.job.parallelism.fsdp_min_num_params
     # An architecture plugin may overestimate `block_matrices`, so assume half of it.
-    low_block_params = run.arch.block_matrices / 2
-    if low_block_params < min_group_params:
-        return True  # FSDP may combine several small blocks into one group
+    block_params = run.arch.block_matrices / 2
 
-    # With a single shard, FSDP may keep the blocks of a small model unsharded until the backward
-    # pass.
+    # FSDP may combine several small blocks into one group.
+    if block_params < min_group_params:
+        return True
+
+    # With one shard, FSDP may keep the blocks of a small model unsharded until the backward pass.
     has_one_shard = run.degrees.shard * run.degrees.context == 1
-    is_small = num_blocks * low_block_params < SMALL_MODEL_GROUPS * min_group_params
-    return has_one_shard and is_small
+    model_params = num_blocks * block_params
+    is_small_model = model_params < SMALL_MODEL_GROUPS * min_group_params
+    return has_one_shard and is_small_model
 
 
 def _remove_blocks(run: Run, num_removed: int) -> Run:
@@ -300,8 +302,8 @@ def _simulate_rank(run: Run, rank: int, on_gpu: bool) -> Iterator[None]:
 def _extrapolate(short: StepCounts, longer: StepCounts, num_removed: int) -> StepCounts:
     """Extrapolate the counts of a short and a longer model linearly to the full number of blocks.
 
-    For example, 3 of the 7 blocks of the full model were removed. If 4 blocks need 10 GiB and 5
-    blocks need 12 GiB, then 7 blocks need 10 + 3 * (12 - 10) = 16 GiB.
+    For example, 3 of 7 blocks were removed. If 4 blocks need 10 GiB and 5 blocks need 12 GiB, then
+    all 7 blocks need 10 + 3 * (12 - 10) = 16 GiB.
 
     Args:
         short: Counts of the short model.
@@ -310,15 +312,17 @@ def _extrapolate(short: StepCounts, longer: StepCounts, num_removed: int) -> Ste
     """
 
     def extrapolate(counts: dict[Any, Any], longer_counts: dict[Any, Any]) -> dict[Any, Any]:
-        return {
-            key: count + num_removed * (longer_counts[key] - count) for key, count in counts.items()
-        }
+        full_counts = {}
+        for key, count in counts.items():
+            increase_per_block = longer_counts[key] - count
+            full_counts[key] = count + num_removed * increase_per_block
+        return full_counts
 
     return StepCounts(
         peaks=extrapolate(short.peaks, longer.peaks),
         stream_peaks=extrapolate(short.stream_peaks, longer.stream_peaks),
         work=extrapolate(short.work, longer.work),
-        reserved=None,  # not linear
+        reserved=None,  # not linear in the number of blocks
     )
 
 

@@ -30,16 +30,22 @@ def workers() -> Iterator[Executor]:
     Raises:
         UserError: If one of the processes was killed, probably for lack of memory.
     """
-    pool = ProcessPoolExecutor(NUM_WORKERS, get_context("fork"), _set_up_worker, (os.getpid(),))
+    pool = ProcessPoolExecutor(
+        NUM_WORKERS,
+        mp_context=get_context("fork"),
+        initializer=_set_up_worker,
+        initargs=(os.getpid(),),
+    )
     try:
         yield pool
-    except BaseException as error:
+    except BrokenExecutor:
         _kill_child_processes()
-        if isinstance(error, BrokenExecutor):
-            raise UserError(
-                "A process of the plan was killed, probably because this machine is out of memory. "
-                "Free memory, or plan on another machine."
-            ) from None
+        raise UserError(
+            "A process of the plan was killed, probably because this machine is out of memory. "
+            "Free memory, or plan on another machine."
+        ) from None
+    except BaseException:  # including Ctrl-C
+        _kill_child_processes()
         raise
     finally:
         pool.shutdown(cancel_futures=True)

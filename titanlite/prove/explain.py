@@ -143,16 +143,18 @@ def describe_names(failed: Sequence[str], names: Sequence[str], run: Run) -> str
         return "all parameters differ"
 
     # Check whether the same parameters differ in all blocks.
-    kinds = {remove_block_number(name) for name in failed}
-    if kinds.isdisjoint(remove_block_number(name) for name in correct):
-        return f"only parameters of the kind {', '.join(sorted(kinds))} differ"
+    failed_kinds = {remove_block_number(name) for name in failed}
+    correct_kinds = {remove_block_number(name) for name in correct}
+    if failed_kinds.isdisjoint(correct_kinds):
+        kinds = ", ".join(sorted(failed_kinds))
+        return f"only parameters of the kind {kinds} differ"
 
     # Check whether all parameters of some pipeline stages differ.
-    stages = {_find_stage(name, run) for name in failed}
-    are_whole_stages = stages.isdisjoint(_find_stage(name, run) for name in correct)
-    if run.degrees.pipeline > 1 and are_whole_stages:
-        noun = "stage" if len(stages) == 1 else "stages"
-        return f"only the parameters of pipeline {noun} {_join(stages)} differ"
+    failed_stages = {_find_stage(name, run) for name in failed}
+    correct_stages = {_find_stage(name, run) for name in correct}
+    if run.degrees.pipeline > 1 and failed_stages.isdisjoint(correct_stages):
+        noun = "stage" if len(failed_stages) == 1 else "stages"
+        return f"only the parameters of pipeline {noun} {_join(failed_stages)} differ"
 
     return f"only {_list_first_names(failed)} differ"
 

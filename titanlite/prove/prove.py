@@ -271,12 +271,15 @@ def _train_on_all_ranks(run: Run, out: Path) -> Iterator[RecordedRun | None]:
     with ExitStack() as cleanup:
         with process_group(run.job) as device:
             device_name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
-            folder = _create_shared_folder(out, cleanup)
+            folder = _create_shared_folder(out, cleanup)  # `cleanup` deletes it
             resolved_run = _resolve_auto_options(run, device)
             tested_run = with_keys(resolved_run, {"job.dump_folder": str(folder / "layout")})
             train_and_resume(tested_run, device, folder)
             is_first_rank = dist.get_rank() == 0
-        yield RecordedRun(tested_run, folder, device_name) if is_first_rank else None
+
+        # The process group has ended here, because rank 0 creates another one for the comparisons.
+        recorded = RecordedRun(tested_run, folder, device_name)
+        yield recorded if is_first_rank else None
 
 
 def _resolve_auto_options(run: Run, device: torch.device) -> Run:
@@ -573,8 +576,8 @@ def compare_replicas(
 ) -> Iterator[Check]:
     """Check that all replicas of a shard are bitwise equal.
 
-    Yield one failed check for each tensor that differs, with the first pair of ranks that differ,
-    or a single passed check if all replicas are equal. If no shard has replicas, yield nothing.
+    Yield a failed check for each tensor that differs, or a single passed check if all replicas are
+    equal. If no shard has replicas, yield nothing.
 
     Args:
         run: The tested run on several ranks.
@@ -583,17 +586,21 @@ def compare_replicas(
         snapshots: Recorded tensors of each rank, in rank order.
     """
     comparisons = list(_compare_with_first_replicas(snapshots))
-    differences = [comparison for comparison in comparisons if not comparison.is_equal]
-    if comparisons and not differences:
+    if not comparisons:
+        return
+
+    # Keep the first difference of each tensor.
+    differences: dict[str, ReplicaComparison] = {}
+    for comparison in comparisons:
+        if not comparison.is_equal:
+            differences.setdefault(comparison.tensor, comparison)
+    if not differences:
         yield Check(name, step, f"{len(comparisons)} shards", error=0.0, tolerance=0.0)
 
-    reported_tensors: set[str] = set()
-    for difference in differences:
-        if difference.tensor not in reported_tensors:
-            reported_tensors.add(difference.tensor)
-            hint = _describe_ranks(run, difference.first_rank, difference.rank)
-            # Only digests are compared, so the size of the error is unknown. Report 1, which fails.
-            yield Check(name, step, difference.tensor, error=1.0, tolerance=0.0, hint=hint)
+    for tensor, difference in differences.items():
+        hint = _describe_ranks(run, difference.first_rank, difference.rank)
+        # Only digests are compared, so the size of the error is unknown. Report 1, which fails.
+        yield Check(name, step, tensor, error=1.0, tolerance=0.0, hint=hint)
 
 
 class ReplicaComparison(NamedTuple):

@@ -134,23 +134,28 @@ class ReferenceTrainer:
 
     def compute_gradients(self, step: ReferenceStep) -> tuple[float, NamedTensors]:
         """Compute the loss of a step, and its gradients by parameter name, in float64."""
+        # Start from the weights before the step.
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(step.weights[name])
         self.model.zero_grad()
 
+        # Select the sequences that contribute to the loss.
         selected = {name: values[step.indices] for name, values in step.sequences.items()}
+        input_ids = selected["input_ids"]
+        positions = selected.get("positions")
         masks = self._make_masks(selected, step.use_window)
-        # With a head, the model returns the result of the head instead of logits.
+
+        # With a head, the model returns the result of the head, here the loss, instead of logits.
         head = self._make_loss_head(step, selected["labels"])
         with computing_in_float64():
-            loss = self.model(selected["input_ids"], selected.get("positions"), head=head, **masks)
+            loss = self.model(input_ids, positions, head=head, **masks)
             loss.backward()
-        gradients = {
-            name: parameter.grad.clone()
-            for name, parameter in self.model.named_parameters()
-            if parameter.grad is not None
-        }
+
+        gradients: NamedTensors = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] = parameter.grad.clone()
         return loss.item(), gradients
 
     def _make_loss_head(self, step: ReferenceStep, labels: Tensor) -> Head:
@@ -321,17 +326,19 @@ def expected_update(
     Returns:
         The expected weight, and the update with the expected moments.
     """
-    weight = weight.double()
+    old_weight = weight.double()
     # Moments are zero until the optimizer allocates them in its first step.
-    zeros = torch.zeros_like(weight)
-    old_moments = defaultdict(lambda: zeros)
-    old_moments |= {key: moment.double() for key, moment in moments.items()}
+    zeros = torch.zeros_like(old_weight)
+    old_moments: NamedTensors = defaultdict(lambda: zeros)
+    for key, moment in moments.items():
+        old_moments[key] = moment.double()
 
     compute_update = FORMULAS[run.job.optimizer.name]
     update = compute_update(run, step, grad.double(), old_moments)
     lr, weight_decay = _get_lr_and_decay(run, step, name, weight.ndim)
-    decayed_weight = weight * (1 - lr * weight_decay)
-    return decayed_weight - lr * update.direction, update
+    decayed_weight = old_weight * (1 - lr * weight_decay)
+    new_weight = decayed_weight - lr * update.direction
+    return new_weight, update
 
 
 def _get_lr_and_decay(run: Run, step: int, name: str, ndim: int) -> tuple[float, float]:

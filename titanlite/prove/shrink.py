@@ -162,7 +162,7 @@ def shrink_degrees(job: JobConfig, world_size: int | None) -> dict[str, int]:
 def _choose_fsdp_degree(has_fsdp: bool, other_degrees: int, world_size: int | None) -> int:
     """Choose the FSDP degree of a small job.
 
-    For example, 8 ranks with tensor and pipeline parallelism have the FSDP degree 8 // 4 = 2.
+    For example, on 8 ranks with tensor and pipeline degrees of 2, the FSDP degree is 8 // 4 = 2.
 
     Args:
         has_fsdp: Whether the job uses FSDP. If not, the degree is 1.
@@ -175,11 +175,15 @@ def _choose_fsdp_degree(has_fsdp: bool, other_degrees: int, world_size: int | No
     if world_size is None:
         return 2 if has_fsdp else 1
 
-    fsdp_degree = max(1, world_size // other_degrees) if has_fsdp else 1
+    if has_fsdp:
+        fsdp_degree = max(1, world_size // other_degrees)
+        needed_ranks = f"a multiple of {other_degrees}"
+    else:
+        fsdp_degree = 1
+        needed_ranks = str(other_degrees)
     if fsdp_degree * other_degrees != world_size:
-        needed = f"a multiple of {other_degrees}" if has_fsdp else str(other_degrees)
         raise UserError(
-            f"--world-size {world_size}: the small job needs {needed}, 2 ranks along each "
+            f"--world-size {world_size}: the small job needs {needed_ranks}, 2 ranks along each "
             "parallel dimension of the job."
         )
     return fsdp_degree

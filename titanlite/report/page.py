@@ -71,17 +71,18 @@ def make_page(folders: Sequence[Path]) -> str:
     """
     script = "".join(map(_read_static, SCRIPTS))
     digest = hashlib.sha256(script.encode()).digest()
+    script_hash = base64.b64encode(digest).decode()
     data = json.dumps(page_data(folders), separators=(",", ":"), allow_nan=False)
     contents = {
         # The Content-Security-Policy of the page allows only this hash, so no other script runs.
-        "hash": f"'sha256-{base64.b64encode(digest).decode()}'",
+        "hash": f"'sha256-{script_hash}'",
         "style": _read_static("uPlot.min.css") + _read_static("page.css"),
         # Escape "<", so that "</script>" in a text from a run does not end the script element.
         "data": data.replace("<", "\\u003c"),
         "script": script,
     }
 
-    # The template contains @hash@, @style@, @data@ and @script@.
+    # Replace @hash@, @style@, @data@ and @script@ in the template.
     template = _read_static("page.html")
     return re.sub("@([a-z]+)@", lambda match: contents[match[1]], template)
 
@@ -118,8 +119,6 @@ def page_data(folders: Sequence[Path]) -> JsonObject:
 def _read_runs(folders: Sequence[Path]) -> list[JsonObject]:
     """Read several runs, name each one, and downsample its curves.
 
-    To limit the size of the page, the more runs there are, the less is kept of each one.
-
     Args:
         folders: Output folders of the runs.
 
@@ -128,18 +127,14 @@ def _read_runs(folders: Sequence[Path]) -> list[JsonObject]:
         which contains the path relative to the common parent folder of all runs.
     """
     runs = [_read_run(folder, num_runs=len(folders)) for folder in folders]
-    num_points = _choose_num_points(runs)
+    num_points = _choose_num_points(runs)  # limits the size of the page
     # Name each run by its path relative to the common folder: out/a and out/b become a and b.
     common_folder = os.path.commonpath([run["folder"].parent for run in runs])
-    return [
-        {
-            **run,
-            "name": os.path.relpath(run["folder"], common_folder),
-            "curves": downsample(run["curves"], num_points),
-            "validations": downsample(run["validations"], num_points),
-        }
-        for run in runs
-    ]
+    for run in runs:
+        run["name"] = os.path.relpath(run["folder"], common_folder)
+        run["curves"] = downsample(run["curves"], num_points)
+        run["validations"] = downsample(run["validations"], num_points)
+    return runs
 
 
 def _choose_num_points(runs: Sequence[JsonObject]) -> int:
@@ -186,23 +181,27 @@ def _read_run(folder: Path, num_runs: int) -> JsonObject:
 
     Args:
         folder: Output folder of the run.
-        num_runs: Number of runs on the page. The more runs there are, the fewer events and samples
-            are kept for each one.
+        num_runs: Number of runs on the page, which share the limits on events and samples.
 
     Returns:
         Among others, "numbers": the metrics of the last log step, "curves": the metrics of all log
         steps, and "validations": the results of all validations.
     """
-    status = read_status(folder)  # error messages show the folder as the user wrote it
+    # Resolve the folder after this call, so that errors show it as the user wrote it.
+    status = read_status(folder)
     folder = folder.resolve()
-    problems: list[str] = []  # the functions below append descriptions of damaged files
+
+    # The functions that read a file append a description of any damage to `problems`.
+    problems: list[str] = []
     metrics = make_columns(read_metrics(folder, problems))
     _remove_equal_curves(metrics)  # such as the maximum loss over all ranks in a run on one rank
     validations = make_columns(read_json_lines(folder / "validation.jsonl", problems))
-    events = _read_events(read_json_lines(folder / EVENTS_FILE, problems), metrics)
+    event_lines = read_json_lines(folder / EVENTS_FILE, problems)
+    events = _read_events(event_lines, metrics)
     samples = list(read_json_lines(folder / "samples.jsonl", problems))
     config = read_config(folder, problems)
     environment = read_table(folder / "environment.json", json.loads, problems)
+    distinct_problems = list(dict.fromkeys(problems))
 
     # Divide the limits equally among the runs, but show at least a few items of each run.
     max_events = max(20, MAX_EVENTS // num_runs)
@@ -223,7 +222,7 @@ def _read_run(folder: Path, num_runs: int) -> JsonObject:
         "samples": samples[-max_samples:],
         "config": config,
         "environment": environment,
-        "problems": list(dict.fromkeys(problems))[:MAX_PROBLEMS],
+        "problems": distinct_problems[:MAX_PROBLEMS],
     }
 
 
@@ -352,12 +351,16 @@ def _downsample_curve(
     # `reduceat` combines the values from each start up to, but not including, the next one. The
     # last point extends to the end of `values`.
     starts = edges[:-1]
-    num_known = np.add.reduceat(~np.isnan(values), starts, dtype=float)
-    sums = np.add.reduceat(np.nan_to_num(values), starts)
+
+    # Average the known values.
+    is_known = ~np.isnan(values)
+    num_known = np.add.reduceat(is_known, starts, dtype=float)
+    sums = np.add.reduceat(np.nan_to_num(values), starts)  # NaN counts as 0
     with np.errstate(invalid="ignore"):  # 0 / 0 is NaN, as intended
         means = sums / num_known
-
     curve = {"mean": _round(means)}
+
+    # If each point covers one value, its minimum and maximum equal its mean.
     covers_several_values = len(values) > len(starts)
     if covers_several_values:
         # `fmin` and `fmax` ignore NaN unless all values are NaN.

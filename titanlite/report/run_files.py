@@ -100,18 +100,21 @@ class RunStatus:
         numbers = self.numbers
         lines = [f"{self.state}  {self.title}", self._format_progress()]
         if "loss" in numbers:
-            lines.append(f"loss {numbers['loss']:.4f}  {sparkline(self.losses, 60)}")
-        metrics = [
-            template.format(numbers[name])
-            for name, template in METRIC_FORMATS.items()
-            if name in numbers
-        ]
-        lines += ["  ".join(metrics), self.exit_reason]
+            curve = sparkline(self.losses, width=60)
+            lines.append(f"loss {numbers['loss']:.4f}  {curve}")
+
+        metrics = []
+        for name, template in METRIC_FORMATS.items():
+            if name in numbers:
+                metrics.append(template.format(numbers[name]))
+        lines.append("  ".join(metrics))
+        lines.append(self.exit_reason)
 
         for unix_time, text in self.events:
             clock = time.strftime("%m-%d %H:%M:%S", time.localtime(unix_time))
             lines.append(f"{clock} {text}")
         lines += self.problems
+        # Skip empty lines, such as the exit reason while the run is training.
         return [one_line(line) for line in lines if line]
 
     def _format_progress(self) -> str:
@@ -491,20 +494,20 @@ def _describe_end(starts_and_ends: Sequence[JsonObject]) -> StateAndReason:
 def _describe_user_error(reason: str, earlier_events: Sequence[JsonObject]) -> StateAndReason:
     """Return the state of a run that ended with an error that the user can fix, and the reason.
 
-    A run logs "data", "start" and "finish". If the last event before the error is "start", the
-    error ended training ("failed"). If not, a start was rejected: after the run had finished
-    ("finished"), or before that ("rejected").
+    The state is "failed" if the error ended training. Otherwise, the error rejected a new start of
+    the run: the state is then "finished" if the run had finished before, or else "rejected".
 
     Args:
         reason: The error message.
         earlier_events: All start and end events before the error, oldest first.
     """
     earlier_kinds = [event["event"] for event in earlier_events]
-    if earlier_kinds and earlier_kinds[-1] == "start":
-        return "failed", reason  # the error ended training
+    if earlier_kinds and earlier_kinds[-1] == "start":  # the run was training
+        return "failed", reason
 
-    # Skip the events of rejected starts, which have only these kinds.
-    kinds = [kind for kind in earlier_kinds if kind not in ("data", *USER_ERRORS)]
+    # To find out whether the run had finished, skip the events that rejected starts log.
+    skipped_kinds = ("data", *USER_ERRORS)
+    kinds = [kind for kind in earlier_kinds if kind not in skipped_kinds]
     if kinds and kinds[-1] == "finish":
         return "finished", f"a later start was rejected: {reason}"
     return "rejected", reason

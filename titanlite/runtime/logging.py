@@ -138,9 +138,11 @@ def logged_ranks(world_size: int = MAX_WORLD_SIZE) -> list[int]:
     """
     text = os.environ.get("LOG_RANK") or "0"
     ranks = []
-    if re.fullmatch(r"[0-9]{1,9}( *, *[0-9]{1,9})*", text):
+    is_list = re.fullmatch(r"[0-9]{1,9}( *, *[0-9]{1,9})*", text) is not None
+    if is_list:
         ranks = [int(word) for word in text.split(",")]
-    if not ranks or max(ranks) >= world_size:
+
+    if not is_list or max(ranks) >= world_size:
         raise UserError(
             f'LOG_RANK = "{one_line(text[:40])}": ranks are 0 to {world_size - 1}, '
             "as in LOG_RANK=0,1."

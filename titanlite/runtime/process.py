@@ -190,18 +190,25 @@ def leave(code: int) -> NoReturn:
 def _end_with_parent(number: signal.Signals) -> None:
     """Make Linux send a signal to this process when its parent ends, then unblock all signals.
 
-    If titanlite did not start this process, only unblock the signals. If the parent has already
-    ended, exit immediately.
+    If the parent has already ended, exit immediately. If titanlite did not start this process, only
+    unblock the signals.
 
     Args:
         number: The signal.
     """
-    parent = os.environ.pop(PARENT, None)  # children of this process have another parent
-    if parent is not None:
+    # Remove the variable, because children of this process have another parent.
+    parent_id = os.environ.pop(PARENT, None)
+    if parent_id is not None:
         if sys.platform == "linux":
             import ctypes
 
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
-        if os.getppid() != int(parent):  # the parent died before the call, so no signal will come
-            os._exit(128 + number)
+            libc = ctypes.CDLL(None)
+            libc.prctl(PR_SET_PDEATHSIG, int(number))
+
+        # If the parent ended before the call of `prctl`, no signal will come. This process then has
+        # another parent.
+        has_parent_ended = os.getppid() != int(parent_id)
+        if has_parent_ended:
+            os._exit(128 + number)  # the exit code that shells use for a signal
+
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())

@@ -119,15 +119,18 @@ def _connect_by_address(world_size: int, timeout: timedelta) -> Store:
         UserError: If there is no titanlite launcher, and the address is missing or invalid, or the
             ranks cannot connect to it.
     """
-    # "env://" reads MASTER_ADDR and MASTER_PORT, and yields store, rank and world size.
     try:
+        # "env://" reads MASTER_ADDR and MASTER_PORT, and yields store, rank and world size.
         store, _, _ = next(rendezvous("env://", timeout=timeout))
     except (ValueError, dist.DistNetworkError, dist.DistStoreError) as error:
-        # A variable is not set or not a port, or the ranks have not connected in time.
+        # The launcher sets valid variables, and restarts a run after a lost connection.
         was_started_by_launcher = ERROR_FOLDER in os.environ
         if was_started_by_launcher:
-            raise  # the launcher sets valid variables, and restarts a run after a lost connection
-        reason = str(error).partition("\n")[0].rstrip(".")  # without a C++ stack
+            raise
+
+        # A variable is missing or invalid, or the ranks have not connected in time.
+        first_line = str(error).partition("\n")[0]  # without a C++ stack
+        reason = first_line.rstrip(".")
         raise UserError(
             "MASTER_ADDR and MASTER_PORT must name an address of the first rank that all ranks can "
             f"reach: {reason}. Start with torchrun, which sets them, or unset WORLD_SIZE and set "

@@ -562,19 +562,23 @@ def _check_model(name: Any) -> None:
 def _check_is_job_file(keys: Collection[str]) -> None:
     """Check that a file with these keys is a torchtitan job file.
 
-    Unknown keys in known sections are allowed, as long as the file has a known key.
+    Unknown keys in known sections are allowed, as long as the file has a known key. A file without
+    keys is also allowed.
 
     Raises:
-        UserError: If a key is not in a known section, or no key is known.
+        UserError: If a key is not in a known section, or the file has only unknown keys.
     """
     for key in keys:
         section, dot, _ = key.partition(".")
-        if not dot or section not in tables.SECTIONS:
+        is_in_section = dot != "" and section in tables.SECTIONS
+        if not is_in_section:
             known = ", ".join(sorted(tables.SECTIONS))
             raise UserError(
                 f"{key} is not in a section of a torchtitan job file. The sections are {known}."
             )
-    if keys and tables.KEYS.isdisjoint(keys):
+
+    has_known_key = not tables.KEYS.isdisjoint(keys)
+    if keys and not has_known_key:
         raise UserError(
             f"None of its keys is a torchtitan key: {', '.join(keys)}.{_suggest_keys(keys)}"
         )

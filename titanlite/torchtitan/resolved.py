@@ -62,9 +62,12 @@ def _read_optimizer(optimizer: dict[str, Any]) -> dict[str, Any]:
     if len(groups) > 1:
         raise UserError("optimizer.param_groups: must be one group. Remove the others.")
     group = groups[0]
-    arguments = ADAMW_DEFAULTS | group["optimizer_kwargs"]  # the group overrides the defaults
+
+    # Replace the parameter group with its arguments, which override the torch defaults.
+    arguments = ADAMW_DEFAULTS | group["optimizer_kwargs"]
     section = optimizer | arguments
     del section["param_groups"]
+
     beta1, beta2 = section.pop("betas")
     return {**section, "name": group["optimizer_name"], "beta1": beta1, "beta2": beta2}
 

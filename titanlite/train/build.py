@@ -38,10 +38,11 @@ def standard_hooks(run: Run) -> list[Hook]:
     bad steps. The plugin hooks in job.hooks follow.
     """
     job = run.job
-    profiling = job.profiling
     hooks: list[Hook] = [GarbageCollection(job.training.gc_freq)]
+    profiling = job.profiling
     if profiling.enable_profiling or profiling.enable_memory_snapshot:
         hooks.append(Profiler(profiling, run.dump_folder))
+
     # Ema and Norms may come before the guards, because they read the skip flag only after the
     # update. By then, all guards have set it.
     if job.ema.decay:
@@ -50,7 +51,9 @@ def standard_hooks(run: Run) -> list[Hook]:
         hooks.append(Norms())
     if run.world_size > 1:
         hooks.append(Stragglers())
+
     hooks += build_guards()
+
     if job.checkpoint.enable and job.checkpoint.keep_best:
         hooks.append(BestCheckpoint())
     if job.samples.freq:
@@ -58,7 +61,8 @@ def standard_hooks(run: Run) -> list[Hook]:
     hooks.append(LiveRun())
 
     # Plugins come after the guards, so their `before_update` can read which steps a guard skips.
-    return hooks + _create_plugin_hooks(run)
+    plugin_hooks = _create_plugin_hooks(run)
+    return hooks + plugin_hooks
 
 
 def _create_plugin_hooks(run: Run) -> list[Hook]:

@@ -88,29 +88,30 @@ def read_history(folder: Path) -> History:
 def _read_events(folder: Path) -> tuple[list[JsonObject], list[int]]:
     """Read the start events of a run and the steps of its rollbacks from events.jsonl.
 
-    Leave out events of steps that the run trained again. For example, if it trains 100 steps and
-    then resumes from step 80, a rollback at step 90 is left out.
+    Omit events of steps that the run later trained again. For example, if it trains 100 steps and
+    then resumes from step 80, a rollback at step 90 is omitted.
 
     Returns:
         The events of the starts, and the steps after which the run rolled back.
     """
     start_events: list[JsonObject] = []
-    roll_backs: list[int] = []
+    rollback_steps: list[int] = []
     for event in read_json_lines(folder / EVENTS_FILE, []):
+        kind = event.get("event")
         step = event.get("step")
         if not isinstance(step, int):
             continue
 
-        if event.get("event") == "roll back":
-            roll_backs.append(step)
-        elif event.get("event") == "start" and "record" in event:
+        if kind == "roll back":
+            rollback_steps.append(step)
+        elif kind == "start" and "record" in event:
             # The run resumed from `step`, so drop everything that happened after this step. A
             # rollback after exactly this step counts, because the resumed weights contain it.
-            roll_backs = [roll_back for roll_back in roll_backs if roll_back <= step]
+            rollback_steps = [rollback for rollback in rollback_steps if rollback <= step]
             # Also drop an earlier start from this step, because all its steps are trained again.
             start_events = [start for start in start_events if start["step"] < step]
             start_events.append(event)
-    return start_events, roll_backs
+    return start_events, rollback_steps
 
 
 def check_history(history: History, job: JobConfig, loaded_step: int, step: int) -> None:

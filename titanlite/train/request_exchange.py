@@ -53,22 +53,25 @@ class RequestExchange:
         self._queue = deque[_CountedRequest]()
 
     def collect_next(self, step: int) -> bool:
-        """Collect the next request of this rank. Call this before each step is trained.
+        """Collect the next request of this rank, and return whether it is not empty.
 
-        On a CPU, this is the request for the actions after `step`. On a GPU, requests are collected
-        one step early: before step 5, this is the request for the actions after step 6.
+        Call this before each step is trained. On a CPU, collect the request for the actions after
+        `step`. On a GPU, collect one step early: the request for the actions after `step + 1`.
 
         Args:
             step: Step to train next.
 
         Returns:
-            Whether the collected request is not empty. Pass this to the step, which counts the
-            ranks with such a request.
+            Whether that request is not empty. Pass this to the step, which counts the ranks with
+            such a request.
         """
-        if len(self._queue) < self._delay:
-            # On a GPU, also collect the request for the first step. No earlier step counts it, so
-            # it is gathered without a count.
-            self._queue.append(_CountedRequest(self._collect(step), count=None))
+        is_first_step_on_gpu = len(self._queue) < self._delay
+        if is_first_step_on_gpu:
+            # Also collect the request for this step. No earlier step has counted it, so it is
+            # gathered without a count.
+            first_request = self._collect(step)
+            self._queue.append(_CountedRequest(first_request, count=None))
+
         self._collected = self._collect(step + self._delay)
         return self._collected != Request()
 

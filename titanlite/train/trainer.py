@@ -713,29 +713,32 @@ class Trainer:
         return torch.stack([global_loss, mean_losses.max()])
 
     def _sum_losses_by_data_rank(self, loss: Tensor, local_tokens: int) -> Tensor:
-        """Add up the losses and the valid tokens of the ranks that train on the same sequences.
+        """Compute the loss and the number of valid labels of each data-parallel rank.
 
-        These ranks have the same data rank and are context or pipeline parallel. Each of them has a
-        different part of the loss, but they all count the same tokens. For example, if 2 ranks
-        share 4096 tokens, each adds 2048.
+        Context and pipeline parallel ranks with the same data rank train on the same sequences.
+        Each of them has a different part of the loss, but they all count the same labels. All ranks
+        must call this together.
 
         Args:
             loss: This rank's part of the loss.
             local_tokens: Number of valid labels in this rank's sequences.
 
         Returns:
-            Losses (row 0) and numbers of tokens (row 1) of each data-parallel rank, shape
+            Losses (row 0) and numbers of valid labels (row 1) of each data-parallel rank, shape
             (2, number of data-parallel ranks), float64, on the device.
         """
         degrees = self.mesh.degrees
+        data_rank = self.mesh.data_rank
         num_sharing_ranks = degrees.context * degrees.pipeline
 
         # Each rank fills in the column of its data rank.
         sums = torch.zeros(2, degrees.data, dtype=torch.float64, device=self.device)
-        sums[0, self.mesh.data_rank] = loss
+        sums[0, data_rank] = loss
+        # For example, if 2 ranks share sequences with 4096 labels, each of them adds 2048.
         # Assigning a number to a GPU tensor is a host sync, but this runs only in log steps.
-        sums[1, self.mesh.data_rank] = local_tokens / num_sharing_ranks
-        # This group has all ranks except tensor parallel ranks, which compute the same loss.
+        sums[1, data_rank] = local_tokens / num_sharing_ranks
+
+        # Tensor parallel ranks compute the same loss, so the group contains only one of them.
         dist.all_reduce(sums, group=self.mesh.loss_group)
         return sums
 
@@ -756,11 +759,14 @@ class Trainer:
         # Face export, may be new. Save nothing if the data of the first step cannot be read.
         should_save = has_trained or not has_data_error
 
-        # Unless the run has to end soon, also validate a last step for which no validation is due.
+        # If the run has to end soon, validate only if a validation is due. Otherwise, also validate
+        # if the last step has no validation result yet.
         should_validate = request.validate
         must_end_soon = has_data_error or has_stop_signal
-        if not must_end_soon and not self.has_recorded("validation.jsonl"):
-            should_validate = True
+        if not must_end_soon:
+            is_validated = self.has_recorded("validation.jsonl")
+            should_validate = request.validate or not is_validated
+
         return request._replace(save=should_save, validate=should_validate, last=end.has_finished)
 
     def _end_run(self, end: _LoopEnd) -> None:
@@ -902,11 +908,12 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
                 when = "in the build" if trainer is None else f"at step {trainer.steps_done}"
                 raise explain_out_of_memory(error, run, argv, device, when) from None
 
+            # A guard stops all ranks together, so they can complete a save in progress. After other
+            # errors, closing could hang, because other ranks may wait in a collective.
             if trainer is not None and isinstance(error, GuardError):
-                # A guard stops all ranks together, so they can complete a save in progress. After
-                # other errors, closing could hang, because other ranks may wait in a collective.
                 trainer.close()
-            # After a rejected build, do not suggest the same command, because it would fail again.
+
+            # Show the command that resumes the run. After a rejected build, it would fail again.
             is_rejected_build = trainer is None and isinstance(error, UserError)
             if not is_rejected_build:
                 error.add_note(resume_hint(run, argv))

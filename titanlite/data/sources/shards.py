@@ -118,12 +118,16 @@ class _IndexFile:
             UserError: If the file was changed after it was opened.
         """
         start_byte = 8 * start  # a uint64 takes 8 bytes
+        end_byte = 8 * (start + count)
+
+        # Checksums are for whole blocks, so read all blocks that contain a part of the range. The
+        # last block of the file can be shorter.
         first_block = start_byte // _INDEX_BLOCK_BYTES
-        end_block = math.ceil(8 * (start + count) / _INDEX_BLOCK_BYTES)
+        end_block = math.ceil(end_byte / _INDEX_BLOCK_BYTES)
         blocks_start = first_block * _INDEX_BLOCK_BYTES
         blocks_end = min(end_block * _INDEX_BLOCK_BYTES, self._size)
-
         blocks = self._file.read(blocks_start, blocks_end - blocks_start)
+
         checksums = self._checksums[first_block:end_block]
         _verify(self._file, blocks, first_block, checksums, _INDEX_BLOCK_BYTES)
         return np.frombuffer(blocks, "<u8", count, offset=start_byte - blocks_start)
@@ -240,17 +244,19 @@ class Shards(TokenSource):
         if start == end:
             return b""
 
+        # Checksums are for whole blocks, so find all blocks that contain a part of the range. For
+        # example, bytes 70,000 to 140,000 are in the blocks 1 and 2.
+        blocks = range(start // TOKEN_BLOCK_BYTES, math.ceil(end / TOKEN_BLOCK_BYTES))
+
+        # Read these blocks. The last block of the file can be shorter.
         entry = self._manifest.shards[shard]
         file = self._tokens[shard]
         file_size = entry.tokens * self._dtype.itemsize
-        # Checksums are for whole blocks, so read all blocks that contain a part of the range. For
-        # example, bytes 70,000 to 140,000 are in the blocks 1 and 2.
-        blocks = range(start // TOKEN_BLOCK_BYTES, math.ceil(end / TOKEN_BLOCK_BYTES))
         blocks_start = blocks.start * TOKEN_BLOCK_BYTES
         blocks_end = min(blocks.stop * TOKEN_BLOCK_BYTES, file_size)
         raw = file.read(blocks_start, blocks_end - blocks_start)
 
-        # The index file has one number per document, and then one checksum per block.
+        # Verify them. The index file has one number per document, and then one checksum per block.
         first_checksum = entry.documents + blocks.start
         checksums = self._indexes[shard].read(first_checksum, len(blocks))
         _verify(file, raw, blocks.start, checksums, TOKEN_BLOCK_BYTES)

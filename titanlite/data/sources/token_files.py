@@ -301,15 +301,20 @@ def _read_megatron_index(file: File) -> tuple[np.dtype, np.ndarray, np.ndarray]:
     code, num_sequences, num_bounds = struct.unpack_from("<BQQ", raw, len(_MEGATRON_START))
     if code not in _MEGATRON_DTYPES:
         raise ValueError(f"{file.path} has the data type code {code}, which is not for token ids")
+    dtype = np.dtype(_MEGATRON_DTYPES[code])
+
     # The header is followed by three arrays: the lengths, the positions and the bounds.
     lengths_start = _MEGATRON_HEADER_BYTES
     positions_start = lengths_start + 4 * num_sequences
     bounds_start = positions_start + 8 * num_sequences
-    if len(raw) < bounds_start + 8 * num_bounds:
+    bounds_end = bounds_start + 8 * num_bounds
+    if len(raw) < bounds_end:
         raise ValueError(f"{file.path} is truncated")
+
+    # Read the lengths and the bounds. The positions are not needed.
     lengths = np.frombuffer(raw, "<i4", num_sequences, lengths_start)
     bounds = np.frombuffer(raw, "<i8", num_bounds, bounds_start)
-    return np.dtype(_MEGATRON_DTYPES[code]), lengths, bounds
+    return dtype, lengths, bounds
 
 
 def _open_npy(file: File, dtype: str | None) -> TokenFile:
@@ -356,23 +361,26 @@ def _open_numpy_array(file: File, stream: BinaryIO) -> TokenFile:
 def _open_datatrove(file: File, dtype: str | None) -> TokenFile:
     """Open a datatrove .ds file. Its .ds.index file contains the end of each document.
 
-    Ids have four bytes if the file has four bytes per token in the index, and otherwise two bytes.
-    `dtype` is not used.
+    `dtype` is not used, because the size of the .ds file shows whether ids have two or four bytes.
 
     Raises:
         ValueError: If there is a .ds.loss file (loss mask), or the index does not match the file.
     """
     if os.path.exists(f"{file.path}.loss"):
         raise ValueError("its loss mask (.loss) is not supported")
+
+    # Read the index file. It contains the number of tokens up to the end of each document.
     index = make_file(file.path.with_name(f"{file.path.name}.index"))
     raw = index.read()
     if len(raw) % 8:
         raise ValueError(f"the size of {index.path} is not a multiple of 8 bytes")
     ends = np.frombuffer(raw, "<i8")
+
+    # The last document ends at the end of the .ds file. Without documents, the file is empty.
     size, _ = file.check()
-    num_tokens = ends[-1:].sum()  # 0 if there are no documents
-    has_four_bytes = size == 4 * num_tokens
-    return TokenFile(file, np.dtype("<u4" if has_four_bytes else "<u2"), index=index, ends=ends)
+    num_tokens = ends[-1] if len(ends) > 0 else 0
+    id_type = "<u4" if size == 4 * num_tokens else "<u2"
+    return TokenFile(file, np.dtype(id_type), index=index, ends=ends)
 
 
 _READERS: dict[str, Callable[[File, str | None], TokenFile]] = {
