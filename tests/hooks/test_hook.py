@@ -18,6 +18,7 @@ from small_runs import (
     list_saved_steps,
     read_documented_program,
     read_events,
+    read_jsonl,
     read_log,
     read_metrics,
 )
@@ -175,6 +176,18 @@ def test_a_stopped_run_calls_check_and_act_once_after_its_last_step(tmp_path):
         expected += [("check", step), ("act", step)]
     assert calls == expected
     assert list_saved_steps(tmp_path / "out") == [3]
+
+
+def train_until_stopped_in_the_last_step(folder: Path) -> None:
+    options = "--validation.freq 2 --validation.holdout 0.1 --validation.sequences 2"
+    train_small(folder, Interrupting(), "--training.steps 3", options)
+
+
+def test_a_run_that_is_stopped_in_its_last_step_validates_this_step(tmp_path):
+    run_ranks(1, train_until_stopped_in_the_last_step, tmp_path)
+
+    validations = read_jsonl(tmp_path / "out" / "validation.jsonl")
+    assert [entry["step"] for entry in validations] == [0, 2, 3]
 
 
 def test_the_early_stopping_hook_of_the_docs_ends_a_run_with_exit_code_0(tmp_path, write_plugin):

@@ -74,6 +74,19 @@ def test_samples_change_no_loss_and_are_repeated_when_a_run_goes_back(job, alone
     assert [sample["step"] for sample in archived] == [8, 8, 8, 12, 12, 12]
 
 
+def test_a_finished_run_repeats_samples_whose_line_was_cut_off(job, tmp_path):
+    options = ("--samples.prompts", "def f", "--samples.freq", 2, "--training.steps", 4)
+    train(job, tmp_path, *options)
+    path = tmp_path / "samples.jsonl"
+    first_line, last_line = path.read_text().splitlines()
+    cut_line = last_line[:-9]
+    path.write_text(f"{first_line}\n{cut_line}")
+
+    titanlite("train", "--job.config_file", job, "--job.dump_folder", tmp_path, *options)
+
+    assert path.read_text().splitlines() == [first_line, cut_line, last_line]
+
+
 @pytest.mark.parametrize(
     ("ranks", "degree"),
     [

@@ -190,6 +190,9 @@ class Hook:
     def validated(self, step: int, score: Mapping[str, float]) -> None:
         """Called after a validation.
 
+        Without checkpoint.keep_best, a step is saved before it is validated, so the saved state of
+        a hook does not include this call. A run that resumes from this step does not repeat it.
+
         Args:
             step: Number of the step that was validated.
             score: The results, with the keys of `VALIDATION_CURVES`, such as "loss".

@@ -111,7 +111,7 @@ class JsonLines(MetricsLogger):
             names.append("samples.jsonl")
 
         self._files: dict[str, TextIO] = {
-            name: (start.folder / name).open("a", encoding="utf-8") for name in names
+            name: _open_for_appending(start.folder / name) for name in names
         }
 
     def logged(self, entry: LoggedStep) -> None:
@@ -136,6 +136,20 @@ class JsonLines(MetricsLogger):
         # If the disk is full, the lines stay in the buffer and are written with the next ones.
         file.write("".join(json_line(row) for row in rows))
         file.flush()
+
+
+def _open_for_appending(path: Path) -> TextIO:
+    """Open a text file at its end. If a crash has cut off its last line, begin a new line."""
+    is_cut = False
+    if path.exists() and path.stat().st_size > 0:
+        with path.open("rb") as content:
+            content.seek(-1, os.SEEK_END)
+            is_cut = content.read() != b"\n"
+
+    file = path.open("a", encoding="utf-8")
+    if is_cut:
+        file.write("\n")
+    return file
 
 
 class TensorBoard(MetricsLogger):

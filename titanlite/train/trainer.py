@@ -762,7 +762,7 @@ class Trainer:
         # If the run has to end soon, validate only if a validation is due. Otherwise, also validate
         # if the last step has no validation result yet.
         should_validate = request.validate
-        must_end_soon = has_data_error or has_stop_signal
+        must_end_soon = has_data_error or (has_stop_signal and not end.has_finished)
         if not must_end_soon:
             is_validated = self.has_recorded("validation.jsonl")
             should_validate = request.validate or not is_validated
