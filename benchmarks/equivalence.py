@@ -1,4 +1,4 @@
-"""Train ten steps with every layout, and compare the results with those of a single process.
+"""Train ten steps with every layout and on a single process, and compare the results.
 
     benchmarks/equivalence.sh [--write FILE]
 

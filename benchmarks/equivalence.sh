@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Train ten steps with every layout on CPU ranks, and compare the results with those of a single
-# process. Print the tables, and fail if a row exceeds its tolerance. This takes 10 minutes on two
-# cores.
+# Train ten steps with every layout on CPU ranks and on a single process, and compare the results.
+# Print the tables, and fail if a row exceeds its tolerance. This takes 10 minutes on two cores.
 #
 # `benchmarks/equivalence.sh --write docs/internals/equivalence.md` also updates the tables of the
 # page.

@@ -135,9 +135,9 @@ def copy_to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
 
 
 class Window(NamedTuple):
-    """A sequence of tokens for evaluation, of which the last `num_scored` are scored.
+    """A sequence of tokens for evaluation. Its last `num_scored` tokens are scored.
 
-    The tokens before them are only context.
+    The tokens before these are only context.
     """
 
     tokens: np.ndarray

@@ -318,8 +318,8 @@ class Loader:
         """Exchange progress with the other data-parallel ranks. The first one logs skipped records.
 
         All ranks of the data-parallel group must call this together. A source is divided into
-        streams of documents, of which each rank may read only some. Afterward, every rank has the
-        positions of all streams in `self._data.positions`.
+        streams of documents, and each rank may read only some of them. Afterward, every rank has
+        the positions of all streams in `self._data.positions`.
 
         Returns:
             The report of each data-parallel rank.

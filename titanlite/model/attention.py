@@ -268,8 +268,8 @@ def _rotate(
     a_cos, b_cos = (pairs * cos[..., None, :]).unbind(-2)  # each (B, T, H + H_kv, D / 2), fp32
     a_sin, b_sin = (pairs * sin[..., None, :]).unbind(-2)
 
-    # Add products that are already rounded. A fused multiply-add would not round them, so its
-    # results would differ from those of a compiled block.
+    # Add products that are already rounded, as a compiled block does. The results of a fused
+    # multiply-add would differ, because it does not round the products.
     sign = -1 if inverse else 1
     rotated = torch.empty_like(x)
     rotated_a, rotated_b = rotated.chunk(2, dim=-1)  # views of both halves, filled below

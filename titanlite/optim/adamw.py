@@ -173,7 +173,7 @@ class AdamW(torch.optim.Optimizer):
                 self._update_parameters(parameters, group)
 
     def _update_parameters(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Apply one optimizer step to parameters of a group, all of which must have a gradient."""
+        """Apply one optimizer step to parameters of a group. Each of them must have a gradient."""
         # Compute the values that all parameters share.
         steps_taken = self.state[parameters[0]]["step"]
         skip = getattr(self, "found_inf", torch.zeros_like(steps_taken))

@@ -617,7 +617,7 @@ class _MicrobatchSkipper:
     def _run_or_repeat(self, action: _Action, microbatch: int, *args: Any, **kwargs: Any) -> Any:
         """Run an action for a microbatch, or repeat its log entries if the microbatch is skipped.
 
-        The repeated entries are those of the last microbatch for which the action ran.
+        To repeat them, log again the entries of the last microbatch for which the action ran.
         """
         self.counter.location = action.location
         if microbatch in self.skipped:
