@@ -1,8 +1,8 @@
 """Compare flex attention with variable-length attention on the ghost GPU, for packed documents.
 
-`python benchmarks/attention_ghost.py` needs the ghost GPU (docs/internals/ghost.md) and takes five
-minutes on two cores. It prints a Markdown table with the kernel launches, the peak of allocated
-memory and the host syncs of a training step.
+`python benchmarks/attention_ghost.py` needs the ghost GPU (docs/internals/ghost.md). It prints a
+Markdown table with the kernel launches, the peak of allocated memory and the host syncs of a
+training step.
 """
 
 from __future__ import annotations

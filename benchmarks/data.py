@@ -159,7 +159,7 @@ def format_tokenization(
         rows.append([name, f"{seconds:.2f}", f"{num_tokens / seconds / 1e6:.2f}"])
 
     pairs = zip(prepare_seconds, tiktoken_seconds, strict=True)
-    ratio = statistics.median(tiktoken / prepare for prepare, tiktoken in pairs)
+    ratio = statistics.median(theirs / ours for ours, theirs in pairs)
     speed_up = f"{ratio:.2f} times as fast as tiktoken"
     return [
         f"## Tokenizing {num_tokens:,} tokens, {num_cores} cores",

@@ -291,14 +291,14 @@ def be_rank_0_alone() -> None:
         "LOCAL_WORLD_SIZE": f"{RANKS}",
     }
     os.environ["TITANLITE_STORE"] = tempfile.mktemp()
-    begin = dist.init_process_group
-    group = dist.new_group
+    real_init = dist.init_process_group
+    real_new_group = dist.new_group
 
     def init_process_group(*_: Any, **__: Any) -> None:
-        begin("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=RANKS)  # pyright: ignore
+        real_init("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=RANKS)  # pyright: ignore
 
     def new_group(*ranks: Any, backend: str | None = None, **options: Any) -> Any:
-        return group(*ranks, backend="fake" if backend == "gloo" else backend, **options)
+        return real_new_group(*ranks, backend="fake" if backend == "gloo" else backend, **options)
 
     def recv(tensor: torch.Tensor, *_: Any, **__: Any) -> None:
         """Receive the vote of the other pipeline stages for the declared shapes."""

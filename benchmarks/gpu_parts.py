@@ -7,7 +7,7 @@ The parts:
 
     smoke       the debug model as a user starts it: ./run_train.sh, TensorBoard, checkpoint,
                 resume, generate
-    checks      tests/gpu
+    checks      the tests that depend on the GPU, and benchmarks/loss.py
     titanlite   Llama 1b and 8b: tokens/s, MFU, peak memory, time to the first step with a cold and
                 a warm cache
     torchtitan  torchtitan 0.2.2 with the same workloads, in turns with titanlite

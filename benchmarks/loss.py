@@ -46,7 +46,7 @@ The following table explains the columns of all tables in this section.
 
 | column | meaning |
 |---|---|
-| seconds | median time of up to 3 calls |
+| seconds | median time of a call |
 | memory | peak memory of a call, without inputs, loss and both gradients |
 | ratio | time relative to the materialized version; the target is at most 1.05 |
 | share | memory relative to the materialized version; the target is at most 10% |

@@ -22,10 +22,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from titanlite.config.errors import ERROR_FOLDER, GuardError, StoppedBySignal
 from titanlite.runtime import process
 
 RANK = int(os.environ.get("RANK", "0"))
 is_rank_1 = RANK == 1
+# Folder in which ranks report errors. Only the ranks have it, not the launcher.
+FOLDER = Path(os.environ.get(ERROR_FOLDER, ""))
 
 
 def launch(count: int, *options: str) -> int:
@@ -39,15 +42,19 @@ def launch(count: int, *options: str) -> int:
     return ranks.run()
 
 
-def ready(handler=None) -> None:
-    """Install a signal handler, wait until both ranks have done so, and print "ready"."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if handler else ():
+def handle_signals(handler: Callable[..., Any]) -> None:
+    """Call `handler` when SIGINT, SIGTERM or SIGHUP arrives."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, handler)
-    both = folder / "ready"
+
+
+def wait_until_ready() -> None:
+    """On rank 0, wait until rank 1 has called this function, and print "ready"."""
+    rank_1_is_ready = FOLDER / "ready"
     if is_rank_1:
-        both.touch()
+        rank_1_is_ready.touch()
     else:
-        while not both.exists():
+        while not rank_1_is_ready.exists():
             time.sleep(0.01)
         print("ready", flush=True)
 
@@ -56,15 +63,33 @@ def fail_after_rank_1(error: Exception) -> None:
     """Raise `error` on rank 1, and then another error on rank 0."""
     if is_rank_1:
         raise error
-    while not (folder / "1.json").exists():
+    while not (FOLDER / "1.json").exists():
         time.sleep(0.01)
     raise RuntimeError("connection reset by peer")
+
+
+def stop_by_guard() -> None:
+    """A guard stops rank 1, and rank 0 loses its connection."""
+    fail_after_rank_1(GuardError("loss is nan on one rank"))
+
+
+def crash() -> None:
+    """Rank 1 crashes, and rank 0 loses its connection."""
+    fail_after_rank_1(ValueError("the root cause"))
+
+
+def crash_while_rank_0_hangs() -> None:
+    """Rank 1 crashes, and rank 0 does not notice it."""
+    if not is_rank_1:
+        time.sleep(300)
+    crash()
 
 
 def save() -> None:
     """Stop after the first signal, and report how many signals arrived."""
     signals = []
-    ready(lambda number, frame: signals.append(number))
+    handle_signals(lambda number, frame: signals.append(number))
+    wait_until_ready()
     while not signals:
         time.sleep(0.02)
     # The ranks exit at different times.
@@ -72,9 +97,34 @@ def save() -> None:
     raise StoppedBySignal(f"saved after {len(signals)} signal")
 
 
+def ignore_signals() -> None:
+    """Never react to a signal."""
+    handle_signals(lambda number, frame: None)
+    wait_until_ready()
+    time.sleep(300)
+
+
+def wait_without_handler() -> None:
+    """Wait like a run that has not installed its signal handlers yet."""
+    wait_until_ready()
+    time.sleep(300)
+
+
+def save_without_launcher() -> None:
+    """After a signal, write a file instead of a checkpoint, and exit."""
+
+    def write_file(number: int, frame: object) -> None:
+        Path(f"saved{RANK}").touch()
+        sys.exit()
+
+    handle_signals(write_file)
+    wait_until_ready()
+    time.sleep(300)
+
+
 def die_without_report() -> None:
     """Rank 1 is killed without a report, and rank 0 reports the failure."""
-    ready()
+    wait_until_ready()
     while not Path("go").exists():
         time.sleep(0.01)
     if is_rank_1:
@@ -87,12 +137,12 @@ def write_hostile_text() -> None:
     """Report a hang and an error with escape codes, then exit."""
     from titanlite.config.files import write_atomically
 
-    (folder / "train.log").write_text("run.log")
+    (FOLDER / "train.log").write_text("run.log")
     report = json.dumps([False, 0, "Rank 0 is LATE: x\x1b[2J"])
-    write_atomically(folder / "0.hang.json", report.encode())  # the launcher may read it anytime
+    write_atomically(FOLDER / "0.hang.json", report.encode())  # the launcher may read it anytime
     if is_rank_1 and not Path("again").exists():
         Path("again").touch()
-        (folder / "1.json").write_text(
+        (FOLDER / "1.json").write_text(
             json.dumps({"message": "a tensor\x1b[2J named\r\u202e", "time": 0.0})
         )
     if is_rank_1:
@@ -101,26 +151,20 @@ def write_hostile_text() -> None:
 
 def end_rank_1() -> None:
     """End rank 1 with exit code 0, without a report."""
-    ready()
+    wait_until_ready()
     if is_rank_1:
         os._exit(0)
     time.sleep(300)
 
 
-MISHAPS: dict[str, Callable[[], Any]] = {
-    "guard_on_one": lambda: fail_after_rank_1(GuardError("loss is nan on one rank")),
-    "crash": lambda: fail_after_rank_1(ValueError("the root cause")),
-    "hang": lambda: (
-        time.sleep(0 if is_rank_1 else 300),
-        fail_after_rank_1(ValueError("the root cause")),
-    ),
+MISHAPS: dict[str, Callable[[], None]] = {
+    "guard_on_one": stop_by_guard,
+    "crash": crash,
+    "hang": crash_while_rank_0_hangs,
     "save": save,
-    "stuck": lambda: (ready(lambda number, frame: None), time.sleep(300)),
-    "early": lambda: (ready(), time.sleep(300)),
-    "orphan": lambda: (
-        ready(lambda *_: (Path(f"saved{RANK}").touch(), sys.exit())),
-        time.sleep(300),
-    ),
+    "stuck": ignore_signals,
+    "early": wait_without_handler,
+    "orphan": save_without_launcher,
     "hostile": write_hostile_text,
     "lost": die_without_report,
     "exit": end_rank_1,
@@ -176,10 +220,9 @@ if __name__ == "__main__":
     name, *words = sys.argv[1:]
     if name == "launch":
         sys.exit(launch(int(words[0]), *words[1:]))
+
     process.set_up_process()
     from titanlite.cli import run_quietly
-    from titanlite.config.errors import ERROR_FOLDER, GuardError, StoppedBySignal
 
-    folder = Path(os.environ[ERROR_FOLDER])
     mishap = MISHAPS.get(name) or (lambda: train(name, words))
     sys.exit(run_quietly(mishap))

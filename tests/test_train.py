@@ -459,17 +459,15 @@ def step_without_reading(self, **arguments):
             step_without_reading,
             "--training.mixed_precision_param bfloat16 --optimizer.state_dtype bfloat16",
         ),
-        (
-            step_without_reading,
-            "--float8.enable --float8.min_features 0 --dataset.document_mask",
-        ),
+        (step_without_reading, "--float8.enable --float8.min_features 0 --dataset.document_mask"),
         (
             step_without_recompiling,
             "--compile.enable --compile.components model loss optimizer clip",
         ),
     ],
+    ids=["bf16 does not read", "FP8 does not read", "compiled does not recompile"],
 )
-def test_a_step_neither_syncs_with_the_device_nor_recompiles(tmp_path, step, options):
+def test_a_step_neither_reads_tensors_between_log_steps_nor_recompiles(tmp_path, step, options):
     before = functools.partial(setattr, Trainer, "step", step)
     run_small(tmp_path / "out", "--metrics.log_freq 4", options, before=before)
     assert list(read_metrics(tmp_path / "out")) == [1, 4, 8, 12]

@@ -65,8 +65,11 @@ class TokenCounter(NamedTuple):
         """Return the number of tokens in the last `steps` steps of the learning rate schedule."""
         job = self.run.job
         total = job.lr_scheduler.total_steps or job.training.steps
-        excess_steps = max(0, steps - total)  # `titanlite.rules` reports a decay that is too long
-        steps_before = total - steps + excess_steps
+        # The decay can be longer than the schedule: a preview allows that, and `titanlite.rules`
+        # reports it in any other job. Count the excess steps like the first steps of the run, so
+        # that more steps always have more tokens, as the search in `_count_steps` requires.
+        excess_steps = max(0, steps - total)
+        steps_before = max(0, total - steps)
         num_tokens = self._count_first(total) - self._count_first(steps_before)
         return num_tokens + self._count_first(excess_steps)
 

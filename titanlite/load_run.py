@@ -228,15 +228,15 @@ def _is_preview(parsed: ParsedJob) -> bool:
 
     The command line of a preview sets the length of the run, for example `--training.steps 10`, but
     not the number of warmup or decay steps, which may then exceed this length. A job that is loaded
-    from the config.toml of a preview is also a preview.
+    from the config.toml of a run also counts as a preview, because the run may have been one.
     """
     origins = parsed.origins
     length_origins = {origins.get(f"training.{name}", DEFAULT) for name in LENGTH_KEYS}
     if COMMAND_LINE in length_origins:
         return COMMAND_LINE not in {origins.get(WARMUP), origins.get(DECAY)}
-    # The config.toml of a preview sets the length, but names the original file as its job file.
+    # A config.toml sets the length, but its key job.config_file names the original job file.
     usual_origins = {DEFAULT, parsed.job.job.config_file}
-    return not length_origins <= usual_origins
+    return not length_origins.issubset(usual_origins)
 
 
 def _check_environment() -> list[Mistake]:

@@ -89,7 +89,8 @@ def _find_folder(name: str) -> Path:
 def _download_model(name: str, folder: Path) -> None:
     """Download a model from the Hugging Face Hub.
 
-    Download and check config.json first, because the weights can be large.
+    The weights can be large, so first download config.json to the subfolder .config and check it.
+    `folder` itself gets its config.json last, so this file marks a complete download.
 
     Args:
         name: OWNER/NAME of the model.
@@ -164,9 +165,9 @@ def _choose_output_folder(model_folder: Path, is_hf_folder: bool) -> str:
 def _choose_learning_rate(num_parameters: int) -> float:
     """Return the default learning rate for continuing the pretraining of a model.
 
-    It is a tenth of the peak learning rate for a new model of N parameters, 3e-4 * (8e9 / N)^(1/3)
-    but at most 1e-3. This formula fits Llama 3 (https://arxiv.org/abs/2407.21783): 3e-4 for 8B,
-    1.5e-4 for 70B and 8e-5 for 405B.
+    The peak learning rate for a new model of N parameters is 3e-4 * (8e9 / N)^(1/3), but at most
+    1e-3. This formula fits Llama 3 (https://arxiv.org/abs/2407.21783): 3e-4 for 8B, 1.5e-4 for 70B
+    and 8e-5 for 405B. The result is a tenth of this learning rate.
     """
     peak_lr = min(MAX_PEAK_LR, 3e-4 * (8e9 / num_parameters) ** (1 / 3))
     return float(f"{peak_lr / 10:.2g}")

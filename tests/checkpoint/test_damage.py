@@ -283,7 +283,9 @@ CHANGE_TORCH = (
 def test_malicious_index_with_valid_checksums_is_rejected(saved_run, tmp_path, alter, message):
     path = tmp_path / LATEST
     index = pickle.loads((path / ".metadata").read_bytes())
-    reseal(path, None, **{".metadata": alter(index) or pickle.dumps(index, 4)})
+    # `alter` changes the index in place, or returns the content that replaces the file.
+    metadata = alter(index) or pickle.dumps(index, 4)
+    reseal(path, None, **{".metadata": metadata})
 
     rejected = f"cannot read .*metadata: .*{message}"
     with pytest.raises(CheckpointError, match=rejected):

@@ -101,46 +101,90 @@ def to_folder(mirror_folder) -> str:
     return f"--checkpoint.mirror file://{mirror_folder}"
 
 
-def test_another_node_resumes_from_the_newest_valid_checkpoint_of_the_mirror(server, tmp_path):
-    retention = "--checkpoint.interval 3 --checkpoint.keep_latest_k 2"
-    options = f"{TO_BUCKET} --lr_scheduler.total_steps 20 {retention}"
-    # The run ends while an older checkpoint is still being copied.
+RETENTION = "--checkpoint.interval 3 --checkpoint.keep_latest_k 2"
+RETAINING_JOB = f"{TO_BUCKET} --lr_scheduler.total_steps 20 {RETENTION}"
+RETAINED = ["step-00000009/manifest.json", "step-00000010/manifest.json"]
+
+
+@pytest.fixture
+def first_run(server, tmp_path) -> Path:
+    """Train 10 steps on two ranks with a mirror, and return the output folder.
+
+    The run ends while an older checkpoint is still being copied.
+    """
+    folder = tmp_path / "first"
     slow = "--training.steps 10 --checkpoint.mirror_mbps 40"
-    run_small(tmp_path / "one", options, slow, ranks=2)
-    kept = ["step-00000009/manifest.json", "step-00000010/manifest.json"]
+    run_small(folder, RETAINING_JOB, slow, ranks=2)
+    return folder
 
-    assert sorted(read_mirror("manifest.json")) == kept
-    assert read_mirror() == read_files(tmp_path / "one/checkpoint")
 
-    # A job that does not match the checkpoints downloads nothing.
-    flip_bit(10)
-    bucket().pipe("bucket/run/step-00000011/manifest.json", encode_manifest({"step": 11}))
-    run_small(tmp_path / "other", options, "--model.dim 32", code=2)
-    assert not read_files(tmp_path / "other")
-
-    assert "Resumed after step 9 " in run_small(tmp_path / "two", options)
-    # The first run adds the losses of two ranks.
-    expected = pytest.approx(read_losses(tmp_path / "one")[10], rel=1e-5)
-    assert read_losses(tmp_path / "two")[10] == expected
-
-    go_back = "--checkpoint.load_step 9 --training.steps 10"
-    assert "Resumed after step 9 " in run_small(tmp_path / "back", options, go_back)
-
-    # Runs keep the manifest that they did not write.
-    bucket().rm_file("bucket/run/step-00000011/manifest.json")
-    assert sorted(read_mirror("manifest.json")) == kept
+def test_the_mirror_has_the_same_checkpoints_as_the_run_and_commands_read_them(first_run, tmp_path):
+    assert sorted(read_mirror("manifest.json")) == RETAINED
+    assert read_mirror() == read_files(first_run / "checkpoint")
 
     titanlite("generate", "--checkpoint", URL, "--max-new-tokens", 3)
     assert str(tmp_path) not in titanlite("verify", URL)
 
-    # Another manifest of step 10 means that another process has saved this step.
-    bucket().copy(*(f"bucket/run/{name}" for name in kept))
-    assert "started twice" in run_small(tmp_path / "back", options, "--training.steps 10", code=4)
 
-    # Without a valid checkpoint, every start fails.
+def test_another_node_resumes_from_the_newest_valid_checkpoint_of_the_mirror(first_run, tmp_path):
+    flip_bit(10)
+
+    output = run_small(tmp_path / "second", RETAINING_JOB, "--training.steps 10")
+
+    assert "Resumed after step 9 " in output
+    # The first run adds the losses of two ranks.
+    expected = pytest.approx(read_losses(first_run)[10], rel=1e-5)
+    assert read_losses(tmp_path / "second")[10] == expected
+    # The new step 10 replaces the damaged one, whose manifest was renamed.
+    assert sorted(read_mirror("manifest.json")) == RETAINED
+
+
+def test_another_node_resumes_from_an_older_checkpoint_of_the_mirror(first_run, tmp_path):
+    output = run_small(
+        tmp_path / "second", RETAINING_JOB, "--checkpoint.load_step 9 --training.steps 10"
+    )
+
+    assert "Resumed after step 9 " in output
+    manifests = read_mirror("manifest.json")
+    assert sorted(manifests) == RETAINED
+    # The run replaced step 10 of the first run.
+    step_10 = RETAINED[1]
+    assert manifests[step_10] == (tmp_path / "second/checkpoint" / step_10).read_bytes()
+
+
+def test_a_job_that_does_not_match_the_checkpoints_of_the_mirror_downloads_nothing(
+    first_run, tmp_path
+):
+    run_small(tmp_path / "other", RETAINING_JOB, "--model.dim 32", code=2)
+
+    assert not read_files(tmp_path / "other")
+
+
+def test_a_run_keeps_a_manifest_at_the_mirror_that_it_did_not_write(first_run, tmp_path):
+    foreign = "step-00000011/manifest.json"
+    bucket().pipe(f"bucket/run/{foreign}", encode_manifest({"step": 11}))
+
+    output = run_small(tmp_path / "second", RETAINING_JOB, "--training.steps 12")
+
+    assert "Resumed after step 10 " in output
+    assert foreign in read_mirror("manifest.json")
+
+
+def test_a_run_fails_if_another_process_has_saved_the_same_step_at_the_mirror(first_run):
+    step_9, step_10 = (f"bucket/run/{name}" for name in RETAINED)
+    bucket().copy(step_9, step_10)  # a different manifest of step 10
+
+    output = run_small(first_run, RETAINING_JOB, "--training.steps 10", code=4)
+
+    assert "started twice" in output
+
+
+def test_every_start_fails_without_a_valid_checkpoint_at_the_mirror(first_run, tmp_path):
     flip_bit(9)
+    flip_bit(10)
+
     for _ in range(2):
-        run_small(tmp_path / "three", options, code=4)
+        run_small(tmp_path / "second", RETAINING_JOB, code=4)
 
 
 def test_interrupted_copy_is_not_a_checkpoint_and_is_repeated_by_the_next_start(server, tmp_path):

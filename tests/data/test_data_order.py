@@ -215,18 +215,23 @@ def test_concat_predicts_each_token_exactly_once(tmp_path_factory, texts, seq_le
 
     sequences = read_all(dataset, seq_len)
 
-    for (_, before), (after, _) in itertools.pairwise(sequences):
+    for (_, labels), (next_inputs, _) in itertools.pairwise(sequences):
         # The last token of a sequence is also the first input of the next sequence.
-        assert before[-1] == after[0]
+        assert labels[-1] == next_inputs[0]
+
     for inputs, labels in sequences:
-        for token, label in zip(inputs[1:], labels, strict=False):
-            assert label in (-100, token)
-    tokens = [sequences[0][0][0]]
+        for next_token, label in zip(inputs[1:], labels, strict=False):
+            assert label in (-100, next_token)
+
+    # Each token of the text except the first is a label once.
+    first_inputs, _ = sequences[0]
+    tokens = first_inputs[:1]
     for _, labels in sequences:
         tokens += [label for label in labels if label != -100]
     text = TOKENIZER.decode(tokens)
     text = text.removeprefix("<|begin_of_text|>").removesuffix("<|end_of_text|>")
     documents = text.split("<|end_of_text|><|begin_of_text|>")
+
     for epoch in range(epochs):
         part = documents[epoch * len(texts) : (epoch + 1) * len(texts)]
         assert sorted(part) == sorted(texts)
@@ -250,8 +255,9 @@ def test_best_fit_cuts_only_documents_longer_than_a_sequence(tmp_path_factory, t
 
     documents_read = set()
     for inputs, labels in sequences:
-        tokens = [*inputs, *(label for label in labels[-1:] if label >= 0)]
-        for document in TOKENIZER.decode(tokens).split("<|begin_of_text|>"):
+        # The last token of a sequence is only a label. It is -100 if it is not predicted.
+        last_token = [label for label in labels[-1:] if label >= 0]
+        for document in TOKENIZER.decode(inputs + last_token).split("<|begin_of_text|>"):
             documents_read.add(document.split("<|end_of_text|>")[0])
 
     for text, length in zip(texts, lengths, strict=True):

@@ -204,32 +204,41 @@ def references(tmp_path_factory):
 
 @pytest.mark.parametrize("layout", SAMPLE, ids=str)
 def test_a_run_killed_at_any_point_of_a_save_ends_undisturbed(tmp_path, layout, references):
-    run = Run(tmp_path / "run", *layout)
-    folder = tmp_path / "run" / "checkpoint"
-    saved = 0
+    ranks, mode = layout
+    run = Run(tmp_path / "run", ranks, mode)
+    folder = run.folder / "checkpoint"
+    saved_step = 0
     unfinished = []
     points = KILL_POINTS[LAYOUTS.index(layout) % 2]
     if LONG:
         points = KILL_POINTS[0] + KILL_POINTS[1]
+
     for point in points:
-        out = run.die(point.format(last=layout[0] - 1))
-        assert not unfinished or f"Removed the unfinished {unfinished[0].name}" in out
+        output = run.die(point.format(last=ranks - 1))
+
+        if unfinished:  # by the kill before this one
+            assert f"Removed the unfinished {unfinished[0].name}" in output
+
         if point == "during_purge:0":
             # The purge of the first checkpoint starts after the save of the second.
-            saved = max(saved, 2) + 2
+            saved_step = max(saved_step, 2) + 2
         elif point == "after_rename:0":
-            saved += 2
+            saved_step += 2
         # A checkpoint is complete or does not exist.
-        complete = [folder / manifest.step_folder_name(saved)] if saved else []
+        complete = [folder / manifest.step_folder_name(saved_step)] if saved_step else []
         assert manifest.list_checkpoints(folder) == complete
+
         unfinished = manifest.list_unfinished(folder)
         # If another rank dies, rank 0 may notice the failed save and remove it first.
         if point.endswith(":0"):
-            assert len(unfinished) == (point != "after_rename:0"), unfinished
-    out = run.finish("full_disk:0")
+            expected_count = 0 if point == "after_rename:0" else 1
+            assert len(unfinished) == expected_count, unfinished
 
-    assert f"Could not save step {saved + 2}: OSError: [Errno 28] No space left on device" in out
-    assert_undisturbed(run, references(layout[0]))
+    output = run.finish("full_disk:0")
+
+    failure = f"Could not save step {saved_step + 2}: OSError: [Errno 28] No space left on device"
+    assert failure in output
+    assert_undisturbed(run, references(ranks))
 
 
 def test_a_run_killed_between_a_save_and_its_validation_records_both(tmp_path):

@@ -43,7 +43,10 @@ VARIANTS = EAGER_VARIANTS | {", compiled": COMPILED, ", all, compiled": f"{SAVER
 
 
 def with_variants(jobs: dict[str, str], variants: dict[str, str] = VARIANTS) -> dict[str, str]:
-    """Return each job in four variants: eager and compiled, with memory savers "safe" and "all"."""
+    """Return each job in each variant, with the suffix of the variant in its name.
+
+    By default, the variants are eager and compiled, each with memory savers "safe" and "all".
+    """
     return {
         name + suffix: f"{options} {variant}"
         for name, options in jobs.items()
@@ -142,8 +145,11 @@ SAMPLE = [
     (2, "tp"),
     (2, "pp"),
 ]
-ALL_JOBS = [pytest.param(*job, marks=() if job in SAMPLE else pytest.mark.long) for job in
-        [(ranks, name) for ranks, jobs in JOBS.items() for name in jobs]]  # fmt: skip
+ALL_JOBS = []
+for num_ranks, jobs in JOBS.items():
+    for name in jobs:
+        marks = () if (num_ranks, name) in SAMPLE else pytest.mark.long
+        ALL_JOBS.append(pytest.param(num_ranks, name, marks=marks))
 
 
 def ghost(
@@ -263,9 +269,10 @@ def test_a_plan_is_close_to_the_memory_of_the_allocator(tmp_path, name: str):
     assert result["planned_reserved"] == pytest.approx(result["reserved"], rel=0.05)
 
 
-# Parameters of the debug model with four blocks: a block's matrices, its norms, the embedding (as
-# large as the output).
-STEPS = 2  # measured: see steps.py
+STEPS = 2  # measured steps of each job, as in steps.py
+
+# Hidden size C of the debug model, and numbers of parameters: the matrices and the norms of one
+# block, the embedding (as large as the output layer), all four blocks, and the whole model.
 C = 256
 MATRICES = 2 * 256 * (256 + 128) + 3 * 256 * 640
 NORMS = 2 * 256
@@ -283,9 +290,9 @@ FSDP = {("all_gather", 2): GATHERED, ("reduce_scatter", 2): REDUCED}
 # Keys and values of a rank's positions, gathered in the forward pass; their gradients come back.
 CONTEXT_PART = 4 * 2 * 2 * (TOKENS // 2) * 128
 
-# Ranks, name -> (collective, ranks of its group) -> bytes of one step: what a rank hands over for
-# an all-gather, gets from a reduce-scatter, sums up in an all-reduce, or sends. Each job sums up 8
-# bytes of tokens, and 24 of squared norms, loss and requests.
+# (ranks, job) -> (collective, group size) -> bytes of one step on one rank: the input of an
+# all-gather, all-reduce or send, and the output of a reduce-scatter or receive. Jobs all-reduce 8
+# bytes for token counts, and 24 bytes for squared norms, loss and requests.
 TRAFFIC = {
     (2, "fsdp"): FSDP | {("all_reduce", 2): 32},
     (2, "fsdp, compiled"): FSDP | {("all_reduce", 2): 32},

@@ -26,7 +26,8 @@ RUNS = with_variants(
         "offloaded Muon": "--optimizer.name Muon --training.enable_cpu_offload",
     }
 ) | {"rollback before a save": "--job.hooks roll_back --ema.decay 0.9"}
-# A removed wait, the number of ranks, and whether the detector reports it.
+# Number of ranks, removed wait, and whether the detector must report it. The jobs named "none"
+# keep all waits.
 REMOVALS = [
     (ranks, name, not name.startswith("none"))
     for ranks, removals in REMOVED_WAITS.items()
@@ -60,7 +61,9 @@ def test_a_planted_race_is_reported_and_its_correct_version_is_not(count: Any, n
 
 @pytest.mark.long
 @pytest.mark.parametrize(("ranks", "name", "is_reported"), REMOVALS)
-def test_a_removed_wait_is_reported(count: Any, ranks: int, name: str, is_reported: bool):
+def test_each_removed_wait_is_reported_and_a_job_with_all_waits_is_not(
+    count: Any, ranks: int, name: str, is_reported: bool
+):
     for alarms in count("removed_waits.py", ranks):
         assert (alarms[name] > 0) == is_reported
 

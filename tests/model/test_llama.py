@@ -75,7 +75,7 @@ def test_an_initial_weight_depends_only_on_seed_and_name():
 
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_computes_the_same(window):
+def test_flex_attention_equals_sdpa_with_a_document_mask(window):
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 3, (2, 128), generator=generator)
     ids = ids.sort(dim=1).values

@@ -79,7 +79,7 @@ def use_gpu(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, i
         ("NVIDIA GeForce RTX 5090", (12, 0), "rowwise"),
     ],
 )
-def test_rejects_gpus_without_kernels(monkeypatch, name, capability, alternative):
+def test_mxfp8_on_a_gpu_without_kernels_is_rejected(monkeypatch, name, capability, alternative):
     use_gpu(monkeypatch, name, capability)
     with pytest.raises(UserError) as error:
         build_layer(MXFP8)
@@ -92,7 +92,7 @@ def test_rejects_gpus_without_kernels(monkeypatch, name, capability, alternative
     build_layer(MXFP8.model_copy(update={"emulate": True}))
 
 
-def test_needs_bfloat16_on_a_gpu(monkeypatch):
+def test_mxfp8_on_a_gpu_needs_bfloat16(monkeypatch):
     use_gpu(monkeypatch, "NVIDIA B200", (10, 0))
     build_layer(MXFP8)
     model = nn.Sequential(nn.Linear(64, 64, device="meta"))
@@ -101,7 +101,7 @@ def test_needs_bfloat16_on_a_gpu(monkeypatch):
         convert_to_float8(model, MXFP8, lambda _: None, compute_dtype="float32")
 
 
-def test_plan_rejects_other_gpus(capsys):
+def test_a_plan_with_mxfp8_rejects_a_gpu_without_kernels(capsys):
     arguments = f"plan {OPTIONS} --float8.recipe_name mxfp8 --quick --gpu".split()
 
     assert main([*arguments, "B200"]) == 0

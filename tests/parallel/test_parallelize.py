@@ -104,7 +104,7 @@ def test_options_that_only_move_computation_change_no_bit(results, ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_trains_close_to_fp32(results, ranks):
+def test_losses_in_bf16_and_fp8_are_close_to_those_in_fp32(results, ranks):
     for name in CLOSE.keys() & results[ranks].keys():
         losses = results[ranks][name]["losses"]
         reference = results[ranks]["fp32"]["losses"]

@@ -346,8 +346,9 @@ class SafeReader(FileSystemReader):
 
     Args:
         path: Step folder of the checkpoint.
-        files: Manifest entry (size and checksums) of each file, by name. Verify files without
-            chunk checksums beforehand. Pass {} for a checkpoint that another program wrote.
+        files: Manifest entry of each file, by name. The reader uses only the entry of the index,
+            to verify its checksum. Pass {} for a checkpoint that another program wrote. Chunks
+            without checksums are not verified, so verify their files beforehand.
 
     Attributes:
         index: Size, dtype and chunks (saved shards) of each tensor, by name.

@@ -36,8 +36,8 @@ from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 
 COMMAND = "TITANLITE_COMMAND"
-"""Environment variable with the launcher command, including the environment variables set for it.
-`resume_hint` shows this command."""
+"""Environment variable with the command that started the run, such as "NGPU=2 titanlite launch",
+without its options. `resume_hint` shows this command."""
 
 T = TypeVar("T")
 

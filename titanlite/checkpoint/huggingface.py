@@ -522,20 +522,24 @@ def meta_weights(folder: str | Path) -> Weights:
     is_tied = output in names and all(_are_equal(file[output], file[embedding]) for file in files)
     if is_tied:
         names.remove(output)
-    # Llama 3 splits the embedding by tokens, Llama 2 by width.
+
+    # Derive the sizes of the whole model. Llama 3 splits the embedding by tokens, Llama 2 by width.
     is_split_by_tokens = width == params.dim
     vocab_size = num_rows * len(files) if is_split_by_tokens else num_rows
     arch = formats.architecture_from_meta(params, vocab_size, ffn_dim * len(files), is_tied)
-    split_by_columns = ["attention.wo.weight", "feed_forward.w2.weight"]
+
+    # Shards of these matrices contain columns. Those of all other matrices contain rows.
+    split_by_columns: tuple[str, ...] = ("attention.wo.weight", "feed_forward.w2.weight")
     if not is_split_by_tokens:
-        split_by_columns.append(embedding)
+        split_by_columns += (embedding,)
 
     def join(name: str, device: str = "cpu") -> Tensor:
         """Read a weight by concatenating its shards, one from each file."""
         parts = [file[name].to(device) for file in files]
         if parts[0].ndim != 2:
             return parts[0]  # norms are not split
-        return torch.cat(parts, dim=1 if name.endswith(tuple(split_by_columns)) else 0)
+        is_split_by_columns = name.endswith(split_by_columns)
+        return torch.cat(parts, dim=1 if is_split_by_columns else 0)
 
     def read(name: str) -> Tensor:
         return formats.from_meta_rotary(name, join(name), arch.head_dim)

@@ -103,7 +103,8 @@ class Resumer:
           because the run will train and save these steps again.
         - `load_step` and `exclude_from_loading` apply only once. If the run has since saved a
           checkpoint with the same values of these keys, a restart loads this checkpoint completely.
-        - If there is no checkpoint but `initial_load_path` is set, load the weights from there.
+        - If there is no checkpoint and `load_step` is not set, load the weights at
+          `initial_load_path`, if this is set.
 
         Returns:
             The saved training state, without the parts in `exclude_from_loading`. None if there is
@@ -112,7 +113,8 @@ class Resumer:
         Raises:
             UserError: If the model, optimizer, tokenizer or data of the job does not fit the
                 checkpoint.
-            CheckpointError: If there are checkpoints but no valid one.
+            CheckpointError: If there are checkpoints but no valid one, or if `load_step`
+                applies but the checkpoint of that step is missing or damaged.
         """
         folder = self.context.folder
         checkpoints, damaged = self._ranks.run_on_rank0(
@@ -125,26 +127,33 @@ class Resumer:
         fix = "To start from scratch, move them away or choose another checkpoint.folder."
 
         # Ignore `load_step` if the run has already resumed from this step.
-        step = self._config.load_step
-        if step != -1 and not self._ranks.run_on_rank0(lambda: has_resumed_from(checkpoints, step)):
-            candidates = [path for path in checkpoints if get_step(path) == step]
-            later_checkpoints = [path for path in checkpoints if get_step(path) > step]
+        load_step = self._config.load_step
+        should_roll_back = load_step != -1 and not self._ranks.run_on_rank0(
+            lambda: has_resumed_from(checkpoints, load_step)
+        )
+        if should_roll_back:
+            candidates = [path for path in checkpoints if get_step(path) == load_step]
+            later_checkpoints = [path for path in checkpoints if get_step(path) > load_step]
             others = [path.name for path in checkpoints if path not in candidates]
+            # This list is never empty, so a missing step raises an error below.
             problems = [f"other checkpoints: {', '.join(others) or 'none'}"]
-            wanted = f"valid checkpoint for checkpoint.load_step = {step}"
+            wanted = f"valid checkpoint for checkpoint.load_step = {load_step}"
+            fix = "Remove checkpoint.load_step, and choose another checkpoint.folder."
             if others:
                 fix = "Choose another step, or remove checkpoint.load_step to load the newest one."
 
-        state, damages = self._load_newest_valid(candidates, "Resumed")
         # Rename checkpoints only after the load, which raises an error if the job does not fit.
+        state, damages = self._load_newest_valid(candidates, "Resumed")
         for path in damages:
             self._rename(path, f"Damaged {path.name}", "damaged")
         if state is not None:
             for path in later_checkpoints:
-                self._rename(path, f"Rolling back to step {step}: {path.name}", "archived")
+                self._rename(path, f"Rolling back to step {load_step}: {path.name}", "archived")
             return state
+
+        # Never start from scratch if a checkpoint is damaged or that of `load_step` is missing.
         problems += damages.values()
-        if problems:  # never start from scratch if there are checkpoints but no valid one
+        if problems:
             listed = "\n  ".join([f"{folder}: there is no {wanted}.", *problems])
             raise CheckpointError(f"{listed}\n{fix}")
         self.load_initial_weights()

@@ -113,8 +113,8 @@ class Mirror:
         self._damaged_manifests: dict[str, bytes] = {}
 
         self._thread = ThreadPoolExecutor(1, "mirror")
-        # Done when the copies that the last call of `start_copying` started have ended. This
-        # initial placeholder is never done.
+        # The copies that the last call of `start_copying` has started. Until the first call, this
+        # is a placeholder that never completes.
         self._last_copies = Future[None]()
         self._is_ending = threading.Event()
         self._throttle_lock = threading.Lock()
@@ -810,4 +810,7 @@ def _possible_etags(part_md5s: list[bytes]) -> list[str]:
         part_md5s: MD5 digest of each part, in order.
     """
     combined = md5(b"".join(part_md5s), usedforsecurity=False).hexdigest()
-    return [f"{combined}-{len(part_md5s)}", *(part.hex() for part in part_md5s[:1])]
+    etags = [f"{combined}-{len(part_md5s)}"]
+    if part_md5s:  # an empty file has no parts
+        etags.append(part_md5s[0].hex())  # of a file that is uploaded in a single request
+    return etags

@@ -421,8 +421,8 @@ class Saver:
     def remove_outdated(self) -> None:
         """Remove the outdated checkpoints of this run from disk. Call this on all ranks.
 
-        The options `keep_latest_k` and `keep_every_n_steps` determine which checkpoints are kept.
-        The best checkpoint and a checkpoint that is being copied to the mirror are never removed.
+        Keep those that `keep_latest_k`, `keep_every_n_steps` or `keep_best` selects, the target of
+        the link `best`, and the checkpoint that is being copied to the mirror.
         """
         self._ranks.run_on_rank0(self._saved_folders.remove_outdated)
 

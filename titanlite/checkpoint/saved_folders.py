@@ -1,7 +1,7 @@
 """Manage the folders that saves leave behind: outdated, best and final checkpoints, and exports.
 
-Invariant: The best checkpoint and checkpoints of other runs are never removed. Folders that other
-programs wrote are neither removed nor renamed.
+Invariant: The target of the link `best` and checkpoints of other runs are never removed. Folders
+that other programs wrote are neither removed nor renamed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,14 @@ class SavedFolders:
         checkpoint cannot be removed, log this and continue.
         """
         try:
-            outdated = self._find_outdated()
+            checkpoints = self._list_checkpoints_of_run()
+            if self._config.keep_best:
+                # The target of this link is never removed, so let it point to the best checkpoint.
+                self.update_best_link()
+            outdated = self._select_outdated(checkpoints)
+            # The newest checkpoint must survive a power failure before older ones are removed.
+            # `publish_checkpoint` also syncs the folder, but only warns if this fails.
+            sync(self._folder)
         except Exception as error:  # removals could delete the best or the only durable checkpoint
             self._log(f"Not removing old checkpoints: {describe_error(error)}")
             return
@@ -87,22 +94,9 @@ class SavedFolders:
             except Exception as error:
                 self._log(f"Could not remove the old {path.name}: {describe_error(error)}")
 
-    def _find_outdated(self) -> list[Path]:
-        """Return the checkpoints of this run that can be removed.
-
-        First, update the link `best` and sync the checkpoint folder, so that removals are safe.
-        """
-        checkpoints = [
-            path for path in list_checkpoints(self._folder) if self._belongs_to_this_run(path)
-        ]
-        if self._config.keep_best:
-            # The target of this link is never removed, so let it point to the best checkpoint.
-            self.update_best_link()
-        outdated = self._select_outdated(checkpoints)
-        # The newest checkpoint must survive a power failure before older ones are removed.
-        # `publish_checkpoint` also syncs the folder, but only warns if this fails.
-        sync(self._folder)
-        return outdated
+    def _list_checkpoints_of_run(self) -> list[Path]:
+        """Return the step folders of this run in the checkpoint folder, sorted by step."""
+        return [path for path in list_checkpoints(self._folder) if self._belongs_to_this_run(path)]
 
     def is_best(self, loss: float) -> bool:
         """Return whether a validation loss is lower than the loss of every saved checkpoint.

@@ -1,4 +1,4 @@
-"""Define certificates, the JSON results of `titanlite prove`, and find a valid one for a run."""
+"""Define certificates, the JSON results of `titanlite prove`, and find the newest one for a run."""
 
 from __future__ import annotations
 

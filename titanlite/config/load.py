@@ -156,9 +156,11 @@ def parse_job(
 
     _load_plugins_of(tables, arguments.values, trusted, source)
     arguments = parse_arguments(argv)  # parse again, because plugins have added keys
-    _warn_about_renamed_keys([*arguments.renamed, *rename_keys(tables)])
+    renamed_in_file = rename_keys(tables)  # also replaces the former names in `tables`
+    _warn_about_renamed_keys([*arguments.renamed, *renamed_in_file])
     origins = _find_origins(tables, arguments, source)
 
+    # Add defaults after `_find_origins`, which counts all keys in `tables` as set by the job file.
     if has_file:
         _add_defaults(tables, {"job": {"config_file": source}})
     if build_base is not None:
@@ -166,6 +168,7 @@ def parse_job(
         if has_file:  # the job file determines the output folder
             base = {name: table for name, table in base.items() if name != "job"}
         _add_defaults(tables, base)
+
     if arguments.help_topics is not None and not arguments.mistakes:
         from titanlite.config.help import print_help
 

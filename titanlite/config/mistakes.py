@@ -184,8 +184,7 @@ def _suggest_value(error_type: str, value: object, location: list[str]) -> str:
     if is_list_item and isinstance(value, str) and "," in value:
         items = re.findall(r"[^\s,\[\]]+", value)  # of "0,1" or "[0, 1]"
         on_command_line = " ".join(items)
-        in_file = ", ".join(items)
-        return f"Write a list as {on_command_line} on the command line, and [{in_file}] in a file."
+        return f"Write each item separately, as in {on_command_line} on the command line."
     return ""
 
 

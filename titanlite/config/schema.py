@@ -673,7 +673,8 @@ class Optimizer(Section):
     momentum: BelowOne = 0.95
     """Decay of the momentum per step. Only Muon and SGD use it."""
     weight_decay: Moderate = 0.1
-    """Decoupled weight decay of all matrices. It is never applied to norms."""
+    """Decoupled weight decay of all matrices. Norms and biases have none unless a parameter group
+    sets it."""
     decay_embeddings: bool = True
     """Apply weight decay to the embedding."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
@@ -750,18 +751,18 @@ class Parallelism(Section):
     other degrees leave."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether to free unsharded parameters after the forward pass, and to all-gather them again for
-    the backward pass. default: always, except for the last group (norm and output), for blocks that
-    are so small that they share one group, and for a single rank whose blocks have fewer than 16
-    times fsdp_min_num_params."""
+    the backward pass. default: never with a pipeline. Otherwise always, except for the last group
+    (norm and output), for blocks that are so small that they share one group, and for a single rank
+    whose blocks have fewer parameters than 16 times fsdp_min_num_params."""
     fsdp_min_num_params: NonNegativeInt = 1_000_000
     """Minimum number of parameters of an FSDP group. Each group has one all-gather and one
     reduction. Small consecutive blocks share a group. 0: each block is a group."""
     fsdp_reduce: Literal["auto", "step", "microbatch"] = "auto"
-    """When to reduce gradients. step: once, with the last microbatch; until then each rank keeps
+    """When to reduce gradients. step: once, with the last microbatch. Until then, each rank keeps
     all gradients, 4 bytes per parameter. microbatch: after each microbatch, so that a rank keeps
-    only its shard, at the cost of more traffic. auto: step if it takes at most 256 MiB more, or if
-    gradients are not sharded, have a lower precision than the reduction, or belong to a pipeline;
-    otherwise microbatch."""
+    only its shard, at the cost of more traffic. auto: microbatch if all gradients take more than
+    256 MiB and are sharded or offloaded, training.dtype equals training.mixed_precision_reduce, and
+    there is no pipeline. Otherwise, auto means step."""
     memory_savers: Literal["none", "safe", "all"] = "safe"
     """Optimizations that save more GPU memory than plain FSDP2. Results are bitwise identical.
     none: plain FSDP2 and torch. safe: optimizations that are estimated to make a step at most 0.3%
@@ -945,7 +946,7 @@ class Metrics(Section):
     """Metrics and metrics loggers."""
 
     log_freq: PositiveInt = 10
-    """Number of steps between log lines. Each line synchronizes with the GPU once."""
+    """Number of steps between log lines. At each log line, the CPU waits for the GPU."""
     enable_tensorboard: bool = True
     """Write TensorBoard files to `tb` in job.dump_folder."""
     enable_wandb: bool = False
@@ -954,7 +955,7 @@ class Metrics(Section):
     loggers: ListOf[Annotated[str, METRICS_LOGGERS]] = ()
     """Additional metrics loggers, which plugins register."""
     details: ListOf[Literal["gradients", "updates"]] = ()
-    """Additional metrics of logged steps for each kind of parameter, such as attention.wq of all
+    """Additional metrics of log steps for each kind of parameter, such as attention.wq of all
     blocks. gradients: norms before clipping, and histograms over the blocks in TensorBoard.
     updates: norm of the update without weight decay, relative to the weights; needs memory for
     three copies of the largest weight on a rank."""

@@ -234,9 +234,11 @@ class HubFiles:
 
         names = [name for name in matching if name.endswith(self.suffix)]
         if kind == "tokenizer":  # the topmost file, and the file with its BOS and EOS tokens
+            names = names[:1]
             config = names[0].replace(self.suffix, TOKENIZER_CONFIG)
-            names = [names[0], config] if config in entries else names[:1]
-        elif kind == "model":
+            if config in entries:
+                names.append(config)
+        elif kind == "model":  # the weights in the root folder, and the other files of the model
             names = [name for name in names if "/" not in name]
             names += [name for name in _MODEL_FILES if name in entries]
         elif pattern == "*":  # for a dataset, prefer the files of the training split

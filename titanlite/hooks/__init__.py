@@ -1,1 +1,1 @@
-"""Optional parts of a run, one hook per file. `titanlite/train/build.py` defines their order."""
+"""Hooks, whose methods the trainer calls during a run, such as the checkpointer and guards."""

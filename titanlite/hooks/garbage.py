@@ -31,9 +31,10 @@ class GarbageCollection(Hook):
         gc.disable()
 
     def after_step(self, step: int, result: StepResult) -> None:
-        """Collect garbage every `training.gc_freq` steps.
+        """Collect garbage every `training.gc_freq` steps, unless automatic collection is enabled.
 
-        Skip objects in the oldest generation, because they are rarely garbage.
+        It stays enabled if a program calls `Trainer.step` in a loop, without `train_begins`. Skip
+        objects in the oldest generation, because they are rarely garbage.
         """
         if not gc.isenabled() and step % self._interval == 0:
             gc.collect(1)

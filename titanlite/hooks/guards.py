@@ -1,9 +1,9 @@
 """Guards against bad steps: non-finite numbers, spikes and silent data corruption.
 
-Invariant: Guards never make the CPU wait for the GPU, except at logged steps, saves, comparisons
-and, with rollbacks, validations. All ranks make the same decisions, because they compare sums over
-all ranks. The state of the guards is part of each checkpoint, so a resumed run makes the same
-decisions as an uninterrupted one.
+Invariant: Guards never make the CPU wait for the GPU, except at log steps, at saves, when they
+compare replicas and, with rollbacks, at validations. All ranks make the same decisions, because
+they first sum or gather the values of all ranks. The state of the guards is part of each
+checkpoint, so a resumed run makes the same decisions as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class NonFiniteGuard(Hook):
 
     The training step itself skips the weight update if the loss or a gradient is not finite. To
     avoid a host sync in each step, the guard leaves the results on the GPU. It reads them at the
-    next logged step or save, where the CPU waits for the GPU anyway.
+    next log step or save, where the CPU waits for the GPU anyway.
     """
 
     name = NON_FINITE_GUARD
@@ -75,7 +75,7 @@ class NonFiniteGuard(Hook):
         self._max_consecutive = 0
 
     def after_step(self, step: int, result: StepResult) -> None:
-        """Store the result of the step on the GPU, to read it at the next logged step or save."""
+        """Store the result of the step on the GPU, to read it at the next log step or save."""
         self._unread_results.append((step, result))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
@@ -164,9 +164,10 @@ class NonFiniteGuard(Hook):
         Args:
             results: Number and result of each skipped step. All ranks skip the same steps.
         """
-        # The non-finite loss or gradient may be on only one rank, so gather all.
+        # The non-finite loss or gradient may be on a single rank, so gather those of all ranks.
         problems = [self._find_problems(step, result) for step, result in results]
-        problems_by_step = zip(*gathered(problems), strict=True)
+        problems_by_rank = gathered(problems)  # one list per rank, with one entry per step
+        problems_by_step = zip(*problems_by_rank, strict=True)
         return [
             _describe_skipped_step(step, problems_of_ranks)
             for (step, _), problems_of_ranks in zip(results, problems_by_step, strict=True)
@@ -395,7 +396,7 @@ class SpikeGuard(Hook):
         return {"spikes": self._num_spikes, "roll_backs": self._num_roll_backs}
 
     def saving(self, step: int) -> None:
-        """Add the values of recent steps to the history before the checkpoint stores it."""
+        """Update the history and the number of spikes, which the checkpoint stores."""
         self._read_values()
 
     def check(self, step: int, request: Request) -> None:
@@ -428,7 +429,7 @@ class SpikeGuard(Hook):
     def _read_values(self) -> None:
         """Read the losses and gradient norms of recent steps from the GPU and report each spike.
 
-        This waits for the GPU, so call it only at logged steps, saves and validations.
+        This waits for the GPU, so call it only at log steps, saves and validations.
         """
         for step, comparison in _move_to_cpu(self._unread_comparisons).items():
             self._report_spike(step, comparison)

@@ -1,8 +1,9 @@
 """The interface of hooks: optional parts of a run, guards against bad steps, and plugins.
 
 Invariant: The trainer calls each method of all hooks on every rank, in the same order and at the
-same step, so hooks may use collectives, except in `failed` and `close`. Methods that run in every
-step cause no host sync. A hook may cause one in `check`, `numbers`, `logged` and `saving`.
+same step, so hooks may use collectives, except in `failed` and `close`. Hooks must not cause a host
+sync in `gradients`, `before_update`, `updated` and `after_step`, unless a save or a profile ends.
+In other methods, they may cause one at some steps, for example to save or to generate samples.
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ class Hook:
 
     To write a hook, override the methods whose events you need. The trainer calls them during the
     run; the default implementations do nothing.
+
+    Only `Trainer.train` calls `train_begins`, `wants`, `check`, `act`, `ended` and `failed`. They
+    are not called if a program calls `Trainer.step` in a loop.
     """
 
     name: str = ""
@@ -95,14 +99,12 @@ class Hook:
     def train_begins(self, step: int) -> None:
         """Called when `Trainer.train` begins, after `started`.
 
-        Not called if a program calls `Trainer.step` in a loop instead of `Trainer.train`.
-
         Args:
             step: Step of the loaded checkpoint, or 0.
         """
 
     def before_step(self, step: int) -> None:
-        """Called when a step begins, before its data is read."""
+        """Called when a step begins, before it takes its batch from the loader."""
 
     def gradients(self, step: int) -> None:
         """Called after the backward pass, before gradients are clipped.
@@ -111,17 +113,17 @@ class Hook:
         """
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
-        """Called after gradient clipping, before the optimizer step. Must not cause a host sync.
+        """Called after gradient clipping, before the weight update. Must not cause a host sync.
 
         Args:
             step: Number of the step.
             sums: Gradient norm and loss of the step, as tensors on the device.
-            skip: Scalar tensor on the device: 1.0 if the optimizer step will be skipped, else 0.0.
-                To skip the step, set it to 1.0 in place on all ranks.
+            skip: Scalar tensor on the device: 1.0 if the weight update will be skipped, else 0.0.
+                To skip the update, set it to 1.0 in place on all ranks.
         """
 
     def updated(self, step: int) -> None:
-        """Called after the optimizer step, before gradients are freed.
+        """Called after the weight update, before gradients are freed. Also called if it is skipped.
 
         Must not cause a host sync.
         """
@@ -137,9 +139,9 @@ class Hook:
         """
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """Return metrics to log with this step. Called only at logged steps.
+        """Return metrics to log with this step. Called only at log steps.
 
-        Hooks may read GPU tensors here, because a logged step waits for the GPU anyway.
+        Hooks may read GPU tensors here, because a log step waits for the GPU anyway.
 
         Returns:
             Mapping from metric names to values that JSON can represent. If the name is a
@@ -190,8 +192,9 @@ class Hook:
     def validated(self, step: int, score: Mapping[str, float]) -> None:
         """Called after a validation.
 
-        Without checkpoint.keep_best, a step is saved before it is validated, so the saved state of
-        a hook does not include this call. A run that resumes from this step does not repeat it.
+        Without checkpoint.keep_best, a step is saved before it is validated, so its checkpoint
+        lacks the changes that this call makes to the state of the hook. A run that resumes from
+        this step does not repeat a recorded validation, so these changes are lost.
 
         Args:
             step: Number of the step that was validated.

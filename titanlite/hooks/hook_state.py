@@ -178,10 +178,10 @@ def _group_by_hook(sizes: Mapping[str, torch.Size]) -> dict[str, dict[str, torch
 
 
 def _is_always_saved(hook: Hook) -> bool:
-    """Return whether to warn if a checkpoint contains no state and no tensors of this hook.
+    """Return whether every checkpoint of a run with this hook contains its state or tensors.
 
-    Do not warn about hooks without state, or about built-in hooks without tensors, because
-    titanlite 0.2 and earlier did not save their state if it was empty.
+    This does not hold for hooks without state. It also does not hold for built-in hooks without
+    tensors, because titanlite 0.2 and earlier did not save their state if it was empty.
     """
     is_built_in = hook.name in OLD_HOOK_NAMES.values()
     return bool(hook.tensors()) if is_built_in else keeps_state(hook)

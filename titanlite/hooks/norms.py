@@ -1,7 +1,7 @@
 """Log the norms of gradients and updates for each group of parameters (metrics.details).
 
 Invariant: Each norm is computed over whole parameters, so it is the same on all ranks and in all
-layouts. The hook never changes the training state and causes no host sync between logged steps.
+layouts. The hook never changes the training state and causes no host sync between log steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MIN_NORM = 1e-30  # divisor of an update ratio if all weights are 0
 class Norms(Hook):
     """Logs gradient norms and the relative norms of weight updates (metrics.details).
 
-    At logged steps, norms are computed for groups of parameters. A group consists of the parameters
+    At log steps, norms are computed for groups of parameters. A group consists of the parameters
     that have the same name in all transformer blocks, such as `attention.wq`. Each parameter
     outside the blocks forms a separate group.
     """
@@ -54,7 +54,7 @@ class Norms(Hook):
 
     @torch.no_grad()
     def gradients(self, step: int) -> None:
-        """At logged steps, store the sum of squares of each gradient."""
+        """At log steps, store the sum of squares of each gradient."""
         if "gradients" not in self._details or not self._trainer.meter.is_log_step(step):
             return
         for parameter in self._index_of:
@@ -70,7 +70,7 @@ class Norms(Hook):
 
     @torch.no_grad()
     def updated(self, step: int) -> None:
-        """At logged steps, store the sum of squares of each weight and of its update."""
+        """At log steps, store the sum of squares of each weight and of its update."""
         if "updates" not in self._details or not self._trainer.meter.is_log_step(step):
             return
         optimizer = self._trainer.optimizer
@@ -83,7 +83,7 @@ class Norms(Hook):
     def numbers(self, step: int) -> Mapping[str, Any]:
         """Return the norms of each group of parameters in the current step as metrics.
 
-        All ranks must call this together, once per logged step, because they add up their parts.
+        All ranks must call this together, once per log step, because they add up their parts.
 
         Returns:
             Depending on metrics.details:

@@ -1,7 +1,7 @@
 """Find stragglers: ranks that are slower than the others and make them wait.
 
 Invariant: Detection never delays training. The times of all ranks are exchanged asynchronously and
-read at the next logged step.
+read at the next log step.
 
 The time of a whole step is the same on all ranks, because each rank waits for the slowest one in
 the collectives of the forward and backward passes. Therefore, the ranks compare three times in
@@ -10,7 +10,7 @@ which a rank does not wait for any other rank:
 - the time spent waiting for data,
 - the time of the optimizer update, which is long if memory is slow or the CPU is busy,
 - the time of a matrix product, which is long if the device computes slowly, for example because it
-  is hot. Each rank measures it at each logged step, when its device is idle.
+  is hot. Each rank measures it at each log step, when its device is idle.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SLOW_FACTOR = 1.2
 """A rank is slow if its time exceeds this multiple of the median over all ranks."""
 STEPS_UNTIL_REPORT = 3
-"""Number of consecutive logged steps until a slow rank is reported. Any rank can be slow once."""
+"""Number of consecutive log steps until a slow rank is reported. Any rank can be slow once."""
 NUM_PRODUCTS = 5
 
 
@@ -54,7 +54,7 @@ PARTS = (
 
 
 class Stragglers(Hook):
-    """Logs stragglers: ranks that are by far the slowest in three consecutive logged steps.
+    """Logs stragglers: ranks that are by far the slowest in three consecutive log steps.
 
     The ranks compare times that exclude waiting for other ranks: waiting for data, the optimizer
     update, and a matrix product.
@@ -70,10 +70,10 @@ class Stragglers(Hook):
         self._times_of_ranks = torch.zeros(
             trainer.run.world_size, len(PARTS), device=trainer.device
         )
-        # Start and end times of each optimizer update since the last logged step.
+        # Start and end times of each optimizer update since the last log step.
         self._updates: list[tuple[Any, Any]] = []
-        # By part and rank: in how many consecutive logged steps, up to the last one, the rank was
-        # slow in this part. Ranks that were not slow at the last logged step are omitted.
+        # By part and rank: in how many consecutive log steps, up to the last one, the rank was
+        # slow in this part. Ranks that were not slow at the last log step are omitted.
         self._streaks: dict[tuple[TimedPart, int], int] = {}
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
@@ -85,10 +85,10 @@ class Stragglers(Hook):
         self._updates.append((self._update_start, self._now()))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """Log stragglers up to the previous logged step, and start to gather times of all ranks.
+        """Log stragglers up to the previous log step, and start to gather times of all ranks.
 
         All ranks must call this together. The all-gather runs in the background. The next call, at
-        the next logged step, evaluates its result.
+        the next log step, evaluates its result.
 
         Returns:
             An empty dictionary, because this hook adds no metrics.
@@ -105,8 +105,8 @@ class Stragglers(Hook):
         """Return three times in seconds that show how fast this rank is.
 
         Returns:
-            - Waiting for data, mean per step since the previous logged step.
-            - Optimizer update, mean per step since the previous logged step.
+            - Waiting for data, mean per step since the previous log step.
+            - Optimizer update, mean per step since the previous log step.
             - One matrix product, measured now.
         """
         num_steps = len(self._updates)
@@ -127,7 +127,7 @@ class Stragglers(Hook):
 
         This is the minimum over several products, because other processes may delay some of them.
         """
-        # Allocate the matrix each time, because training needs the memory between logged steps.
+        # Allocate the matrix each time, because training needs the memory between log steps.
         size = 2048 if self._is_cuda else 256
         dtype = torch.bfloat16 if self._is_cuda else torch.float32
         self._synchronize()
@@ -165,7 +165,7 @@ class Stragglers(Hook):
         """Compare the received times of all ranks and log stragglers.
 
         Log a rank when it has been by far the slowest in the same part, such as the update, for
-        three consecutive logged steps.
+        three consecutive log steps.
         """
         streaks = {}
         times_by_part = self._times_of_ranks.cpu().T  # (parts, ranks)
@@ -178,7 +178,7 @@ class Stragglers(Hook):
             if not is_slow:
                 continue
 
-            # Count for how many consecutive logged steps it has been slow.
+            # Count for how many consecutive log steps it has been slow.
             streak = self._streaks.get((part, slowest_rank), 0) + 1
             streaks[part, slowest_rank] = streak
             if streak == STEPS_UNTIL_REPORT:  # log a longer streak only once

@@ -60,20 +60,20 @@ def launch(argv: Sequence[str]) -> int:
     from titanlite.observe.gpus import check_memory
 
     variables = read_variables()
-    num_workers = variables.NGPU
+    num_local_ranks = variables.NGPU
     min_nodes, max_nodes = _parse_node_counts(variables)
-    logged_ranks(num_workers * max_nodes)  # raises UserError if LOG_RANK is invalid
+    logged_ranks(num_local_ranks * max_nodes)  # raises UserError if LOG_RANK is invalid
 
     # This also downloads the model of --from, once for all ranks.
-    run = load_run(argv, num_workers * max_nodes)
+    run = load_run(argv, num_local_ranks * max_nodes)
     if min_nodes < max_nodes:
         # The job must also be valid on the minimum number of nodes.
-        load_run(argv, num_workers * min_nodes)
+        load_run(argv, num_local_ranks * min_nodes)
 
     ranks = Ranks(
         words=["-m", "titanlite", "train", *argv],
-        ranks=range(num_workers),
-        size=num_workers,
+        ranks=range(num_local_ranks),
+        size=num_local_ranks,
         stop_seconds=run.job.comm.preemption_seconds,
         max_restarts=variables.MAX_RESTARTS,
         resume_hint=lambda: resume_hint(run, argv),
@@ -82,10 +82,10 @@ def launch(argv: Sequence[str]) -> int:
     if agent_folder is not None:  # the torch agent started this process as the node process
         return multi_node.run_node_process(Path(agent_folder), ranks)
 
-    check_memory(run, num_workers)
+    check_memory(run, num_local_ranks)
     settings = " ".join(f"{name}={value}" for name, value in get_set_variables().items())
     os.environ[COMMAND] = f"{settings} {os.environ.get(COMMAND, 'titanlite launch')}".strip()
-    _set_threads(num_workers, run.job.training.num_threads)
+    _set_threads(num_local_ranks, run.job.training.num_threads)
     if variables.MASTER_ADDR is None or max_nodes == 1:
         return run_in_output_folder(run, ranks.run)
     store = variables.MASTER_ADDR, variables.MASTER_PORT
@@ -131,9 +131,9 @@ def launch_command(words: Sequence[str]) -> int:
     from titanlite.launch.ranks import Ranks
 
     variables = read_variables()
-    num_workers = variables.NGPU
-    _set_threads(num_workers, 0)
-    return Ranks(["-m", "titanlite", *words], range(num_workers), num_workers).run()
+    num_local_ranks = variables.NGPU
+    _set_threads(num_local_ranks, 0)
+    return Ranks(["-m", "titanlite", *words], range(num_local_ranks), num_local_ranks).run()
 
 
 def get_set_variables() -> dict[str, str]:
@@ -183,15 +183,15 @@ def count_gpus() -> int:
     return min(gpus, len(names))
 
 
-def _set_threads(num_workers: int, num_threads: int) -> None:
+def _set_threads(num_local_ranks: int, num_threads: int) -> None:
     """Set OMP_NUM_THREADS for the ranks of this node, unless the user has set it.
 
     Args:
-        num_workers: Number of processes on this node.
+        num_local_ranks: Number of processes on this node.
         num_threads: Number of threads per process. 0 divides the CPU cores of this node evenly
             among the processes.
     """
     from titanlite.observe.gpus import count_cores
 
-    share = max(1, count_cores() // num_workers)
+    share = max(1, count_cores() // num_local_ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads or share))

@@ -113,6 +113,8 @@ def run_agent(
         except ChildFailedError as error:
             return to_exit_code(error.get_first_failure()[1].exitcode)
         except (RendezvousError, RuntimeError) as error:
+            # The nodes did not connect, or lost their connection. If the run has already ended on
+            # this node, ignore this error, and return the exit code of the run.
             if (folder / CRASH_FILE).exists():
                 return int((folder / CRASH_FILE).read_text())
             if not (folder / END_FILE).exists():

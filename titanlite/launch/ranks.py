@@ -522,7 +522,7 @@ def _describe_exit(code: int) -> str:
     if code > 0:
         return f"exit code {code}"
     if code == -signal.SIGKILL:
-        return "SIGKILL (the system sends it when memory runs out)"
+        return "SIGKILL (from a user, or from the system when memory runs out)"
     return signal.Signals(-code).name
 
 

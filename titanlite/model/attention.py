@@ -2,8 +2,9 @@
 
 In grouped-query attention, several query heads share a key and value head. The kernels read the
 shared head once per group instead of repeating it in memory. The exception is fp32 on a GPU before
-torch 2.14, where the only kernel with grouped heads would materialize the attention scores, so the
-heads are repeated.
+torch 2.14; see `attention`.
+
+Shapes: B batch, H query heads, H_kv key and value heads, T queries, S keys, D head dimension.
 """
 
 from __future__ import annotations

@@ -195,15 +195,15 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
     return family.architecture(**fields)
 
 
-def _import_fields(model: FileModel) -> dict[str, Any]:
-    """Convert keys and values of a config.json to fields of an architecture.
+def _import_fields(parsed: FileModel) -> dict[str, Any]:
+    """Convert keys and values of a parsed config.json to fields of an architecture.
 
     This is the inverse of `_export_fields`. Null values, such as a disabled sliding window, become
     0.
     """
     fields: dict[str, Any] = {}
-    for name in _keys_by_field(type(model)):
-        value = getattr(model, name)
+    for name in _keys_by_field(type(parsed)):
+        value = getattr(parsed, name)
         fields[name] = 0 if value is None else value
     return fields
 
@@ -396,6 +396,8 @@ _Rope = Annotated[_AnyRope | None, BeforeValidator(_parse_rope_table)]
 
 class HFConfig(FileModel):
     """The config.json of a Llama model, with the default values of LlamaConfig in transformers.
+
+    Subclasses describe the config.json of other model families.
 
     Fields with an alias are fields of `Architecture`, and the alias is the key in config.json. All
     other fields are config.json keys that titanlite supports only with certain values.

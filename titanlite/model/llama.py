@@ -80,11 +80,11 @@ def _yarn_kept_fraction(arch: Architecture, device: torch.device) -> Tensor:
 
 
 def _find_yarn_ramp(arch: Architecture) -> tuple[float, float]:
-    """Return the first and last channel pair of the YaRN transition to scaled frequencies.
+    """Return the last channel pair that YaRN leaves unscaled, and the first that it fully scales.
 
-    The first pair is unscaled, and completes about `rope_beta_fast` turns over the original context
-    length. The last pair is fully scaled, and completes about `rope_beta_slow` turns. Both indices
-    are rounded and clamped as in the YaRN reference code.
+    The frequencies in between are partly scaled. Over the original context length, pair `last_kept`
+    completes about `rope_beta_fast` turns, and pair `first_divided` about `rope_beta_slow` turns.
+    Both indices are rounded and clamped as in the YaRN reference code.
     """
     last_kept = max(math.floor(_find_rope_pair(arch, arch.rope_beta_fast)), 0)
     first_divided = min(math.ceil(_find_rope_pair(arch, arch.rope_beta_slow)), arch.head_dim - 1)
@@ -203,6 +203,8 @@ def truncated_normal_(x: Tensor, std: float, generator: torch.Generator) -> None
         std: Standard deviation before truncation.
         generator: Generator on the device of `x`.
     """
+    # For a standard normal z, erf(z / sqrt(2)) is uniform between -1 and 1. Draw from the part of
+    # this range in which |z| <= 3, and invert the function. The clamp removes rounding errors.
     limit = math.erf(3 / math.sqrt(2))
     with torch.no_grad():
         x.uniform_(-limit, limit, generator=generator)

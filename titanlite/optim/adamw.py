@@ -307,9 +307,10 @@ def shard_slices(tensor: DTensor, coordinates: Sequence[int] | None = None) -> t
         coordinates = mesh.get_coordinate()
     assert coordinates is not None  # this rank is in the mesh
 
-    # If several mesh dimensions shard the same tensor dimension, the last one divides it first. For
-    # example, on a (2, 2) mesh with the dimensions (FSDP, tensor parallel), tensor parallelism
-    # divides 8 rows into rows 0-3 and 4-7, and FSDP divides rows 4-7 into rows 4-5 and 6-7.
+    # Go from the last mesh dimension to the first, because FSDP divides the shards of tensor
+    # parallelism, although its mesh dimension comes first. For example, on a (2, 2) mesh with the
+    # dimensions (FSDP, tensor parallel), tensor parallelism divides 8 rows into rows 0-3 and 4-7,
+    # and FSDP divides rows 4-7 into rows 4-5 and 6-7.
     slices = [slice(0, size) for size in tensor.shape]
     for mesh_dim in reversed(range(mesh.ndim)):
         placement: Any = tensor.placements[mesh_dim]

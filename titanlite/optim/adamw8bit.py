@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.optim.adamw import Groups, Recipe, wrap_shard
 
-MIN_ELEMENTS = 4096  # torchao keeps smaller moments in fp32
+MIN_ELEMENTS = 4096  # torchao does not quantize smaller moments
 BLOCK_SIZE = 256  # elements that share a quantization scale
 
 

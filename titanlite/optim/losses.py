@@ -335,9 +335,11 @@ def softmax_loss(
         dtype of `logits`. Losses of ignored labels are undefined. The gradient is None if
         `needs_grad` is False.
     """
+    # In eager mode, `x`, `exp` and `gradient` below share the memory of `logits`.
     x, slope = _cap_in_place(logits.float(), softcap)
 
-    # The softmax of a row x is exp(x - max) / denominator.
+    # The softmax of a row x is exp(x - max) / denominator. The maximum is also subtracted from the
+    # label logit, so the loss is log(denominator) - label logit.
     row_max = _all_reduce(x.amax(-1), "max", group)  # (n,)
     label_logit = soft_cap(label_logits.float(), softcap) - row_max
     is_compiling = torch.compiler.is_compiling()
@@ -436,8 +438,9 @@ def linear_cross_entropy_sum(
 
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     weight_grad = torch.empty_like(matrix, dtype=torch.float32) if needs_grad else None
-    # The carriers let the backward pass of the loss return the gradients that are computed below.
-    # Create them before `hidden` is overwritten, because autograd can reject `hidden` afterward.
+    # The carriers are zeros that are added to the loss at the end, so that its backward pass
+    # returns the gradients that the chunks compute. Create them before `hidden` is overwritten,
+    # because autograd can reject `hidden` afterward.
     hidden_grad = tokens.view_as(hidden)  # each chunk overwrites its tokens with their gradient
     carriers = _carry_gradients(hidden, hidden_grad, weight, weight_grad)
 
@@ -538,12 +541,17 @@ def _backpropagate(
 
 
 def _convert_logits_grad(logits_grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert the logits gradient, shape (n, V), to `dtype`, in place if a copy would be large."""
+    """Convert the logits gradient, shape (n, V), to `dtype`.
+
+    On a CPU, a gradient of more than `VOCAB_BLOCK` classes is converted in its own memory, because
+    a copy would be large.
+    """
     num_tokens, num_classes = logits_grad.shape
     if logits_grad.dtype == dtype or logits_grad.is_cuda or num_classes <= VOCAB_BLOCK:
         return logits_grad.to(dtype)
-    # Do not convert each row in its place, which would leave old values between the rows of the
-    # result. On CPUs with AMX, the bf16 matmul of oneDNN 3.12 reads them, and they can be NaN.
+    # Store the rows of the result without gaps. If each row were converted in its own place, old
+    # values would remain between the rows. On CPUs with AMX, the bf16 matmul of oneDNN 3.12 reads
+    # these values, which can be NaN.
     return _convert_in_place(logits_grad, dtype, num_tokens * VOCAB_BLOCK)
 
 

@@ -156,7 +156,7 @@ class Muon(torch.optim.Optimizer):
         a matrix is the rank that orthogonalizes this direction.
         """
         sent_matrices = {shard.matrix for shard in chain.from_iterable(plan.gather.sent_to)}
-        directions = []
+        directions = []  # in the order of `plan.gather.sent_to`: both are ordered by owner
         for matrix in plan.matrices:
             direction = self._update_momentum(matrix, skip)
             # With HSDP, several ranks hold and update the same shard, but only one sends it.

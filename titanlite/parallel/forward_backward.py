@@ -249,7 +249,8 @@ class ForwardBackward:
         Args:
             microbatches: This rank's sequences, in any number of microbatches.
             loss_fn: Another loss to compute. On ranks with the output layer, it is called once per
-                microbatch, in order.
+                microbatch, in order. A pipeline schedule also calls it for padding microbatches,
+                which come last.
         """
         if loss_fn is None:
             loss_fn = self._cross_entropy
@@ -475,7 +476,11 @@ def _build_mask(
 
 
 def _join(microbatches: Sequence[Microbatch]) -> Microbatch:
-    """Concatenate microbatches along the batch dimension, without their `cu_seqlens`."""
+    """Concatenate microbatches along the batch dimension.
+
+    A single microbatch is returned unchanged. Otherwise, the result has no `cu_seqlens`, which
+    `_join_bounds` concatenates instead.
+    """
     if len(microbatches) == 1:
         return microbatches[0]
 

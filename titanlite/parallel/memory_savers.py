@@ -272,6 +272,8 @@ def gather_in_main_stream(model: Llama) -> None:
     no longer overlap with computation. The effect on a real GPU has not been measured.
     Test: test_each_saver_lowers_reserved_memory
     """
+    # FSDP2 then allocates, casts and copies in the current stream instead of its own streams. The
+    # all-gather itself remains asynchronous: NCCL runs it in a stream of the process group.
     cast(Any, model)._set_unshard_async_op(True)
 
 

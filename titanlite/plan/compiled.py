@@ -125,7 +125,8 @@ def _flatten_call(
         kwargs: Keyword arguments of the call.
 
     Returns:
-        - A function of tensors. It keeps no tensor alive, because graphs outlive the call.
+        - A function of tensors. It keeps no tensor in `args` or `kwargs` alive, because graphs
+          outlive the call.
         - Its arguments: the parameters of the module, and the tensors in `args` and `kwargs`.
         - A key. Calls with equal keys can share a graph.
     """
@@ -421,10 +422,16 @@ def _schedule_kernels(graph: Graph) -> list[_Kernel]:
     """List the kernels of a graph in the order in which they run, with the memory that they use."""
     *nodes, output = graph.nodes
     inputs = set(graph.find_nodes(op="placeholder"))
+
+    # The base of a node is the node that allocates its memory. A view has the base of its input.
     bases = _find_bases(nodes)
     returned_bases = {bases[node] for node in output.all_input_nodes}
+
+    # Find the values that are stored in memory, and the stored values that each node needs.
     stored = _find_stored(nodes, bases) | returned_bases | inputs
-    kernels = _list_kernels(nodes, stored, _find_reads(nodes, bases, stored))
+    reads = _find_reads(nodes, bases, stored)
+
+    kernels = _list_kernels(nodes, stored, reads)
     _set_num_bytes(kernels)
     _set_freed(kernels, bases, returned_bases)
     return kernels

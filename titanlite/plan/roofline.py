@@ -39,8 +39,8 @@ CPU_FRAGMENTATION = 0.05
 # about 70%, because the power limit lowers the clock under full load. An FP8 matmul draws as much
 # power and has half the time for its memory traffic, so it reaches less.
 MATMUL = {"float32": 0.85, "float8": 0.60, "bfloat16": 0.70}
-# Flex attention, which context parallelism uses, is a Triton kernel with the design of
-# FlashAttention 2, which reaches 35% of the peak on Hopper GPUs (https://arxiv.org/abs/2407.08608).
+# Flex attention is a Triton kernel with the design of FlashAttention 2, which reaches 35% of the
+# peak on Hopper GPUs (https://arxiv.org/abs/2407.08608).
 # Flex attention reaches 90% of the speed of FlashAttention 2 in the forward pass and 85% in the
 # backward pass (https://pytorch.org/blog/flexattention).
 FLEX = 0.31
@@ -294,11 +294,12 @@ def _time_kernels(work: Work, gpu: Gpu) -> tuple[str, float]:
 
 def _attention_seconds(work: Work, gpu: Gpu) -> float:
     """Estimate the seconds that attention kernels take, from their FLOPs."""
-    is_flex = work.op in (*FLEX_OPS, *VARLEN_OPS)
-    is_hopper = gpu.fp8 > 0  # or newer
+    is_flex_or_varlen = work.op in (*FLEX_OPS, *VARLEN_OPS)
+    # `FLEX` is the efficiency on Hopper GPUs. Assume it for every GPU with FP8.
+    has_fp8 = gpu.fp8 > 0
 
     efficiency = gpu.attention
-    if is_flex and is_hopper:
+    if is_flex_or_varlen and has_fp8:
         efficiency = min(efficiency, FLEX)
     if "backward" in work.op:
         efficiency *= ATTENTION_BACKWARD

@@ -89,17 +89,20 @@ def trace_run(
     Raises:
         UserError: If the job computes in MXFP8 and the GPU does not support it.
     """
-    # Disable options that need a real GPU.
+    # Disable options that need a real GPU, and resolve "auto" values that depend on the device.
     needs_gpu = ("enable_async_tensor_parallel", "enable_fsdp_symmetric_memory")
     run = with_keys(run, {f"parallelism.{key}": False for key in needs_gpu})
     on_gpu = gpu is not None and not gpu.cpu
     run = run.resolve_compute_dtype(on_gpu).resolve_attention_backend(on_gpu)
+
+    # Check whether the device supports the FP8 recipe of the job.
     float8_config = run.job.float8
     recipe = float8_config.recipe_name
     has_float8 = gpu is not None and float8.is_supported(recipe, gpu.capability, gpu.fp8 > 0)
     needs_mxfp8 = float8_config.enable and recipe == "mxfp8"
     if gpu is not None and on_gpu and needs_mxfp8 and not float8_config.emulate:
         float8.check_mxfp8_gpu(gpu.name, gpu.capability, has_float8=gpu.fp8 > 0)
+
     if run.job.model.uses_document_bounds:
         # This import registers an operator that activation checkpointing looks up.
         importlib.import_module("torch.nn.attention.varlen")
@@ -116,9 +119,11 @@ def trace_run(
     if num_removed:
         runs.append(_remove_blocks(run, num_removed - 1))
     count_rank = partial(_count_rank, on_gpu=on_gpu, has_float8=has_float8)
+    # `product` lists all ranks of the short model first, and then all ranks of the longer model.
     shortened_runs, traced_ranks = zip(*product(runs, ranks), strict=True)
     results = list(map_function(count_rank, shortened_runs, traced_ranks))
 
+    # The counts of ranks[i] are results[i] and, for the longer model, results[len(ranks) + i].
     traces = []
     for i, rank in enumerate(ranks):
         counts = results[i]

@@ -15,10 +15,10 @@ RATIO_HIGH = 1.3153074414876675
 
 
 def estimate_training(plan: Forecast, tokens: int) -> TrainingTime:
-    """Estimate the days and GPU hours that a job needs to train on `tokens` tokens.
+    """Estimate the days and GPU-hours that a job needs to train on `tokens` tokens.
 
     The low and high estimates are the ends of a 90% interval, which is derived from the ratio of
-    planned to measured speed in published benchmarks.
+    actual to planned training time in published benchmarks.
     """
     tokens_per_second = plan.tokens_per_second * plan.world_size  # a plan has the speed per rank
     seconds = tokens / tokens_per_second

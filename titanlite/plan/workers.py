@@ -41,8 +41,8 @@ def workers() -> Iterator[Executor]:
     except BrokenExecutor:
         _kill_child_processes()
         raise UserError(
-            "A process of the plan was killed, probably because this machine is out of memory. "
-            "Free memory, or plan on another machine."
+            "A process of the plan was killed, probably because this node is out of memory. "
+            "Free memory, or plan on another node."
         ) from None
     except BaseException:  # including Ctrl-C
         _kill_child_processes()

@@ -27,8 +27,8 @@ SMALL_GRADIENT = 1e-3
 """The error of a gradient is divided by the root mean square (RMS) of the gradient, but at least by
 this fraction of the RMS of all gradients."""
 CAPS = {"float32": 1e-4, "bfloat16": 0.05, "float8": 0.2}
-"""Limit of the relative error of one rank in the formula of a tolerance, by precision. Without this
-limit, a mistake that the rank shares with the tested run would go unnoticed."""
+"""Cap on the relative error of one rank in the formula of a tolerance, by precision. Without this
+cap, a mistake that the rank shares with the tested run would go unnoticed."""
 
 
 class Check(NamedTuple):

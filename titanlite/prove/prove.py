@@ -478,21 +478,25 @@ def compare_step(
     reference_step = ReferenceStep(reference, before.weights, sequences)
     loss, gradients = reference_step.compute_gradients()
     checks = compare_gradients(step, run, after.gradients, gradients, one_rank.gradients.unsharded)
-    failed = [check for check in checks if not check.has_passed]
-    hint = ""
-    if failed:
-        names = [check.subject for check in failed]
-        hint = explain_gradient(run, names, after.gradients, gradients, reference_step)
+    failed_names = [check.subject for check in checks if not check.has_passed]
+    gradient_hint = ""
+    if failed_names:
+        gradient_hint = explain_gradient(
+            run, failed_names, after.gradients, gradients, reference_step
+        )
 
+    # Yield the comparisons of the loss.
     tolerance = loss_tolerance(run, abs(one_rank.loss - loss) / abs(loss))
     for rank, record in enumerate(after.ranks):
-        hints = filter(None, (explain_ratio(record.loss / loss, run), hint))
+        hints = filter(None, (explain_ratio(record.loss / loss, run), gradient_hint))
         error = abs(record.loss - loss) / abs(loss)
         yield Check("loss", step, f"rank {rank}", error, tolerance, "; ".join(hints))
+
+    # Yield the comparisons of the gradients.
     gradients_of_ranks = [record.gradients for record in after.ranks]
     yield from compare_replicas(run, step, "replicas of gradients", gradients_of_ranks)
     for check in checks:
-        yield check._replace(hint=hint) if check in failed else check
+        yield check if check.has_passed else check._replace(hint=gradient_hint)
     for name in reference.trainable:
         if name not in gradients:
             hint = "the model computes no gradient for it, for example after detach()"
@@ -671,33 +675,39 @@ def compare_update(
     for name, weight in before.weights.items():
         if name not in after.gradients:
             continue  # it is frozen, or the comparison of gradients has already failed
+
+        # Compute the expected weight and moments.
         new_weight = after.weights[name].double()
         moments = select(before.state, f"{OPTIMIZER}{name}.")
-        new_moments = select(after.state, f"{OPTIMIZER}{name}.")
         if has_formula:
             gradient = after.gradients[name].double() * clip_factor
-            expected, update = expected_update(run, step, name, weight, gradient, moments)
+            expected_weight, update = expected_update(run, step, name, weight, gradient, moments)
             # Do not compare elements of the update that depend on rounding errors.
             if update.is_sure is not None:
-                expected = torch.where(update.is_sure, expected, new_weight)
+                expected_weight = torch.where(update.is_sure, expected_weight, new_weight)
             expected_moments = update.moments
         else:
-            expected = one_rank.unsharded[MODEL + name].double()
+            expected_weight = one_rank.unsharded[MODEL + name].double()
             expected_moments = select(one_rank.unsharded, f"{OPTIMIZER}{name}.")
 
+        # Compare the moments.
+        new_moments = select(after.state, f"{OPTIMIZER}{name}.")
         for key, expected_moment in expected_moments.items():
             yield _compare_moment(run, step, f"{name}.{key}", new_moments[key], expected_moment)
 
-        change = expected - weight.double()
-        new_change = new_weight - weight.double()
-        error = relative_error(new_change, change)
+        # Compare the change of the weight.
+        change = new_weight - weight.double()
+        expected_change = expected_weight - weight.double()
+        error = relative_error(change, expected_change)
         # Allow for rounding the new weights to their dtype. This error is relative to the change.
-        change_norm = change.norm().item()
+        change_norm = expected_change.norm().item()
         weight_norm = weight.double().norm().item()
         rounding = eps_of_weights * weight_norm / change_norm if change_norm else 0.0
         tolerance = UPDATE_ROUNDINGS * EPS32 + rounding
-        hint = explain_factor(new_change, change, run)
+        hint = explain_factor(change, expected_change, run)
         yield Check("weight update", step, name, error, tolerance, hint)
+
+    # Compare the averaged weights (EMA).
     averages = select(after.state, AVERAGES)
     for name, expected in select(one_rank.unsharded, AVERAGES).items():
         error = relative_error(averages[name], expected)

@@ -202,19 +202,25 @@ def _shrink_model(small: JobConfig, original: Run, not_kept: list[str]) -> JobCo
     """
     arch = original.arch
     job = original.job
-    tensor = small.parallelism.tensor_parallel_degree
+    tensor_degree = small.parallelism.tensor_parallel_degree
     is_quantized = job.optimizer.name == "AdamW8bit"
+    shard_multiple = job.float8.shard_multiple(tensor_degree) if job.float8.enable else 16
+
+    # Choose the heads.
     head_dim = min(arch.head_dim, QUANTIZED_HEAD_DIM if is_quantized else HEAD_DIM)
-    shard_multiple = job.float8.shard_multiple(tensor) if job.float8.enable else 16
     if job.float8.enable:
-        head_dim = max(head_dim, shard_multiple)  # because of FP8 matmuls on each tensor rank
-    n_kv_heads = min(arch.n_kv_heads, max(2, tensor))
+        # A rank may hold a single key-value head, whose FP8 matmuls need this width.
+        head_dim = max(head_dim, shard_multiple)
+    n_kv_heads = min(arch.n_kv_heads, max(2, tensor_degree))
     n_heads = n_kv_heads * (arch.n_heads // arch.n_kv_heads)
+
+    # Choose the widths.
     dim = n_heads * head_dim
     if arch.q_dim != arch.dim:
         dim += 32  # so that q_dim and dim differ in the small model as well
-    multiple = shard_multiple * tensor
-    ffn_dim = multiple * max(1, round(dim * arch.ffn_dim / arch.dim / multiple))
+    exact_ffn_dim = dim * arch.ffn_dim / arch.dim  # has the original ratio to the width
+    ffn_multiple = shard_multiple * tensor_degree
+    ffn_dim = ffn_multiple * max(1, round(exact_ffn_dim / ffn_multiple))
 
     if is_quantized and dim % 256:
         not_kept.append("8-bit moments: rows of the small matrices are not a multiple of 256.")
@@ -227,7 +233,7 @@ def _shrink_model(small: JobConfig, original: Run, not_kept: list[str]) -> JobCo
         "head_dim": head_dim,
         "ffn_dim": ffn_dim,
         # Keep the remainder: a vocabulary that ranks divide unevenly must stay uneven.
-        "vocab_size": TOY_VOCAB_SIZE + arch.vocab_size % tensor,
+        "vocab_size": TOY_VOCAB_SIZE + arch.vocab_size % tensor_degree,
         "sliding_window": min(arch.sliding_window, WINDOW),
         # Keep the ratios to the muP base model, because they determine the learning rates.
         "mup_base_dim": math.ceil(dim * arch.mup_base_dim / arch.dim),

@@ -59,7 +59,8 @@ def lock_folder(folder: Path, timeout: float, log: Callable[[str], None]) -> int
                 )
                 return None
         else:
-            # A run that ends without a save removes its new output folder, with the lock file.
+            # A run that ends without a save removes its new output folder, with the lock file. The
+            # lock of a removed file excludes no other run, so open or create the file again.
             is_removed = os.fstat(descriptor).st_nlink == 0
             if not is_removed:
                 _write_owner(descriptor)

@@ -62,6 +62,7 @@ def profile_steps(
     profiler = Profiler(run.job.profiling, folder)
 
     is_rank0 = os.environ.get("RANK", "0") == "0"
+    # On all other ranks, `show` is `str`, which shows nothing.
     progress = working("Building the model") if is_rank0 else nullcontext(str)
     entry = None
     with progress as show, Trainer(run, hooks=[profiler], standard=False) as trainer:

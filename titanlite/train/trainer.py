@@ -348,7 +348,7 @@ class Trainer:
                 same step.
             UserError: If the trainer is closed, all steps are done, a record cannot be read, or the
                 learning rate is invalid.
-            GuardError: If a guard stops the run at a logged step.
+            GuardError: If a guard stops the run at a log step.
         """
         self._check_is_open()
         step = self.steps_done + 1
@@ -384,7 +384,7 @@ class Trainer:
         return self._log_step(lr, result, batch.num_valid_tokens)
 
     def _log_step(self, lr: float, result: StepResult, local_tokens: int) -> LoggedStep:
-        """Collect the metrics since the previous logged step, log them, and pass them to the hooks.
+        """Collect the metrics since the previous log step, log them, and pass them to the hooks.
 
         This reads values from the GPU, so the CPU waits until the step is complete.
 
@@ -867,7 +867,7 @@ def _find_first_error(errors: Iterable[Exception | None]) -> Exception | None:
 
 
 def _read_numbers(hook: Hook, step: int) -> Mapping[str, Any]:
-    """Return the metrics that a hook adds to a logged step.
+    """Return the metrics that a hook adds to a log step.
 
     Raises:
         UserError: If the hook returns a metric that titanlite measures itself, such as "loss", or a

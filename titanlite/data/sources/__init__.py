@@ -1,1 +1,1 @@
-"""Where documents come from: local files, tables, Hugging Face `datasets`, prepared shards."""
+"""Data sources: text, JSON Lines, Parquet, Hugging Face `datasets`, token shards, token files."""

@@ -491,7 +491,7 @@ def find_files(spec: TextSource) -> list[Path]:
     Raises:
         DataPathError: If the path matches no file, names files of the wrong kind, or cannot be
             accessed.
-        UserError: If the path is missing.
+        UserError: If `spec` has no path, but its source requires one.
     """
     if spec.path is None and spec.source in _SOURCES_WITH_PATH:
         raise UserError(f"dataset.path is missing: dataset.source = {spec.source!r} needs one")
