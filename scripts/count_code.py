@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 # Lower the ceilings whenever the count falls, until they reach the targets. Raise them only if
 # clear code needs more tokens.
-MAX_PACKAGE_TOKENS = 202_400
+MAX_PACKAGE_TOKENS = 202_800
 TARGET_PACKAGE_TOKENS = 130_000
 MAX_PACKAGE_TOKENS_PER_LINE = 8.5
 TARGET_PACKAGE_TOKENS_PER_LINE = 8.5

@@ -290,8 +290,8 @@ def check_stages(run: Run) -> Problems:
     if run.pipeline_cuts and not _are_valid_cuts(run):
         yield Problem(
             "parallelism.pipeline_parallel_split_points",
-            f"must be in ascending order, at most layers.{num_layers - 1}, and make "
-            f"{run.stages_per_rank} stages for each of {num_ranks} ranks.",
+            f"must be in ascending order from layers.1 to layers.{num_layers - 1}, and make "
+            f"{num_stages} stages, {run.stages_per_rank} per rank.",
         )
     if not run.pipeline_cuts and num_stages > num_layers:
         yield Problem(
@@ -453,13 +453,13 @@ def _check_schedule_length(run: Run) -> Problems:
         yield Problem(
             "lr_scheduler.warmup_steps",
             f"makes the learning rate rise for {warmup} steps, but the schedule has {total}. "
-            "Lower the warmup, or train longer.",
+            "Lower the warmup, or lengthen the schedule.",
         )
     elif warmup + decay > total:
         yield Problem(
             "lr_scheduler.decay_steps",
             f"makes the learning rate decay for {decay} steps, but {warmup} steps of warmup leave "
-            f"only {total - warmup}. Lower it or lr_scheduler.warmup_steps.",
+            f"only {total - warmup}. Lower it, or lengthen the schedule.",
         )
 
 
@@ -483,12 +483,12 @@ def check_moments(run: Run) -> Problems:
     optimizer = run.job.optimizer
     if run.state_dtype != "bfloat16" or optimizer.stochastic_rounding:
         return
+    text = "must be at most 0.99 with moments in bfloat16."
+    if "stochastic_rounding" not in UNUSED_KEYS.get(optimizer.name, ()):
+        text += " Or set stochastic_rounding = true."
     for key in ("beta1", "beta2"):
         if getattr(optimizer, key) > 0.99:
-            yield Problem(
-                f"optimizer.{key}",
-                "must be at most 0.99 with moments in bfloat16. Or set stochastic_rounding = true.",
-            )
+            yield Problem(f"optimizer.{key}", text)
 
 
 def check_optimizer(run: Run) -> Problems:
@@ -696,7 +696,7 @@ def check_memory_budget(run: Run) -> Problems:
     if _draws_random_numbers(run):
         yield Problem(
             key,
-            '"memory_budget" computes wrong gradients for models with dropout, because of '
+            "computes wrong gradients for models with dropout, because of "
             'https://github.com/pytorch/pytorch/issues/190758. Use "selective" or "full". If the '
             "model draws no random numbers, set draws_random_numbers = False in its class.",
         )
@@ -755,7 +755,10 @@ def check_effects(run: Run) -> Problems:
     validation = job.validation
 
     validates = validation.freq > 0
+    # Name a key that the job sets, because `has_own_data` has several possible causes.
     validation_key = "validation.path" if validation.path else "validation.source"
+    if validation.sources:
+        validation_key = "validation.sources"
     may_validate = validates or validation.holdout or "freq" in validation.model_fields_set
     is_tensorwise = float8.recipe_name == "tensorwise"
     gathers_fp8 = float8.enable_fsdp_float8_all_gather
@@ -806,7 +809,12 @@ def check_effects(run: Run) -> Problems:
         ),
     ]
     for key, is_set, has_effect, needed in effects:
-        if is_set and not has_effect:
+        if not is_set or has_effect:
+            continue
+        if key == "model.full_attention_interval":
+            # The flavor can set this key, so the user cannot always remove it.
+            yield Problem(key, f"needs {needed}. Set both, or set it to 0.")
+        else:
             yield Problem(key, f"has no effect without {needed}. Set both, or remove it.")
 
 
@@ -898,14 +906,19 @@ def suggest_tokenizer(run: Run) -> str:
 
 
 def _suggest_training_tokenizer(run: Run) -> str:
-    """Return a hint with the command that trains the missing tokenizer."""
+    """Return a hint with the command that trains the tokenizer, or "" without a job file."""
+    job_file = run.job.job.config_file
+    if job_file is None:  # for example, for a job that was created in Python
+        return ""
+
     # Both my/tokenizer.json and my.json give the folder "my".
     path = run.job.tokenizer.path
     folder, name = os.path.split(path)
     if name not in ("tokenizer.json", "tokenizer.model"):
         folder, _ = os.path.splitext(path)
+    folder = folder or "."
     command = (
-        f"titanlite tokenizer train --job.config_file {run.job.job.config_file} "
+        f"titanlite tokenizer train --job.config_file {job_file} "
         f"--vocab-size {run.arch.vocab_size} --out {folder}"
     )
     return f"; `{command}` trains {folder}/tokenizer.json on the data of this job"
@@ -1057,8 +1070,11 @@ def check_output_folders(run: Run) -> Problems:
     yield from _check_writable(run)
 
     folder = run.dump_folder.absolute()
-    other_outputs = [folder / name for name in ("final", "final_hf", *ARCHIVED_FILES)]
-    if _get_checkpoint_folder(run) in (folder, *other_outputs):
+    checkpoint_folder = _get_checkpoint_folder(run)
+    final_folder = checkpoint_folder.parent  # contains `final` and `final_hf`
+    other_outputs = [final_folder / "final", final_folder / "final_hf"]
+    other_outputs += [folder / name for name in ARCHIVED_FILES]
+    if checkpoint_folder in (folder, *other_outputs):
         yield Problem(
             "checkpoint.folder",
             "is used for other outputs. Choose a folder for the checkpoints alone.",
@@ -1066,7 +1082,7 @@ def check_output_folders(run: Run) -> Problems:
 
     # The export at the end of training replaces an earlier export, but no other folder.
     checkpoint = run.job.checkpoint
-    foreign_export = find_foreign_export(folder)
+    foreign_export = find_foreign_export(final_folder)
     if foreign_export is not None and checkpoint.enable and checkpoint.last_save_in_hf:
         yield Problem(
             "checkpoint.last_save_in_hf",
@@ -1086,7 +1102,8 @@ def _check_writable(run: Run) -> Problems:
         return
     overwrite_problem = find_overwrite_problem(folder)
     if overwrite_problem:
-        yield Problem("job.dump_folder", f"{overwrite_problem}, or choose another folder.")
+        text = f"cannot be used: {overwrite_problem}, or choose another folder."
+        yield Problem("job.dump_folder", text)
         return
     if run.job.checkpoint.enable:
         checkpoint_problem = find_write_problem(_get_checkpoint_folder(run))

@@ -289,14 +289,26 @@ def test_last_save_never_replaces_files_of_other_programs(tmp_path, name):
     assert not [*tmp_path.rglob("*.archived")]
 
 
-def test_foreign_final_hf_is_an_error_before_training(tmp_path):
-    write_files(tmp_path, "out/final_hf/model.pt")
+@pytest.mark.parametrize(
+    ("checkpoint_folder", "final_hf"),
+    [("checkpoint", "out/final_hf"), ("a/checkpoint", "out/a/final_hf")],
+)
+def test_foreign_final_hf_is_an_error_before_training(tmp_path, checkpoint_folder, final_hf):
+    write_files(tmp_path, f"{final_hf}/model.pt")
     options = ["--job.dump_folder", str(tmp_path / "out"), "--checkpoint.last_save_in_hf"]
 
-    with pytest.raises(UserError, match=r"checkpoint\.last_save_in_hf(?s:.*)out/final_hf"):
-        load_run(options, 1)
+    with pytest.raises(UserError, match=rf"checkpoint\.last_save_in_hf(?s:.*){final_hf}"):
+        load_run([*options, "--checkpoint.folder", checkpoint_folder], 1)
 
-    assert list_names(tmp_path / "out") == ["final_hf"]
+    assert list_names(tmp_path / final_hf) == ["model.pt"]
+
+
+@pytest.mark.parametrize("checkpoint_folder", ["final", "a/final_hf"])
+def test_checkpoint_folder_that_the_final_output_would_use_is_an_error(tmp_path, checkpoint_folder):
+    options = ["--job.dump_folder", str(tmp_path), "--checkpoint.folder", checkpoint_folder]
+
+    with pytest.raises(UserError, match=r"checkpoint\.folder"):
+        load_run(options, 1)
 
 
 def test_next_start_finishes_an_interrupted_removal(saved_run, tmp_path):

@@ -487,15 +487,15 @@ def is_from_titanlite(folder: Path) -> bool:
     return index.is_file() and b"xxh3_128" in index.read_bytes()
 
 
-def find_foreign_export(dump_folder: Path) -> Path | None:
+def find_foreign_export(folder: Path) -> Path | None:
     """Return the folder `final_hf` if it exists but was not written by titanlite, or else None.
 
     Runs export their model to this folder, but must not replace it if another program wrote it.
 
     Args:
-        dump_folder: Output folder of the run.
+        folder: Folder that contains the checkpoint folder of the run.
     """
-    path = dump_folder / "final_hf"
+    path = folder / "final_hf"
     is_foreign = os.path.lexists(path) and not (path / EXPORT_MARKER).is_file()
     return path if is_foreign else None
 

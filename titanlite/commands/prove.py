@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> None:
     if not has_launcher and world_size > MAX_RANKS:
         raise UserError(
             f"--world-size {world_size}: at most {MAX_RANKS} ranks can start here. "
-            "For more, start the command with torchrun or srun on several nodes."
+            "For more, start the command with torchrun on several nodes."
         )
     make_folder(out)
     # With several ranks, run this command in NGPU processes instead, and exit.

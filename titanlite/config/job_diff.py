@@ -52,8 +52,9 @@ SAME_DATA: DataChanges = ([], [])
 _REMEDY = """\
 Restore these values, or start a new run in another job.dump_folder. If model and tokenizer are \
 the same, it can start from these weights: checkpoint.initial_load_path = "{checkpoint}".
-To resume although only data has changed, set dataset.on_change = "warn". To resume with a new \
-optimizer state, set checkpoint.exclude_from_loading = ["optimizer"]."""
+dataset.on_change = "warn" allows changed contents and weights of data sources, but no other \
+difference. To resume at the beginning of the data or with a new optimizer state, set \
+checkpoint.exclude_from_loading = ["data"] or checkpoint.exclude_from_loading = ["optimizer"]."""
 
 _COMPATIBLE_SECTIONS = {
     "activation_checkpoint",

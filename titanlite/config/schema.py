@@ -239,7 +239,8 @@ class Job(Section):
         default="", validate_default=True
     )
     """Folder for all outputs. If empty, it is outputs/NAME, where NAME is the name of the job file
-    without .toml, or outputs/python for a job that is created in Python."""
+    without .toml. A command without a job file uses debug_model, and a job that is created in
+    Python uses outputs/python."""
     description: str = ""
     """Description of the run, logged at the start."""
     plugins: ListOf[str] = ()
@@ -365,8 +366,9 @@ class Model(Section):
     attention_backend: Literal["auto", "sdpa", "flex", "varlen", "fa3", "fa4"] = "auto"
     """Attention kernels. sdpa: scaled dot-product attention, with a boolean mask for documents and
     windows. flex: flex attention for these masks. varlen: variable-length FlashAttention for these
-    masks. fa3 and fa4: sdpa and varlen with FlashAttention 3 or 4 kernels. auto: flex on a GPU if
-    attention needs a mask, otherwise sdpa."""
+    masks. fa3 and fa4: sdpa and varlen with FlashAttention 3 or 4 kernels. auto: flex on a GPU with
+    dataset.document_mask, a sliding window or context parallelism, otherwise sdpa. flex, fa3 and
+    fa4 need a GPU. varlen, fa3 and fa4 do not support context parallelism."""
 
     @property
     def uses_document_bounds(self) -> bool:
@@ -431,7 +433,7 @@ class Training(Section):
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of computations and all-gathered parameters. auto: bfloat16 on GPUs and on CPUs with
     bfloat16 instructions (AVX512-BF16, AMX or ARM bf16), float32 on other CPUs, where bfloat16 is
-    many times slower. A resumed run keeps the dtype of its checkpoint."""
+    many times slower. With auto, a resumed run keeps the dtype of its checkpoint."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Dtype of gradient reduction. Sums over many ranks lose precision in bfloat16."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -500,7 +502,8 @@ class DataSource(ValidationSource):
 
     max_epochs: NonNegativeInt = 0
     """End the run with a checkpoint after this many passes over this source. 0: no limit. With a
-    limit, each rank tokenizes the whole source in advance to find its length, except for shards."""
+    limit, each rank reads and tokenizes the sequences of all ranks. If there are many ranks,
+    tokenize the source in advance."""
 
 
 class DataStage(Section):
@@ -541,7 +544,8 @@ class Dataset(TextSource):
 
     max_epochs: NonNegativeInt = 0
     """End the run with a checkpoint after this many passes over the source. 0: no limit. With a
-    limit, each rank tokenizes the whole source in advance to find its length, except for shards."""
+    limit, each rank reads and tokenizes the sequences of all ranks. If there are many ranks,
+    tokenize the source in advance."""
     sources: ListOf[DataSource] = ()
     """Sources of a mixture, each as a table [[dataset.sources]]. They replace the keys of one
     source."""
@@ -558,7 +562,9 @@ class Dataset(TextSource):
     not predict the first token of the next document."""
     on_change: Literal["error", "warn"] = "error"
     """What to do if the data has changed when a run resumes. error: stop. warn: continue with the
-    new data at the same position. Prepared shards must not change."""
+    new data, at the beginning of the document or part (such as a file) that was being read. Always
+    an error: a different number of sources, or a prepared shard that differs from its
+    manifest.json."""
     on_bad_record: Literal["error", "skip"] = "error"
     """What to do with a record that is not JSON, has no text, or is not Unicode. error: save, then
     stop the run. skip: leave it out, log it once, and count it in the metrics."""
@@ -660,7 +666,9 @@ class Optimizer(Section):
     name: Annotated[str, OPTIMIZERS] = "AdamW"
     """Optimizer. Muon updates the matrices of the blocks, and uses AdamW for all other parameters.
     AdamW8bit, from torchao, stores moments in 8 bits, and synchronizes with the GPU in each step.
-    SGD uses momentum."""
+    It supports neither tensor parallelism nor CPU offload. Lion changes each weight by the sign of
+    beta1 * momentum + (1 - beta1) * gradient, and beta2 is the decay of its momentum. SGD uses
+    momentum."""
     lr: Annotated[float, Field(ge=1e-30, le=1e30)] = 3e-4
     """Peak learning rate."""
     beta1: BelowOne = 0.9
@@ -747,13 +755,14 @@ class Parallelism(Section):
     """Number of replicas of the sharded model (HSDP). Parameters are all-gathered within each
     replica, and gradients are reduced over all replicas."""
     data_parallel_shard_degree: AutoInt = -1
-    """Number of ranks to shard the parameters of a replica over (FSDP2). -1: use all ranks that the
-    other degrees leave."""
+    """Number of data-parallel ranks to shard the parameters of a replica over (FSDP2). -1: use all
+    ranks that the other degrees leave. Parameters are also sharded over the context-parallel
+    ranks."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether to free unsharded parameters after the forward pass, and to all-gather them again for
-    the backward pass. default: never with a pipeline. Otherwise always, except for the last group
-    (norm and output), for blocks that are so small that they share one group, and for a single rank
-    whose blocks have fewer parameters than 16 times fsdp_min_num_params."""
+    the backward pass. default: never with a pipeline. Otherwise always, except for blocks that are
+    so small that they share one group, for a single rank whose blocks have fewer parameters than 16
+    times fsdp_min_num_params, and for the output projection, which is freed once per step."""
     fsdp_min_num_params: NonNegativeInt = 1_000_000
     """Minimum number of parameters of an FSDP group. Each group has one all-gather and one
     reduction. Small consecutive blocks share a group. 0: each block is a group."""
@@ -782,13 +791,16 @@ class Parallelism(Section):
     """Number of ranks that share each sequence. Each rank gets one chunk from the front and one
     from the back, which balances causal attention. The ranks all-gather keys and values."""
     pipeline_parallel_degree: PositiveInt = 1
-    """Number of pipeline ranks. A step has global_batch_size / data-parallel degree /
-    local_batch_size microbatches."""
+    """Number of pipeline ranks. A step has training.global_batch_size / data-parallel degree /
+    training.local_batch_size microbatches. It needs at least one microbatch per pipeline rank, so
+    set training.global_batch_size. Models with tied embeddings do not support a pipeline."""
     pipeline_parallel_schedule: Literal[
         "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"
     ] = "1F1B"
-    """Pipeline schedule. 1F1B and GPipe have one stage per rank. The others have two, or as many as
-    pipeline_parallel_split_points defines. Zero-bubble schedules delay weight gradients."""
+    """Pipeline schedule. 1F1B and GPipe have one stage per rank. ZBVZeroBubble has two. The others
+    have two, or as many as pipeline_parallel_split_points defines. Zero-bubble schedules delay
+    weight gradients. They need an uncompiled model, and activation_checkpoint.mode "none" or
+    "full", or "selective" with a number as selective_ac_option."""
     pipeline_parallel_split_points: ListOf[Block] = ()
     """First block of each stage except the first, such as ["layers.4", "layers.8"]. If empty,
     stages are balanced for speed, without using more memory than an even split."""
@@ -844,7 +856,8 @@ class Float8(Section):
     enable_fsdp_float8_all_gather."""
     min_features: NonNegativeInt = 1024
     """Minimum number of inputs and of outputs that a layer must have to be converted. For smaller
-    layers, casting costs as much as FP8 saves. 0: convert all layers."""
+    layers, casting costs as much as FP8 saves. 0: no minimum. Layers whose sizes are not multiples
+    of 16 (with mxfp8, of 32) always stay in high precision."""
     filter_fqns: ListOf[str] = ()
     """Parts of the names of layers to keep in high precision. The output projection always stays in
     high precision."""
@@ -893,7 +906,7 @@ class Checkpoint(Section):
     """Save every `interval` steps and at the end, and resume from the newest checkpoint at
     startup."""
     folder: PathText = "checkpoint"
-    """Folder of the checkpoints inside job.dump_folder."""
+    """Folder of the checkpoints: an absolute path, or a path inside job.dump_folder."""
     interval: OrTokens[PositiveInt] = 500
     """Number of steps between saves, or of tokens such as "500M"."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
@@ -925,10 +938,10 @@ class Checkpoint(Section):
     """Whether initial_load_path is a Hugging Face folder. Each rank reads only its part of the
     files."""
     last_save_model_only: bool = False
-    """After the last step, save only the weights, in the folder `final` in job.dump_folder. A run
-    cannot resume from this folder."""
+    """After the last step, save only the weights, in the folder `final` beside the checkpoint
+    folder. A run cannot resume from this folder."""
     last_save_in_hf: bool = False
-    """Also export the model after the last step to `final_hf` in job.dump_folder, for
+    """Also export the model after the last step to `final_hf` beside the checkpoint folder, for
     transformers."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the weights in `final_hf`."""
@@ -990,7 +1003,7 @@ class SampleOptions(Section):
     samples.jsonl. 0 disables them."""
     prompts: ListOf[str] = ()
     """Prompts, such as ["def __init__(self", "import os"]. An empty prompt starts a new
-    document."""
+    document. It needs a tokenizer that has a BOS token."""
     max_new_tokens: PositiveInt = 50
     """Maximum number of tokens of a completion. Each token takes a forward pass over the whole text
     on all ranks. A completion ends earlier at the end of the document or at training.seq_len."""
@@ -1025,9 +1038,10 @@ class Guards(Section):
     """Number of recent steps to compare with, excluding skipped steps. Spike detection starts after
     this many steps."""
     compare_every: PositiveInt = 1000
-    """Number of steps between checks for silent data corruption, which compare HSDP replicas, and
-    the norms of tensor-parallel ranks. If they differ, the run stops with exit code 3, and the
-    error message names the rank and node."""
+    """Number of steps between checks for silent data corruption. They compare the weights of HSDP
+    replicas, and the norm weights of tensor-parallel ranks. Other layouts have nothing to compare.
+    If weights differ, the run stops with exit code 3. The error message names the ranks that differ
+    from the majority (all ranks if there is no majority), and their nodes."""
 
 
 class EmaOptions(Section):

@@ -73,11 +73,11 @@ def load_presets() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def propose_download(kind: str, path: str, vocab_size: int = 0) -> str:
-    """Return the end of an error message, with a command that downloads the missing file.
+    """Return the end of an error message, with a command that downloads a tokenizer or data.
 
-    For example, return "; `titanlite get data tinystories` downloads it". For some large datasets,
-    an option that downloads a part is included: "; `titanlite get data fineweb-edu-10bt` downloads
-    it, and --include 'sample/10BT/000*' 2 GB of it".
+    For example, return "; `titanlite get data tinystories` downloads tinystories and prints the job
+    keys to set". For some large datasets, also name an option that downloads only a part, such as
+    "fineweb-edu-10bt (only 2 GB with --include 'sample/10BT/000*')".
 
     Args:
         kind: "tokenizer" or "data".
@@ -92,11 +92,11 @@ def propose_download(kind: str, path: str, vocab_size: int = 0) -> str:
     if not name:
         return ""
 
-    proposal = f"; `titanlite get {kind} {name}` downloads it"
+    part = ""
     preset = load_presets()[kind].get(name, {})
     if "part_option" in preset:
-        proposal += f", and {preset['part_option']} {preset['part_size']} of it"
-    return proposal
+        part = f" (only {preset['part_size']} with {preset['part_option']})"
+    return f"; `titanlite get {kind} {name}` downloads {name}{part} and prints the job keys to set"
 
 
 def _choose_download(kind: str, path: str, vocab_size: int) -> str:
@@ -282,9 +282,9 @@ class HubFiles:
         if entry.matches(target):
             return
         if os.path.lexists(target):
+            choice = "" if self._kind == "model" else ", or choose another folder with --out"
             raise UserError(
-                f"{target} differs from {entry.path} in {self.repo}. "
-                "Move it away, or choose another folder with --out."
+                f"{target} differs from {entry.path} in {self.repo}. Move it away{choice}."
             )
 
         note(f"{entry.path} ({entry.size:,} bytes)")
@@ -394,7 +394,8 @@ class HubFiles:
 
         cause = shorten(describe_cause(error)).rstrip(".")
         if "No space left" in cause:
-            return f"{self.repo}: {cause}. Free some space, or choose another folder with --out."
+            choice = "" if self._kind == "model" else ", or choose another folder with --out"
+            return f"{self.repo}: {cause}. Free some space{choice}."
 
         hub = (self._origin or constants.ENDPOINT).rstrip("/")
         page_path = f"datasets/{self.repo}" if self._kind == "data" else self.repo

@@ -489,10 +489,11 @@ class SpikeGuard(Hook):
         """Raise a GuardError if the run has already rolled back guards.max_roll_backs times."""
         max_roll_backs = self._config.max_roll_backs
         if self._num_roll_backs >= max_roll_backs:
+            verb = "lower" if self._trainer.job.training.max_norm else "set"
             raise GuardError(
                 f"Step {step}: a spike after {max_roll_backs} rollbacks (guards.max_roll_backs). "
-                "The step was not saved. "
-                "Before you restart, lower optimizer.lr or training.max_norm."
+                f"The step was not saved. Before you restart, lower optimizer.lr, or {verb} "
+                "training.max_norm."
             )
 
 

@@ -549,7 +549,8 @@ def _explain_no_match(pattern: str, source: str) -> str:
     if os.path.isdir(pattern):
         # Text files can have any name. Token files are often Megatron files.
         suffix = {"text": "", "tokens": ".bin"}.get(source, f".{source}")
-        return f"is a folder; {pattern.rstrip('/')}/*{suffix} names the files in it"
+        kind = f"{suffix} files".strip()
+        return f"is a folder; {pattern.rstrip('/')}/*{suffix} names the {kind} in it"
     name = _FILE_IN_FOLDER.get(source, "file")
     folder = "" if storage.as_url(pattern) else f" (current folder: {Path.cwd()})"
     return f"matches no {name}{folder}{propose_download('data', pattern)}"
