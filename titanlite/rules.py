@@ -58,6 +58,8 @@ SOURCES_WITH_KEY = {
     "token_dtype": ("tokens",),
 }
 """Maps a key of data sources to the built-in sources that use it. Plugins may use all keys."""
+FINAL_OUTPUTS = ("final", "final_hf")
+"""Folders beside the checkpoint folder that the last save can write."""
 HOLDOUT_KEYS = {"freq", "sequences", "holdout"}
 """Keys of [validation] that apply to documents held out from the training data."""
 NORMALIZING_OPTIMIZERS = ("AdamW", "AdamW8bit", "Muon", "Lion")
@@ -288,10 +290,14 @@ def check_stages(run: Run) -> Problems:
     num_ranks = run.degrees.pipeline
     num_stages = run.stages_per_rank * num_ranks
     if run.pipeline_cuts and not _are_valid_cuts(run):
+        schedule = run.job.parallelism.pipeline_parallel_schedule
+        stages = f"a multiple of {num_ranks} stages"
+        if schedule in (*ONE_STAGE_A_RANK, *V_SHAPED):
+            stages = f"{num_stages} stages, {run.stages_per_rank} per rank"
         yield Problem(
             "parallelism.pipeline_parallel_split_points",
             f"must be in ascending order from layers.1 to layers.{num_layers - 1}, and make "
-            f"{num_stages} stages, {run.stages_per_rank} per rank.",
+            f"{stages}.",
         )
     if not run.pipeline_cuts and num_stages > num_layers:
         yield Problem(
@@ -456,10 +462,12 @@ def _check_schedule_length(run: Run) -> Problems:
             "Lower the warmup, or lengthen the schedule.",
         )
     elif warmup + decay > total:
+        # A shorter warmup helps only if the schedule is long enough for the decay.
+        keys = "it" if decay > total else "it or lr_scheduler.warmup_steps"
         yield Problem(
             "lr_scheduler.decay_steps",
             f"makes the learning rate decay for {decay} steps, but {warmup} steps of warmup leave "
-            f"only {total - warmup}. Lower it, or lengthen the schedule.",
+            f"only {total - warmup}. Lower {keys}, or lengthen the schedule.",
         )
 
 
@@ -813,7 +821,7 @@ def check_effects(run: Run) -> Problems:
             continue
         if key == "model.full_attention_interval":
             # The flavor can set this key, so the user cannot always remove it.
-            yield Problem(key, f"needs {needed}. Set both, or set it to 0.")
+            yield Problem(key, f"needs {needed}. Set both, or set {key} = 0.")
         else:
             yield Problem(key, f"has no effect without {needed}. Set both, or remove it.")
 
@@ -1071,18 +1079,19 @@ def check_output_folders(run: Run) -> Problems:
 
     folder = run.dump_folder.absolute()
     checkpoint_folder = _get_checkpoint_folder(run)
-    final_folder = checkpoint_folder.parent  # contains `final` and `final_hf`
-    other_outputs = [final_folder / "final", final_folder / "final_hf"]
-    other_outputs += [folder / name for name in ARCHIVED_FILES]
+    other_outputs = [folder / name for name in (*FINAL_OUTPUTS, *ARCHIVED_FILES)]
+    checkpoint = run.job.checkpoint
+    if checkpoint.last_save_model_only or checkpoint.last_save_in_hf:
+        other_outputs += [checkpoint_folder.parent / name for name in FINAL_OUTPUTS]
     if checkpoint_folder in (folder, *other_outputs):
         yield Problem(
             "checkpoint.folder",
-            "is used for other outputs. Choose a folder for the checkpoints alone.",
+            "is the path of another output of the run. Choose another folder, which is not called "
+            '"final" or "final_hf".',
         )
 
     # The export at the end of training replaces an earlier export, but no other folder.
-    checkpoint = run.job.checkpoint
-    foreign_export = find_foreign_export(final_folder)
+    foreign_export = find_foreign_export(checkpoint_folder.parent)
     if foreign_export is not None and checkpoint.enable and checkpoint.last_save_in_hf:
         yield Problem(
             "checkpoint.last_save_in_hf",

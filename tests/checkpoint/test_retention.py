@@ -300,6 +300,7 @@ def test_foreign_final_hf_is_an_error_before_training(tmp_path, checkpoint_folde
     with pytest.raises(UserError, match=rf"checkpoint\.last_save_in_hf(?s:.*){final_hf}"):
         load_run([*options, "--checkpoint.folder", checkpoint_folder], 1)
 
+    assert list_names((tmp_path / final_hf).parent) == ["final_hf"]
     assert list_names(tmp_path / final_hf) == ["model.pt"]
 
 
@@ -308,7 +309,7 @@ def test_checkpoint_folder_that_the_final_output_would_use_is_an_error(tmp_path,
     options = ["--job.dump_folder", str(tmp_path), "--checkpoint.folder", checkpoint_folder]
 
     with pytest.raises(UserError, match=r"checkpoint\.folder"):
-        load_run(options, 1)
+        load_run([*options, "--checkpoint.last_save_in_hf"], 1)
 
 
 def test_next_start_finishes_an_interrupted_removal(saved_run, tmp_path):

@@ -239,8 +239,8 @@ class Job(Section):
         default="", validate_default=True
     )
     """Folder for all outputs. If empty, it is outputs/NAME, where NAME is the name of the job file
-    without .toml. A command without a job file uses debug_model, and a job that is created in
-    Python uses outputs/python."""
+    without .toml. A command with neither a job file nor --from uses debug_model, and a job that is
+    created in Python uses outputs/python."""
     description: str = ""
     """Description of the run, logged at the start."""
     plugins: ListOf[str] = ()
@@ -563,8 +563,9 @@ class Dataset(TextSource):
     on_change: Literal["error", "warn"] = "error"
     """What to do if the data has changed when a run resumes. error: stop. warn: continue with the
     new data, at the beginning of the document or part (such as a file) that was being read. Always
-    an error: a different number of sources, or a prepared shard that differs from its
-    manifest.json."""
+    an error: a different number of sources, a prepared shard that differs from its manifest.json,
+    and, for a source of few documents or parts, a change of their number that changes the number of
+    streams."""
     on_bad_record: Literal["error", "skip"] = "error"
     """What to do with a record that is not JSON, has no text, or is not Unicode. error: save, then
     stop the run. skip: leave it out, log it once, and count it in the metrics."""
@@ -666,9 +667,9 @@ class Optimizer(Section):
     name: Annotated[str, OPTIMIZERS] = "AdamW"
     """Optimizer. Muon updates the matrices of the blocks, and uses AdamW for all other parameters.
     AdamW8bit, from torchao, stores moments in 8 bits, and synchronizes with the GPU in each step.
-    It supports neither tensor parallelism nor CPU offload. Lion changes each weight by the sign of
-    beta1 * momentum + (1 - beta1) * gradient, and beta2 is the decay of its momentum. SGD uses
-    momentum."""
+    It supports neither tensor parallelism nor CPU offload. Lion subtracts from each weight lr times
+    the sign of beta1 * momentum + (1 - beta1) * gradient, and beta2 is the decay of its momentum.
+    SGD uses momentum."""
     lr: Annotated[float, Field(ge=1e-30, le=1e30)] = 3e-4
     """Peak learning rate."""
     beta1: BelowOne = 0.9
@@ -1041,7 +1042,7 @@ class Guards(Section):
     """Number of steps between checks for silent data corruption. They compare the weights of HSDP
     replicas, and the norm weights of tensor-parallel ranks. Other layouts have nothing to compare.
     If weights differ, the run stops with exit code 3. The error message names the ranks that differ
-    from the majority (all ranks if there is no majority), and their nodes."""
+    from the majority (if there is no majority, all that hold the weight), and their nodes."""
 
 
 class EmaOptions(Section):
