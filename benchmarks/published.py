@@ -46,7 +46,8 @@ from titanlite.plan.workers import workers
 # torchtitan was measured on GPUs with "96GB HBM2e with 2.4 TB/sec" and "500W power limit". The
 # power of a chip is proportional to its clock times the square of its voltage, and the voltage to
 # the clock, so the clock is proportional to the cube root of the power. The data sheets roughly
-# agree: an H100 SXM with 700 W has 989 TFLOP/s, and an H100 NVL with 400 W and as many cores 835.
+# agree: an H100 SXM reaches 989 TFLOP/s with 700 W. An H100 NVL, which has as many cores, reaches
+# 835 TFLOP/s with 400 W.
 _CLOCK = (500 / 700) ** (1 / 3)
 # The torch attention was its own build of FlashAttention 2 then. In the forward pass it reached 287
 # to 304 TFLOP/s on an H100, 30% of the data sheet (https://github.com/pytorch/benchmark/pull/2296,

@@ -296,7 +296,7 @@ def check_stages(run: Run) -> Problems:
             stages = f"{num_stages} stages, {run.stages_per_rank} per rank"
         yield Problem(
             "parallelism.pipeline_parallel_split_points",
-            f"must be in ascending order from layers.1 to layers.{num_layers - 1}, and make "
+            f"must be blocks from layers.1 to layers.{num_layers - 1} in ascending order, and make "
             f"{stages}.",
         )
     if not run.pipeline_cuts and num_stages > num_layers:
@@ -1086,7 +1086,7 @@ def check_output_folders(run: Run) -> Problems:
     if checkpoint_folder in (folder, *other_outputs):
         yield Problem(
             "checkpoint.folder",
-            "is the path of another output of the run. Choose another folder, which is not called "
+            "is the path of another output of the run. Choose another folder that is not called "
             '"final" or "final_hf".',
         )
 

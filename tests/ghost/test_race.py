@@ -26,8 +26,8 @@ RUNS = with_variants(
         "offloaded Muon": "--optimizer.name Muon --training.enable_cpu_offload",
     }
 ) | {"rollback before a save": "--job.hooks roll_back --ema.decay 0.9"}
-# Number of ranks, removed wait, and whether the detector must report it. The jobs named "none"
-# keep all waits.
+# Number of ranks, removed wait, and whether the detector must report it. Jobs whose name starts
+# with "none" keep all waits.
 REMOVALS = [
     (ranks, name, not name.startswith("none"))
     for ranks, removals in REMOVED_WAITS.items()

@@ -151,7 +151,7 @@ class Resumer:
                 self._rename(path, f"Rolling back to step {load_step}: {path.name}", "archived")
             return state
 
-        # Never start from scratch if a checkpoint is damaged or that of `load_step` is missing.
+        # Never start from scratch if a checkpoint is damaged, or if `load_step` has no checkpoint.
         problems += damages.values()
         if problems:
             listed = "\n  ".join([f"{folder}: there is no {wanted}.", *problems])

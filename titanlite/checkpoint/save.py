@@ -421,8 +421,8 @@ class Saver:
     def remove_outdated(self) -> None:
         """Remove the outdated checkpoints of this run from disk. Call this on all ranks.
 
-        Keep those that `keep_latest_k`, `keep_every_n_steps` or `keep_best` selects, the target of
-        the link `best`, and the checkpoint that is being copied to the mirror.
+        Keep the checkpoints that `keep_latest_k`, `keep_every_n_steps` or `keep_best` selects, the
+        target of the link `best`, and the checkpoint that is being copied to the mirror.
         """
         self._ranks.run_on_rank0(self._saved_folders.remove_outdated)
 

@@ -52,10 +52,11 @@ SAME_DATA: DataChanges = ([], [])
 _REMEDY = """\
 Restore these values, or start a new run in another job.dump_folder. If model and tokenizer are \
 the same, it can start from these weights: checkpoint.initial_load_path = "{checkpoint}".
-dataset.on_change = "warn" allows changed contents, weights and max_epochs of data sources, but \
-not another number of sources or streams, or any other difference. To resume at the beginning of \
-the data or with a new optimizer state, set \
-checkpoint.exclude_from_loading = ["data"] or checkpoint.exclude_from_loading = ["optimizer"]."""
+dataset.on_change = "warn" allows changed contents and weights of data sources, and a changed \
+max_epochs if both values are above 0. It allows neither another number of sources or streams nor \
+any other difference. To resume at the beginning of the data, set \
+checkpoint.exclude_from_loading = ["data"]. To resume with a new optimizer state, set \
+checkpoint.exclude_from_loading = ["optimizer"]."""
 
 _COMPATIBLE_SECTIONS = {
     "activation_checkpoint",

@@ -563,9 +563,9 @@ class Dataset(TextSource):
     on_change: Literal["error", "warn"] = "error"
     """What to do if the data has changed when a run resumes. error: stop. warn: continue with the
     new data, at the beginning of the document or part (such as a file) that was being read. Always
-    an error: a different number of sources, a prepared shard that differs from its manifest.json,
-    and, for a source of few documents or parts, a change of their number that changes the number of
-    streams."""
+    an error: a different number of sources or streams, and a prepared shard that differs from its
+    manifest.json. The number of streams can change if max_epochs is set or removed, or if a source
+    of few documents or parts gets more or fewer of them."""
     on_bad_record: Literal["error", "skip"] = "error"
     """What to do with a record that is not JSON, has no text, or is not Unicode. error: save, then
     stop the run. skip: leave it out, log it once, and count it in the metrics."""

@@ -33,8 +33,8 @@ class GarbageCollection(Hook):
     def after_step(self, step: int, result: StepResult) -> None:
         """Collect garbage every `training.gc_freq` steps, unless automatic collection is enabled.
 
-        It stays enabled if a program calls `Trainer.step` in a loop, without `train_begins`. Skip
-        objects in the oldest generation, because they are rarely garbage.
+        It stays enabled if a program calls `Trainer.step` in a loop, because `train_begins` is then
+        not called. Skip objects in the oldest generation, because they are rarely garbage.
         """
         if not gc.isenabled() and step % self._interval == 0:
             gc.collect(1)

@@ -2,8 +2,9 @@
 
 Invariant: The trainer calls each method of all hooks on every rank, in the same order and at the
 same step, so hooks may use collectives, except in `failed` and `close`. Hooks must not cause a host
-sync in `gradients`, `before_update`, `updated` and `after_step`, unless a save or a profile ends.
-In other methods, they may cause one at some steps, for example to save or to generate samples.
+sync in `gradients`, `before_update`, `updated` and `after_step`, except at steps where a save or a
+profile ends. In other methods, they may cause one at some steps, for example to save or to generate
+samples.
 """
 
 from __future__ import annotations

@@ -40,9 +40,9 @@ CPU_FRAGMENTATION = 0.05
 # power and has half the time for its memory traffic, so it reaches less.
 MATMUL = {"float32": 0.85, "float8": 0.60, "bfloat16": 0.70}
 # Flex attention is a Triton kernel with the design of FlashAttention 2, which reaches 35% of the
-# peak on Hopper GPUs (https://arxiv.org/abs/2407.08608).
-# Flex attention reaches 90% of the speed of FlashAttention 2 in the forward pass and 85% in the
-# backward pass (https://pytorch.org/blog/flexattention).
+# peak on Hopper GPUs (https://arxiv.org/abs/2407.08608). Flex attention reaches 90% of the speed of
+# FlashAttention 2 in the forward pass and 85% in the backward pass
+# (https://pytorch.org/blog/flexattention).
 FLEX = 0.31
 # The backward pass of attention is less efficient than the forward pass.
 ATTENTION_BACKWARD = 5 / 6

@@ -133,8 +133,8 @@ def _connect_by_address(world_size: int, timeout: timedelta) -> Store:
         reason = first_line.rstrip(".")
         raise UserError(
             "MASTER_ADDR and MASTER_PORT must name an address of the first rank that all ranks can "
-            f"reach: {reason}. Start with torchrun, which sets them. On one node, you can instead "
-            f"unset WORLD_SIZE and set NGPU={world_size}; to train, then use `titanlite launch` "
+            f"reach: {reason}. Start with torchrun, which sets them. On one node, you can also "
+            f"unset WORLD_SIZE and set NGPU={world_size}. Then train with `titanlite launch` "
             "instead of `titanlite train`."
         ) from None
     return store

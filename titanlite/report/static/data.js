@@ -52,8 +52,8 @@ function flatten(table, prefix = "") {
 /**
  * Return the position of a step on an axis of a run: "step", "tokens" or "hours".
  *
- * Only logged steps have a known position. The positions of other steps are interpolated, or
- * extrapolated from the last two logged steps.
+ * Only log steps have a known position. The positions of other steps are interpolated, or
+ * extrapolated from the last two log steps.
  */
 function findPosition(run, axis, step) {
   const steps = run.curves.x.step || [];
