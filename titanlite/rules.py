@@ -134,9 +134,14 @@ def find_broken_rules(run: Run) -> list[Problem]:
 
 
 def check_model(run: Run) -> Problems:
-    """Check the number and width of attention heads, the RoPE scaling and the sequence length."""
+    """Check the attention heads, the RoPE scaling, the sliding window and the sequence length."""
     yield from _check_heads(run)
     yield from _check_rope_limits(run)
+    if run.arch.full_attention_interval and not run.arch.sliding_window:
+        yield Problem(
+            "model.full_attention_interval",
+            "needs model.sliding_window. Set both, or set model.full_attention_interval = 0.",
+        )
     max_seq_len = run.arch.max_seq_len
     if run.job.training.seq_len > max_seq_len:
         yield Problem(
@@ -804,12 +809,6 @@ def check_effects(run: Run) -> Problems:
             "tensor parallelism and a compiled model",
         ),
         (
-            "model.full_attention_interval",
-            run.arch.full_attention_interval,
-            run.arch.sliding_window,
-            "model.sliding_window",
-        ),
-        (
             "parallelism.pipeline_parallel_split_points",
             parallelism.pipeline_parallel_split_points,
             run.degrees.pipeline > 1,
@@ -817,12 +816,7 @@ def check_effects(run: Run) -> Problems:
         ),
     ]
     for key, is_set, has_effect, needed in effects:
-        if not is_set or has_effect:
-            continue
-        if key == "model.full_attention_interval":
-            # The flavor can set this key, so the user cannot always remove it.
-            yield Problem(key, f"needs {needed}. Set both, or set {key} = 0.")
-        else:
+        if is_set and not has_effect:
             yield Problem(key, f"has no effect without {needed}. Set both, or remove it.")
 
 

@@ -164,7 +164,7 @@ class NonFiniteGuard(Hook):
         Args:
             results: Number and result of each skipped step. All ranks skip the same steps.
         """
-        # The non-finite loss or gradient may be on a single rank, so gather those of all ranks.
+        # A loss or gradient can be non-finite on a single rank, so ask all ranks.
         problems = [self._find_problems(step, result) for step, result in results]
         problems_by_rank = gathered(problems)  # one list per rank, with one entry per step
         problems_by_step = zip(*problems_by_rank, strict=True)
